@@ -231,9 +231,13 @@ class ObjectFolder:
         Raises:
             OSError: from the file system.
         """
-        for key in {key_in(path.name) for path in _files(self._objects) if path.suffix == ASIDE}:
-            if key is not None and self.describe(self.path(key)) is None:
-                self.restore(key)
+        for key in self.set_aside():
+            self.restore(key)
+
+    def set_aside(self) -> list[str]:
+        """Keys of what killed readers had set aside, and nobody has put since; ascending."""
+        found = {key_in(path.name) for path in _files(self._objects) if path.suffix == ASIDE}
+        return sorted(key for key in found if key is not None and self.describe(self.path(key)) is None)
 
     def _put_back(self, aside: Path, path: Path) -> None:
         """Unless there is another by now. The name is durable before the other one goes."""

@@ -140,6 +140,7 @@ class Archive(AbstractContextManager["Archive"]):
             ForeignVersion: for an object of another version of the format or the specification.
             KeyUnavailable: for an encrypted object's key without the tenant's, or with that of another salt.
             NotEncrypted: for the key of an object in the clear, if the archive is encrypted.
+            ArchiveError, OSError: from the file system; the chunk may be there.
         """
         check_tenant(tenant)
         if not self._objects.is_of(key, tenant):
@@ -184,7 +185,7 @@ class Archive(AbstractContextManager["Archive"]):
         """
         with suppress(OSError):  # a medium that cannot be written
             self._files.restore_all()
-        report = Report(strays=self._files.strays())
+        report = Report(strays=self._files.strays(), unreadable=self._files.set_aside())
         report.in_quarantine = [self._files.name(path) for path in self._files.in_quarantine()]
         if self._keyring is not None:
             report.strays += [f"{self._keyring.folder.name}/{name}" for name in self._keyring.strays()]
@@ -275,11 +276,13 @@ class Archive(AbstractContextManager["Archive"]):
         return self._files.describe(self._files.path(key)) not in (None, file)
 
     def _restored(self, key: str) -> bool:
-        """Whether something that a killed reader set aside is in its place again."""
-        try:
+        """Whether something that a killed reader set aside is in its place again.
+
+        Raises:
+            ArchiveError, OSError: where it cannot be put back; it may be a whole object.
+        """
+        with named_errors(self._files.path(key)):
             return self._files.restore(key)
-        except OSError:
-            return False
 
     def _quarantine(self, key: str, file: File | None) -> None:
         """Put a damaged object away; where nothing can be written, it stays, and is a miss whenever it is read."""

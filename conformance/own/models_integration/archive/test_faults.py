@@ -21,17 +21,20 @@ from types import ModuleType
 import pytest
 from torch import Tensor
 
-from conformance.assurance.faults import CALLS, SHORT
-from conformance.own.models_integration.archive.fault_cases import OPERATIONS, Case, killed
+from conformance.assurance.faults import CALLS, SHORT, faults
+from conformance.own.models_integration.archive.chunks import chunk
+from conformance.own.models_integration.archive.fault_cases import OPERATIONS, Case, killed, path_of
 from conformance.own.processes import started
 from conformance.plugin import profile_of
 from models_integration.archive import keyring, object_folder, objects, store
-from models_integration.archive.errors import ArchiveFull
+from models_integration.archive.errors import ArchiveError, ArchiveFull
 from models_integration.archive.keyring import Cipher, Keyring
 from models_integration.archive.manifest import Manifest
+from models_integration.archive.object_folder import ASIDE
 from models_integration.archive.objects import Claim, read_object
+from models_integration.archive.store import Archive, Report, Stored
 from models_integration.cache import atomic_file, tensor_file
-from models_integration.cache.atomic_file import erase
+from models_integration.cache.atomic_file import TEMPORARY, erase
 from models_integration.cache.tensor_file import Damaged
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
@@ -105,6 +108,37 @@ def test_no_kill_makes_the_archive_unusable(
         case.check(heard.poll(), killed=True)
         say.close()
         heard.close()
+
+
+def get_hers(archive: Archive, key: str) -> Stored | None:
+    return archive.get(key, "alice")
+
+
+def verified(archive: Archive, key: str) -> Report:
+    return archive.verify()
+
+
+@pytest.mark.parametrize("number", ERRORS.values(), ids=ERRORS)
+@pytest.mark.parametrize("work", [get_hers, verified])
+def test_a_chunk_that_was_set_aside_is_there_or_the_failure_is_named(
+    quick_path: Path, number: int, work: Callable[[Archive, str], Stored | Report | None],
+) -> None:
+    """A reader was killed while it had another process's chunk out of its place; then each call fails once."""
+    with Archive(quick_path) as archive:
+        path = path_of(quick_path, key := archive.put(*chunk(1)))
+        for shard in {*path.parent.parent.iterdir()} - {path.parent}:
+            shard.rmdir()
+        at, failed = 0, True
+        while failed:
+            at += 1
+            path.rename(path.with_name(f"{TEMPORARY}{path.name}-{at:08x}{ASIDE}"))
+            with faults(at, number) as made, suppress(ArchiveError, OSError):
+                found = work(archive, key)
+                assert found is not None, made.calls
+                assert not isinstance(found, Report) or found.clean <= (found.read == 1), made.calls
+            assert archive.get(key, "alice") is not None
+            failed = len(made.calls) >= at
+        assert at > 3
 
 
 @for_both
