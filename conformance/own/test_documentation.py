@@ -145,8 +145,10 @@ def exists(words: Sequence[str]) -> bool:
             return {word for word in rest if word.startswith("--")} <= options(rest) | {"--", "--version", "--help"}
         case ["nox", "-s", *rest]:
             named = rest[: rest.index("--")] if "--" in rest else rest
-            importlib.import_module("noxfile")
-            return bool(named) and set(named) <= set(importlib.import_module("nox.registry").get())
+            noxfile = importlib.import_module("noxfile")
+            parts = {*noxfile.LAB, *noxfile.PARTS} if named == ["lab"] else None
+            known = parts is None or (len(rest) > 2 and rest[2] in parts)
+            return known and bool(named) and set(named) <= set(importlib.import_module("nox.registry").get())
         case ["python", "-m", module, *_]:
             home = ROOT / module.replace(".", "/")  # find_spec would import the packages above it, which may need torch
             ours = home.with_suffix(".py").is_file() or (home / "__main__.py").is_file()
@@ -163,7 +165,7 @@ def options(words: Sequence[str]) -> set[str]:
     """Of the command that words name; those of `verify` stand in the suite."""
     if words[0] == "verify":
         return {option for action in parser()._actions for option in action.option_strings}
-    if words[0] == "lm-eval":  # its own command line: nox -s extra -- lm-eval runs one
+    if words[0] == "lm-eval":  # its own command line: nox -s lab -- extra lm-eval runs one
         return set(words)
     command, _ = found_command(words)
     return {option for parameter in command.params for option in parameter.opts}
@@ -201,7 +203,7 @@ def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
 def test_what_is_not_there_is_noticed() -> None:
     for missing in (
         "kvspec compare --polices x", "kvspec verify --bakend x", "kvspec nothing --out x", "nox -s nothing",
-        "python -m conformance.no", "pip install kvspec[no]", "make all",
+        "nox -s lab -- nothing", "python -m conformance.no", "pip install kvspec[no]", "make all",
     ):
         assert not exists(missing.split()), missing
     with pytest.raises(Exception, match="valid integer"):

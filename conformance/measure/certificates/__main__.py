@@ -1,6 +1,7 @@
 """`python -m conformance.measure.certificates [NAME ...]`: certificates of others, as this environment can make them.
 
-`page` writes the table of docs/results/certificates from what lies there. `nox -s certificates` runs both halves.
+`page` writes the table of docs/results/certificates from what lies there. `nox -s lab -- certificates` runs both
+halves.
 """
 
 import os
@@ -113,8 +114,8 @@ def page() -> str:
     rows = [_row(name) for name in SUBJECTS if (OUT / f"{name}.toml").exists()]
     return "\n".join([
         "# Certificates of others", "",
-        "`nox -s certificates` makes all certificates, and `nox -s certificates -- NAME` makes one again, in the"
-        " environment that it needs. [The specification](../../../spec/certificate.md) defines the verdicts. The"
+        "`nox -s lab -- certificates` makes all certificates, and `nox -s lab -- certificates NAME` makes one again, in"
+        " the environment that it needs. [The specification](../../../spec/certificate.md) defines the verdicts. The"
         " wrappers are in `conformance/measure/certificates`. Run `python -m conformance.verify --check"
         " CERTIFICATE.toml` in that folder (engines: in the root), with the root in PYTHONPATH.", "",
         "The presses of kvpress are not changed. They get random queries, keys and values in float64, and their"

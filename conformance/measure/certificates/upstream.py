@@ -21,8 +21,8 @@ FIELDS = ("Package", "Prints", "Expected", "Change")
 INTRODUCTION = """# Defects to report upstream
 
 Each file is a complete issue, with the defect, the output, the expected output and its source, a change and a script. A
-script has at most 15 lines. `nox -s upstream` runs all scripts and fails if the output of a script changes. This page
-does not list [different readings of a paper](peers.md). Models are tiny and random.
+script has at most 15 lines. `nox -s lab -- upstream` runs all scripts and fails if the output of a script changes. This
+page does not list [different readings of a paper](peers.md). Models are tiny and random.
 """
 
 

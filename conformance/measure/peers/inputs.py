@@ -12,7 +12,7 @@ from reference.policies.kvzip import rehearsal_chunks
 from reference.policies.rotary import unrotated
 from spec.policy import LayerView, Rehearsal, Repeat
 
-__all__ = ["SMALL", "Constants", "Inputs", "Rehearsed", "drawn", "threshold"]
+__all__ = ["SMALL", "Constants", "Inputs", "Rehearsed", "drawn", "positions_of", "threshold"]
 
 D = 8
 RATIOS = ("0.1", "0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.75", "0.8", "0.9")
@@ -91,6 +91,24 @@ def drawn(seed: int, most: int) -> Inputs:
         rng.standard_normal((H_kv, n, D)), rng.standard_normal((H_kv, n, D)),
         100.0 ** (-np.arange(D // 2) / (D // 2)),
     )
+
+
+def positions_of(some: Array, keys: Array) -> Array:
+    """Where each of some keys (heads, m, d) stands among all (heads, n, d), by its bytes: positions (heads, m).
+
+    Raises:
+        ValueError: for a key that is not there, or stands at two positions of its head.
+    """
+    found = np.empty(some.shape[:2], dtype=np.int64)
+    for head, (wanted, every) in enumerate(zip(some, keys, strict=True)):
+        places = {key.tobytes(): at for at, key in enumerate(every)}
+        if len(places) < len(every):
+            raise ValueError(f"head {head}: {len(every) - len(places)} of {len(every)} keys are equal to another")
+        try:
+            found[head] = [places[key.tobytes()] for key in wanted]
+        except KeyError:
+            raise ValueError(f"head {head}: a key is none of the prompt's") from None
+    return found
 
 
 def threshold(ratio: float) -> float:

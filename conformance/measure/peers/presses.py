@@ -10,11 +10,10 @@ import kvpress  # type: ignore[import-not-found]
 import numpy as np
 import torch
 
-from conformance.measure.peers.inputs import Constants, Inputs, Rehearsed, threshold
-from conformance.measure.peers.sets import positions_of
+from conformance.measure.peers.inputs import Constants, Inputs, Rehearsed, positions_of, threshold
 from reference.policies.attention import observed_attention
 
-__all__ = ["PRESSES", "VERSION", "Make", "given_to", "kept_by_press", "scores_by_press"]
+__all__ = ["PRESSES", "VERSION", "Make", "kept_by_press", "scores_by_press"]
 
 VERSION = version("kvpress")
 logging.getLogger("kvpress").setLevel(logging.ERROR)  # KVzip's press warns each time that it is made

@@ -1,1 +1,1 @@
-"""The documentation site: `nox -s docs` writes its pages into build/docs, builds them into site/ and checks them."""
+"""The documentation site: `nox -s lab -- docs` writes its pages into build/docs, builds and checks them."""

@@ -1,6 +1,6 @@
 """Bounds of floats: no input that was tried exceeds one, Gappa proves what has a script, and too small ones are caught.
 
-What needs Gappa or python-flint is skipped without it; `nox -s floats` has python-flint.
+What needs Gappa or python-flint is skipped without it; `nox -s lab -- floats` has python-flint.
 """
 
 import math
@@ -22,7 +22,7 @@ needs_gappa = pytest.mark.skipif(bool(gappa.missing()), reason=gappa.missing() o
 try:
     from conformance.assurance.proofs.floats import search
 except ImportError:
-    CASES: list[Any] = [pytest.param(None, marks=pytest.mark.skip(reason="python-flint is not here: nox -s floats"))]
+    CASES: list[Any] = [pytest.param(None, marks=pytest.mark.skip(reason="python-flint: nox -s lab -- floats"))]
 else:
     CASES = [pytest.param(case, id=case.item, marks=pytest.mark.spec(case.item)) for case in search.CASES]
 BY_ITEM = {case.id: case.values[0] for case in CASES}
@@ -48,7 +48,7 @@ TOO_SMALL: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("item", [pytest.param(item, marks=pytest.mark.spec(item)) for item in TOO_SMALL])
 def test_a_bound_that_is_too_small_is_caught(item: str) -> None:
     if item not in BY_ITEM:
-        pytest.skip("python-flint is not here: nox -s floats")
+        pytest.skip("python-flint is not here: nox -s lab -- floats")
     assert search.worst(replace(BY_ITEM[item], radius=TOO_SMALL[item]), 200)[0] > 1
 
 
@@ -100,5 +100,5 @@ def test_the_pages_figures_are_those_of_the_command() -> None:
 def test_the_search_for_the_tail_finds_both_roundings() -> None:
     """Two orders of multiplying and dividing: together more than half of the bound."""
     if "CC-TAIL-D" not in BY_ITEM:
-        pytest.skip("python-flint is not here: nox -s floats")
+        pytest.skip("python-flint is not here: nox -s lab -- floats")
     assert 0.45 < search.worst(BY_ITEM["CC-TAIL-D"], 400)[0] < 0.6

@@ -47,7 +47,7 @@ def test_the_navigation_names_pages_and_the_table_every_policy(pages: Path) -> N
         return [path for value in inner for path in (named(value) if isinstance(value, list) else [str(value)])]
 
     project = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
-    by_other_tools = {"docs/api.md", "docs/cli.md"}  # nox -s docs
+    by_other_tools = {"docs/api.md", "docs/cli.md"}  # nox -s lab -- docs
     assert all((pages / path).is_file() for path in set(named(project["nav"])) - by_other_tools)
     table = (pages / "docs/guide/choose.md").read_text(encoding="utf-8")
     assert all(f"| {name} |" in table or f"| [{name}](" in table for name in POLICIES)

@@ -1,4 +1,4 @@
-"""Eviction inside llama.cpp equals masking in transformers. `nox -s extra -- llamacpp` runs this."""
+"""Eviction inside llama.cpp equals masking in transformers. `nox -s lab -- extra llamacpp` runs this."""
 
 import ctypes
 import json
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="the oracle is a model of transformers")
-pytest.importorskip("llama_cpp", reason="llama-cpp-python: nox -s extra -- llamacpp runs this")
+pytest.importorskip("llama_cpp", reason="llama-cpp-python: nox -s lab -- extra llamacpp runs this")
 pytest.importorskip("gguf", reason="writes the models")
 
 import llama_cpp as cpp

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness under a policy, beside `hf` and a masked full cache: `nox -s extra -- lm-eval`."""
+"""lm-evaluation-harness under a policy, beside `hf` and a masked full cache: `nox -s lab -- extra lm-eval`."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers", reason="the harness drives transformers models")
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness: nox -s extra -- lm-eval runs this")
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness: nox -s lab -- extra lm-eval runs this")
 
 import torch
 from lm_eval.evaluator import simple_evaluate

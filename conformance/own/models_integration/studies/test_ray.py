@@ -1,4 +1,4 @@
-"""The same sweep by actors of Ray, half of which are killed twice. `nox -s extra -- ray` runs this."""
+"""The same sweep by actors of Ray, half of which are killed twice. `nox -s lab -- extra ray` runs this."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers", reason="the sweep drives transformers models")
-pytest.importorskip("ray", reason="actors of Ray: nox -s extra -- ray runs this")
+pytest.importorskip("ray", reason="actors of Ray: nox -s lab -- extra ray runs this")
 
 from conformance.own.models_integration.studies.sweep_workers import ROWS, SLOW, holders, measured
 from conformance.paths import ROOT
