@@ -13,7 +13,7 @@ from conformance.assurance.oracles.policies import Layer, Row, Score, capped, do
 from conformance.strategies.policy_inputs import Inputs, Kept, repeats
 from spec.policy import Rehearsal
 
-__all__ = ["BRUTES", "chunks", "full_heads", "global_shares", "head_means", "scores"]
+__all__ = ["BRUTES", "chunks", "full_heads", "global_shares", "head_means", "scores", "sinks_and_newest"]
 
 
 def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None) -> list[Score]:
@@ -97,9 +97,13 @@ def kept(shares: Callable[[list[Score], int], Sequence[int]], plus: bool = False
 def streaming_heads(inputs: Inputs, B: int, N_sink: int, N_recent: int) -> Kept:
     """A head's share is of the sinks and the newest tokens."""
     largest = [max(abs(x) for key in head for x in key) for view in inputs.layers for head in view.k.tolist()]
+    return sinks_and_newest(largest, inputs.n, B, N_sink, N_recent)
+
+
+def sinks_and_newest(head_scores: Sequence[float], n: int, B: int, N_sink: int, N_recent: int) -> Kept:
     return [
-        sorted({*range(min(N_sink, share)), *range(max(0, inputs.n - share + N_sink), inputs.n)})
-        for share in full_heads(largest, inputs.n, B, N_sink + N_recent)
+        sorted({*range(min(N_sink, share)), *range(max(0, n - share + N_sink), n)})
+        for share in full_heads(head_scores, n, B, N_sink + N_recent)
     ]
 
 

@@ -171,12 +171,9 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-GLOBAL-BUDGET": lambda i: {"shares": kvzip.global_shares(blanked(i), i["B"])},
     "PO-HEAD-SCORES": lambda i: {"head_scores": kvzip.head_means(i["contexts"])},
     "PO-FULL-HEADS": lambda i: {"shares": kvzip.full_heads(i["head_scores"], i["n"], i["B"], i["window"])},
-    "PO-KVZIP-HEADS": lambda i: {"kept": [
-        sorted({*range(i["N_sink"]), *range(i["n"] - share + i["N_sink"], i["n"])})
-        for share in kvzip.full_heads(
-            [x for row in i["head_scores"] for x in row], i["n"], i["B"], i["N_sink"] + i["N_recent"]
-        )
-    ]},
+    "PO-KVZIP-HEADS": lambda i: {"kept": kvzip.sinks_and_newest(
+        [x for row in i["head_scores"] for x in row], i["n"], i["B"], i["N_sink"], i["N_recent"]
+    )},
     "PO-PREFERENCE-BUDGET": lambda i: {
         "shares": cake_oracle.preferred_shares(i["preferences"], i["B"], i["W"], i["n"])
     },
