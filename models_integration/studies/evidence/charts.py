@@ -8,7 +8,7 @@ import numpy as np
 from models_integration.policies.spelled import spelled
 from models_integration.studies.estimate import SIGNIFICANT, format_p
 from models_integration.studies.evidence.claims import FLOOR, Samples
-from models_integration.studies.evidence.controls import BLIND, CONTROLS, FULL, RANDOM
+from models_integration.studies.evidence.controls import BLIND, EVERY_CONTROL, FULL, RANDOM, RANDOMS
 from models_integration.studies.evidence.rules import AT_PROMPT
 from models_integration.studies.evidence.tables import budgets_of, by_task, off_budget, policies_of
 from models_integration.studies.page.elements import Html, forest, grid, note, panel, plots, section, shaded, table
@@ -69,7 +69,7 @@ def swept(policies: Iterable[str]) -> dict[tuple[str, str], dict[float, str]]:
 def _spelled(policy: str) -> tuple[str, dict[str, Any]]:
     """Without constants where a policy is a control, or somebody's own that is not here."""
     try:
-        return (policy, {}) if policy in CONTROLS else spelled(policy.removesuffix(AT_PROMPT))
+        return (policy, {}) if policy in EVERY_CONTROL else spelled(policy.removesuffix(AT_PROMPT))
     except SpecError:
         return policy, {}
 
@@ -93,18 +93,22 @@ def sweeps(samples: Samples) -> str:
 
 
 def differences(samples: Samples) -> str:
-    """Each policy over the random set of its budget that keeps as many prompt tokens, all worthy tasks together."""
+    """Each policy over the random control of its granularity that keeps as many prompt tokens, all worthy tasks
+    together; over `random` where that control was not run."""
     some, found = samples.worthy(), []
     off = off_budget(some)
     for budget in budgets_of(some):
-        unmatched = (RANDOM, budget) in off
-        names = [name for name in policies_of(some) if name != RANDOM and ((name, budget) in off) is unmatched]
-        lines = [([name], some.over((name, budget), (RANDOM, budget)), None) for name in names]
+        lines = []
+        for name in (name for name in policies_of(some) if name not in RANDOMS):
+            control = some.control((name, budget))
+            control = control if (control, budget) in some.cells else RANDOM
+            if ((control, budget) in off) is ((name, budget) in off):
+                lines.append(([name, control], some.over((name, budget), (control, budget)), None))
         if any(one.known for _, one, _ in lines):
-            found.append(forest(f"Budget {budget}", ["policy"], lines))
+            found.append(forest(f"Budget {budget}", ["policy", "over"], lines))
     if not found:
         return right_answers(samples)
-    about = f"Recovery over that of a random set, paired; {', '.join(by_task(some)).lower()}; n = {len(some.rows)}."
+    about = f"Recovery over that of a random control, paired; {', '.join(by_task(some)).lower()}; n = {len(some.rows)}."
     return note(about) + grid(found, "grid broad") + right_answers(samples)
 
 

@@ -23,7 +23,7 @@ from models_integration.studies.estimate import (
     pairs_of,
     share_of,
 )
-from models_integration.studies.evidence.controls import BLIND, CONTROL_BOUNDS, FULL
+from models_integration.studies.evidence.controls import BLIND, CONTROL_BOUNDS, FULL, control_of
 from models_integration.studies.evidence.rules import Claim
 from models_integration.studies.results import Row
 from reference.statistics import (
@@ -37,6 +37,7 @@ from reference.statistics import (
     stratified_draws,
 )
 from spec.arrays import Float64, Int64, IntMatrix, IntVector, Vector
+from spec.retention import Granularity
 
 __all__ = ["ENDS", "FLOOR", "Samples", "Verdict", "verdicts"]
 
@@ -106,6 +107,11 @@ class Samples:
     def of(self, cell: tuple[str, str], name: str) -> Float64[Vector, " n"]:
         """A number of one cell, of every sample; NaN where it was not measured."""
         return np.array([cells[cell].get(name) for cells in self._cells], dtype=np.float64)
+
+    def control(self, cell: tuple[str, str]) -> str:
+        """The random control of a policy's own granularity; rows of before 0.4 may not say which that is."""
+        granularities = (cells[cell].get("granularity") for cells in self._cells if cell in cells)
+        return control_of(cell[0], next(filter(None, granularities), Granularity.HEAD.value))
 
     def prompt_kept(self, cell: tuple[str, str]) -> float:
         """Tokens of the prompt that one cell keeps, a mean over samples, layers and KV heads."""

@@ -1,9 +1,11 @@
 """The controls: kept sets that are right or wrong by construction. A run that measures nothing fails them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from models_integration.policies.spelled import spelled
 from models_integration.session.segment import ObservedSegment
 from models_integration.studies.answers import cropped, retentions
 from models_integration.tasks import Placement, Sample
@@ -11,22 +13,36 @@ from models_integration.tasks.metrics import RIGHT_OR_WRONG
 from models_integration.tasks.samples import DELAYED_ASSOCIATION, NEEDLE
 from reference.crystalcache.protection import effective_budget
 from reference.policies.budgets import even
+from reference.policies.kvzip_heads import FullHeads
 from reference.policies.protections import SinkAndRecent, protecting
+from reference.policies.recency import recency
 from reference.policies.selectors import top_units
-from spec.arrays import BoolVector
+from spec.arrays import BoolVector, IntVector
 from spec.budget import Budget, parse_budget
 from spec.parameters import PAPER
-from spec.policy import Needs, Observation, Policy, Scores
+from spec.policy import Needs, Observation, Policy, Scorer, Scores
 from spec.retention import Granularity, Retention
 
 __all__ = [
-    "BLIND", "CONTROLS", "CONTROL_BOUNDS", "EVERY_CONTROL", "EVIDENCE", "FULL", "RANDOM", "WINDOWS", "bounds_of",
-    "control_set", "control_tokens", "evidence_mask", "random_policy",
+    "BLIND", "CONTROLS", "CONTROL_BOUNDS", "EVERY_CONTROL", "EVIDENCE", "FULL", "RANDOM", "RANDOMS", "RANDOM_TRUNKS",
+    "WINDOWS", "bounds_of", "control_of", "control_set", "control_tokens", "default_controls", "evidence_mask",
+    "random_policy", "random_trunks",
 ]
 
 FULL, BLIND, RANDOM, EVIDENCE = "fullcache", "blind", "random", "evidence"
-CONTROLS = (FULL, BLIND, RANDOM, EVIDENCE)
-"""Ceiling; no context; a random set; the evidence, then a random set: those of every study."""
+RANDOM_LAYERS, RANDOM_SHARED = "random-layers", "random-shared"
+RANDOM_TRUNKS, RANDOM_HEADS = "random-trunks", "random-heads"
+RANDOM_SETS: Mapping[str, Granularity] = {
+    RANDOM: Granularity.HEAD, RANDOM_LAYERS: Granularity.LAYER, RANDOM_SHARED: Granularity.MODEL,
+}
+"""Random tokens: a set for each layer and KV head, for each layer, or one set for all."""
+RANDOMS = (*RANDOM_SETS, RANDOM_TRUNKS, RANDOM_HEADS)
+"""Those, CrystalCache's trunks in a random order, and random full heads beside streaming heads."""
+HEAD_WINDOW = 64, 256
+"""First and recent tokens of a streaming head, as in `kvzip-heads`."""
+HEAD_FLOOR = sum(HEAD_WINDOW)
+CONTROLS = (FULL, BLIND, RANDOM, RANDOM_SHARED, EVIDENCE)
+"""The controls of every study. Ceiling; no context; two random sets; the evidence, then a random set."""
 WITHOUT, ONLY, HOLDS, MISSES = "without needle", "only needle", "window holds needle", "window misses needle"
 CONTROL_BOUNDS: dict[str, tuple[str, float]] = {
     WITHOUT: ("<=", 0.05), ONLY: (">=", 0.9), HOLDS: (">=", 0.9), MISSES: ("<=", 0.1),
@@ -34,7 +50,28 @@ CONTROL_BOUNDS: dict[str, tuple[str, float]] = {
 """The share of right answers that each of these must show."""
 WINDOWS = {(NEEDLE, HOLDS): f"{NEEDLE}(depth=1.0)", (NEEDLE, MISSES): f"{NEEDLE}(depth=0.25)"}
 """Controls about the recent window whose sample has its fact elsewhere: the task that draws it."""
-EVERY_CONTROL = (*CONTROLS, *CONTROL_BOUNDS)
+EVERY_CONTROL = (FULL, BLIND, *RANDOMS, EVIDENCE, *CONTROL_BOUNDS)
+
+
+def default_controls(policies: Iterable[str]) -> tuple[str, ...]:
+    """CONTROLS, with random trunks or random heads beside a policy that keeps such units."""
+    own = dict.fromkeys(control_of(policy, Granularity.HEAD.value) for policy in policies)
+    return *CONTROLS, *(name for name in own if name not in CONTROLS)
+
+
+def control_of(policy: str, granularity: str) -> str:
+    """The random control whose sets consist of the same units as the sets of a policy.
+
+    Args:
+        policy: as text, with its constants.
+        granularity: value of the policy's `Granularity`.
+    """
+    name = policy.partition("(")[0]
+    if name == "crystalcache" and spelled(policy)[1].get("T_max") != 1:
+        return RANDOM_TRUNKS
+    if name == "kvzip-heads":
+        return RANDOM_HEADS
+    return next(control for control, unit in RANDOM_SETS.items() if unit.value == granularity)
 
 
 def bounds_of(task: str, sample: Sample) -> Sequence[str]:
@@ -65,7 +102,7 @@ def control_set(
 ) -> Retention:
     """What a control keeps of a prompt that was read, less what is dropped of it."""
     seen = len(placement.prompt_ids)
-    if name in (RANDOM, EVIDENCE):
+    if name in (*RANDOMS, EVIDENCE):
         kept = _drawn(name, budget, sample, observed, placement)
     else:
         evidence = evidence_mask(sample, seen)
@@ -81,8 +118,10 @@ def _drawn(
     name: str, budget: str, sample: Sample, observed: ObservedSegment, placement: Placement,
 ) -> Retention:
     seen = len(placement.prompt_ids)
-    B, seed = parse_budget(budget).tokens(seen), _seed(placement)
-    policy = random_policy(seed, B)
+    B, seed = parse_budget(budget).tokens(seen), _seed(placement.prompt_ids)
+    if name == RANDOM_HEADS:
+        return retentions(_random_heads(seed), [Budget(count=B)], observed)[0]
+    policy = random_policy(seed, B, RANDOM_SETS.get(name, Granularity.HEAD))
     if name == EVIDENCE:
         positions = np.flatnonzero(evidence_mask(sample, seen)).tolist()
         if len(positions) + policy.floor > B:
@@ -92,7 +131,7 @@ def _drawn(
 
 
 class RandomScores:
-    """Scores that know nothing: every layer and KV head draws its own."""
+    """Scores that know nothing: every kept set draws its own."""
 
     needs = Needs()
 
@@ -104,17 +143,50 @@ class RandomScores:
         return Scores(np.random.default_rng(self._seed).random(shape), np.arange(observation.seen + 1))
 
 
-def random_policy(seed: int, B: int) -> Policy:
-    """A random set for each layer and KV head, beside the paper's sinks and recent window where B holds them."""
+def random_policy(seed: int, B: int, granularity: Granularity = Granularity.HEAD) -> Policy:
+    """Random sets at a granularity, beside the paper's sinks and recent window where B holds them."""
     fits = PAPER.N_sink + PAPER.W_recent <= B
     protection = SinkAndRecent(PAPER.N_sink, PAPER.W_recent) if fits else SinkAndRecent(0, 0)
     floor = PAPER.N_sink + PAPER.W_recent if fits else 1
+    return Policy(RANDOM, RandomScores(seed), even, top_units, protection, granularity=granularity, floor=floor)
+
+
+def _random_heads(seed: int) -> Policy:
+    """The sets of `kvzip-heads`, with a random order of the heads."""
+
+    def shares(total: int, scores: Scores, /) -> IntVector:
+        return FullHeads(np.random.default_rng(seed).random(len(scores.values)), HEAD_FLOOR)(total, scores)
+
+    protection = SinkAndRecent(*HEAD_WINDOW)
     return Policy(
-        RANDOM, RandomScores(seed), even, top_units, protection, granularity=Granularity.HEAD, floor=floor
+        RANDOM_HEADS, recency, shares, top_units, protection, granularity=Granularity.HEAD, floor=HEAD_FLOOR,
     )
 
 
-def _seed(placement: Placement) -> int:
+@dataclass(frozen=True)
+class RandomTrunks:
+    """CrystalCache's trunks with random scores. Of the trunk that is kept in part, random tokens are kept."""
+
+    scorer: Scorer
+
+    @property
+    def needs(self) -> Needs:
+        return self.scorer.needs
+
+    def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
+        scores = self.scorer(observation, protected)
+        assert observation.token_ids is not None
+        rng = np.random.default_rng(_seed(observation.token_ids.tolist()))
+        shape = len(scores.values), observation.seen
+        return replace(scores, values=rng.random(scores.values.shape), members=rng.random(shape))
+
+
+def random_trunks(crystalcache: Policy) -> Policy:
+    """CrystalCache with a random order of its trunks."""
+    return replace(crystalcache, name=RANDOM_TRUNKS, scorer=RandomTrunks(crystalcache.scorer))
+
+
+def _seed(prompt_ids: Sequence[int]) -> int:
     """Of a prompt's random sets: questions of one context share them."""
-    ids = np.array(placement.prompt_ids, dtype="<u4")
+    ids = np.array(prompt_ids, dtype="<u4")
     return int(np.bitwise_xor.reduce(ids * np.arange(1, 2 * len(ids), 2, dtype="<u4")))

@@ -11,7 +11,7 @@ from models_integration.session.method import Method
 from models_integration.session.segment import ObservedSegment, decide
 from models_integration.session.verbs import observe
 from models_integration.studies.answers import cropped, needed, retentions
-from models_integration.studies.evidence.controls import EVERY_CONTROL, control_set
+from models_integration.studies.evidence.controls import control_set
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Placement, Sample
 from reference.policies.retain import tokens_of
@@ -65,7 +65,7 @@ class Prompt:
 
     def set_of(self, policy: str, budget: str, sample: Sample) -> Retention:
         """What a cell keeps: a policy, or a control on this sample."""
-        if policy in EVERY_CONTROL:
+        if policy not in self.kept:
             return control_set(policy, budget, sample, self.observed, self.placement)
         return self.kept[policy][self.budgets.index(budget)]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from models_integration.studies.estimate import SAME_CACHE, SIGNIFICANT
 from models_integration.studies.evidence.charts import curves_of, depths, differences, sweeps
 from models_integration.studies.evidence.claims import Samples, verdicts
-from models_integration.studies.evidence.controls import BLIND, CONTROLS, EVIDENCE, FULL, RANDOM
+from models_integration.studies.evidence.controls import BLIND, EVERY_CONTROL, EVIDENCE, FULL
 from models_integration.studies.evidence.rules import PARTS, Rules
 from models_integration.studies.evidence.run import merged
 from models_integration.studies.evidence.summary import control_cells, failed_controls, summary
@@ -36,7 +36,7 @@ _BEST = (
 _HIGHEST = "Highest recovery; of a task without it, highest accuracy, told apart by McNemar's exact p, uncorrected"
 _WITHOUT = {
     FULL: "no recovery, no check that the task can be done", BLIND: "no recovery",
-    RANDOM: "no difference to a random set", EVIDENCE: "no ceiling for kept evidence",
+    EVIDENCE: "no ceiling for kept evidence",
 }
 
 
@@ -101,7 +101,12 @@ def _missing(shown: Samples, rules: Rules | None) -> Iterator[Html]:
     elif shown.contexts < _FEW:
         yield note(f"{shown.contexts} contexts are few: such bootstrap intervals are too narrow.", "warning")
     measured = {name for name, _ in shown.cells}
-    if absent := [f"{name} ({_WITHOUT[name]})" for name in CONTROLS if measured and name not in measured]:
+    absent = [f"{name} ({without})" for name, without in _WITHOUT.items() if measured and name not in measured]
+    for policy, budget in shown.cells:
+        control = shown.control((policy, budget))
+        if policy not in EVERY_CONTROL and control not in measured:
+            absent.append(f"{control} (the random control of {policy})")
+    if absent := list(dict.fromkeys(absent)):
         yield note(f"Controls that are missing: {'; '.join(absent)}.", "warning")
     if rules is None:
         yield note("No claims and no stages: the rules of these rows were not given (--rules).", "warning")
@@ -140,7 +145,7 @@ def _best(samples: Samples) -> str:
     budgets, off = budgets_of(samples), off_budget(samples)
 
     def winner(some: Samples, budget: str) -> str:
-        cells = [cell for cell in some.cells if cell[1] == budget and cell[0] not in CONTROLS and cell not in off]
+        cells = [cell for cell in some.cells if cell[1] == budget and cell[0] not in EVERY_CONTROL and cell not in off]
         found = {cell: some.recovery(cell) for cell in cells}
         if not any(one.known for one in found.values()):
             return "not known" if some.worth().known else most_right(some, cells)

@@ -19,7 +19,8 @@ from models_integration.studies.evidence.controls import (
     EVERY_CONTROL,
     EVIDENCE,
     FULL,
-    RANDOM,
+    RANDOMS,
+    default_controls,
 )
 from models_integration.studies.subject import policy_in_rows, versioned
 from models_integration.tasks import PLACEMENTS
@@ -98,7 +99,7 @@ class Rules:
         calibration: a file that `kvspec calibrate RULES.toml` wrote, beside the rules; "" for none.
         digest: SHA-256 of the file, hexadecimal, and of the user's own modules that it names; in every row.
         bare: whether texts are bare; otherwise the tokenizer's chat template, if it has one, stands around them.
-        controls: what is run beside the policies.
+        controls: what is run beside the policies; by default CONTROLS and the random controls of the policies' units.
 
     Raises:
         SpecError: for an unknown name, a number below 1, a list with nothing in it, or a claim about what is not run.
@@ -155,8 +156,8 @@ class Rules:
             check_choices(f"stage {stage.name!r}: policy", (stage.policy,), self.policies)
 
     def _check_run(self, claim: Claim) -> None:
-        controls = [name for name in (RANDOM, EVIDENCE, FULL) if name in self.controls]
-        compared = (*self.policies, *controls[: 3 if claim.difference < 0 else 2])
+        drawn = (*RANDOMS, EVIDENCE, *((FULL,) if claim.difference < 0 else ()))
+        compared = (*self.policies, *(name for name in drawn if name in self.controls))
         check_choices(f"claim {claim.name!r}: policy", (claim.first, claim.second), compared)
         check_choices(f"claim {claim.name!r}: budget", (claim.budget,), self.budgets)
         check_choices(f"claim {claim.name!r}: placement", (claim.placement,), self.placements)
@@ -246,6 +247,8 @@ def _read(text: str, where: str) -> Rules:
     if len(study) < len(read["study"]):
         raise SpecError("rules", where, "must hold model or models, seed or seeds, and not both")
     rules = _made(Rules, {**study, "claims": claims, "stages": stages, "digest": ""})
+    if "controls" not in study:
+        rules = replace(rules, controls=default_controls(rules.policies))
     return replace(rules, digest=hashlib.sha256(b"\0".join([text.encode(), *_own(rules)])).hexdigest())
 
 

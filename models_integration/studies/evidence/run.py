@@ -19,9 +19,11 @@ from models_integration.studies.evidence.controls import (
     BLIND,
     EVIDENCE,
     FULL,
-    RANDOM,
+    RANDOM_TRUNKS,
+    RANDOMS,
     WINDOWS,
     bounds_of,
+    random_trunks,
 )
 from models_integration.studies.evidence.kept import Prompt, read_prompt, steps
 from models_integration.studies.evidence.measure import measure
@@ -112,7 +114,7 @@ class Item:
             return ((self.control, rules.budgets[0]),)
         own = [name for name in rules.controls if name in bounds_of(self.task, self.sample)]
         ends = [(name, at) for name, at in ((FULL, "1.0"), (BLIND, "0")) if name in rules.controls]
-        drawn = [name for name in (RANDOM, EVIDENCE) if name in rules.controls]
+        drawn = [name for name in (*RANDOMS, EVIDENCE) if name in rules.controls]
         limited = [(name, budget) for budget in rules.budgets for name in (*rules.policies, *drawn)]
         bounded = [(name, rules.budgets[0] if name.startswith("window") else "1.0") for name in own]
         return (*ends, *limited, *bounded)
@@ -162,7 +164,7 @@ def _window_items(rules: Rules, ground: Ground, item: Item) -> Iterator[Item]:
 
 
 def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
-    """The policies on the model.
+    """The policies on the model, and the control that is one of them with random scores.
 
     Raises:
         SpecError: for one that it does not serve, whose statistics are missing, or whose name says that it decides at
@@ -181,6 +183,9 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
             policy = replace(method.policy, cadence=SEGMENT_END)
             method = replace(method, policy=policy, continuation=DecideAnew())
         found[name] = method
+    if RANDOM_TRUNKS in rules.controls:
+        method = subject.policy("crystalcache", budget).on(subject.model)
+        found[RANDOM_TRUNKS] = replace(method, policy=random_trunks(method.policy))
     return found
 
 

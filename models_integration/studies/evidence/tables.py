@@ -7,7 +7,7 @@ import numpy as np
 
 from models_integration.studies.estimate import SAME_CACHE
 from models_integration.studies.evidence.claims import ENDS, FLOOR, Samples
-from models_integration.studies.evidence.controls import BLIND, CONTROLS, EVIDENCE, FULL, RANDOM
+from models_integration.studies.evidence.controls import BLIND, EVERY_CONTROL, EVIDENCE, FULL, RANDOMS
 from models_integration.studies.evidence.rules import Stage
 from models_integration.studies.evidence.stages import lost_at
 from models_integration.studies.page.elements import Html, note, section, table
@@ -43,7 +43,7 @@ def by_task(samples: Samples) -> dict[str, Samples]:
 def policies_of(samples: Samples) -> list[str]:
     """Those that have budgets, controls last."""
     names = dict.fromkeys(name for name, _ in samples.cells if name not in (FULL, BLIND))
-    return sorted(names, key=lambda name: name in CONTROLS)
+    return sorted(names, key=lambda name: name in EVERY_CONTROL)
 
 
 def budgets_of(samples: Samples) -> list[str]:
@@ -70,6 +70,7 @@ def flagged(samples: Samples) -> str:
 def controls(samples: Samples) -> str:
     """What the ceilings and floors of each task and length are."""
     lines, budgets = [], budgets_of(samples)
+    drawn = [name for name in (*RANDOMS, EVIDENCE) if any(name == cell[0] for cell in samples.cells)]
     if not set(ENDS) & set(samples.cells):
         return ""
     for title, whole in by_task(samples).items():
@@ -79,13 +80,13 @@ def controls(samples: Samples) -> str:
             shares = [
                 _two(own.of(cell, "right").mean()) if own.rows else "" for own, cell in zip(measured, ENDS, strict=True)
             ]
-            recovered = [some.recovery((name, budget)).value for name in (RANDOM, EVIDENCE) for budget in budgets]
+            recovered = [some.recovery((name, budget)).value for name in drawn for budget in budgets]
             lines.append([title, length, len(some.rows), *shares, some.worth(), *map(_two, recovered)])
     caption = (
         f"Accuracies count where the full cache reaches {FLOOR}. Worth: log-likelihood of the answer with the full"
         " cache above that without context, nats; where its interval holds 0, there is no recovery."
     )
-    headings = [f"{name} at {budget}: recovery" for name in (RANDOM, EVIDENCE) for budget in budgets]
+    headings = [f"{name} at {budget}: recovery" for name in drawn for budget in budgets]
     return table(caption, ["task", "length", "n", "full", "blind", "worth", *headings], lines)
 
 

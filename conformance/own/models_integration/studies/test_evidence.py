@@ -1,5 +1,6 @@
 """One observed prompt serves every cell: held against a context per cell, generation, and masks on a dense forward."""
 
+import itertools
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -24,7 +25,15 @@ from models_integration.model.architecture import describe
 from models_integration.pocket import ASSETS
 from models_integration.policies.methods import RetentionPolicy
 from models_integration.session.verbs import EVERYTHING, observe, read
-from models_integration.studies.evidence.controls import BLIND, EVIDENCE, FULL, RANDOM
+from models_integration.studies.evidence.controls import (
+    BLIND,
+    EVIDENCE,
+    FULL,
+    RANDOM_HEADS,
+    RANDOM_SETS,
+    control_of,
+    random_trunks,
+)
 from models_integration.studies.evidence.kept import Prompt, read_prompt
 from models_integration.studies.evidence.measure import Said, measure
 from models_integration.studies.results import Row
@@ -44,8 +53,9 @@ NAMES = (
     "nestedkv", "chunkkv", "kvzip(chunk=300)", 'crystalcache(observed_layer=-1, impact="salience")',
 )
 BUDGETS = ("0.5", "0.3")
+DRAWN = (*RANDOM_SETS, RANDOM_HEADS, EVIDENCE)
 CELLS = list(product(NAMES, BUDGETS))
-WANTED = [(FULL, "1.0"), (BLIND, "0"), *((name, at) for at in BUDGETS for name in (*NAMES, RANDOM, EVIDENCE))]
+WANTED = [(FULL, "1.0"), (BLIND, "0"), *((name, at) for at in BUDGETS for name in (*NAMES, *DRAWN))]
 LENGTH = 700
 
 
@@ -150,7 +160,7 @@ def test_measures_equal_masks_on_a_dense_forward(subject: Subject, measured: Any
     """Every cell, the controls among them, by masks; kept tokens of the evidence counted one by one."""
     sample, placement, prompt, cells = measured[0]
     context = placement.prompt_ids[: len(placement.prompt_ids) - placement.dropped_slots]
-    kept = {name: [prompt.set_of(name, at, sample) for at in BUDGETS] for name in (*NAMES, RANDOM, EVIDENCE)}
+    kept = {name: [prompt.set_of(name, at, sample) for at in BUDGETS] for name in (*NAMES, *DRAWN)}
     gold = torch.tensor(sample.answer_ids)
     seen = Retention.shared(np.arange(len(context)), len(context))
     dense = dense_answer(subject, context, placement, sample, seen)
@@ -256,12 +266,12 @@ def test_cells_that_keep_the_same_are_read_once(subject: Subject, monkeypatch: p
     placement = place(sample)
     cells = measure(subject, sample, on_prompt(subject, placement), WANTED, 5)["cells"]
     assert [(cell["policy"], cell["budget"]) for cell in cells[2:]] == [
-        (name, budget) for budget in BUDGETS for name in (*NAMES, "random", "evidence")
+        (name, budget) for budget in BUDGETS for name in (*NAMES, *DRAWN)
     ]
     by_name = {(cell["policy"], cell["budget"]): cell for cell in cells}
     for budget in BUDGETS:
         assert by_name["evidence", budget] == {**by_name["random", budget], "policy": "evidence"}
-    assert sum(reading) == 2 + len(BUDGETS) * (len(NAMES) + 1)
+    assert sum(reading) == 2 + len(BUDGETS) * (len(NAMES) + len(DRAWN) - 1)
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -365,3 +375,31 @@ def test_other_rows_are_refused(subject: Subject, samples: list[Sample]) -> None
         side_by_side(cache, 0)
     with pytest.raises(SpecError, match="2 rows"):
         side_by_side(side_by_side(cache, 2), 2)
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_random_trunks_are_whole_and_know_nothing_of_scores(subject: Subject, samples: list[Sample]) -> None:
+    """All but one of CrystalCache's own trunks are kept whole or not at all, and two prompts agree by chance alone."""
+    crystal = subject.policy("crystalcache", "0.5").on(subject.model)
+    control = replace(crystal, policy=random_trunks(crystal.policy))
+    for sample in samples:
+        prompt = read_prompt(subject, {"own": crystal, "control": control}, ["0.5"], place(sample))
+        shown = observe(subject.model, torch.tensor([sample.context_ids]), needs=crystal.policy.scorer.needs)
+        scores = crystal.policy.scorer(shown.prompt(0, Granularity.MODEL), crystal.policy.protection(LENGTH))
+        own, drawn = (set(prompt.kept[name][0].kept.tolist()) for name in ("own", "control"))
+        trunks = [set(range(*span)) for span in itertools.pairwise(scores.offsets.tolist())]
+        parts = [trunk for trunk in trunks if drawn & trunk not in (set(), trunk)]
+        assert len(parts) <= 1
+        assert own != drawn
+        assert abs(len(drawn) - LENGTH // 2) <= crystal.policy.floor
+
+
+@pytest.mark.parametrize(("policy", "granularity", "control"), [
+    ("crystalcache", "model", "random-trunks"), ("crystalcache(observed_layer=-1)", "model", "random-trunks"),
+    ("crystalcache(T_max=1)", "model", "random-shared"), ("streamingllm", "model", "random-shared"),
+    ("chunkkv", "layer", "random-layers"), ("snapkv", "layer and KV head", "random"),
+    ("kvzip-heads", "layer and KV head", "random-heads"), ("h2o@prompt", "layer and KV head", "random"),
+])
+@pytest.mark.law("figures-are-counted-right")
+def test_a_policy_has_the_control_of_its_granularity(policy: str, granularity: str, control: str) -> None:
+    assert control_of(policy, granularity) == control

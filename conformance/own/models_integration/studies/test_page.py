@@ -278,7 +278,8 @@ def test_what_cannot_be_shown_is_said(rows: list[Row], tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     page = page_of(tmp_path / "none", study=without)
     said = " ".join(page.notes)
-    assert "fullcache (no recovery, no check that the task can be done); blind (no recovery); random" in said
+    assert "fullcache (no recovery, no check that the task can be done); blind (no recovery)" in said
+    assert "(the random control of" in said
     assert "None of the 3 claims is decided" in said
     assert "they decide nothing" in said
     assert "4 contexts are few" in said
