@@ -38,20 +38,23 @@ if TYPE_CHECKING:
     )
     from reference.policies import policy_from_score
     from reference.policies.describe import PolicyDescription, describe_policy, list_policies
+    from reference.policies.protections import SinkAndRecent
+    from spec.policy import Needs
 
 __version__ = spec.SPEC_VERSION
 
 __all__ = [
-    "CrystalCache", "CustomPolicy", "FullCache", "PolicyDescription", "Published", "RetainedCache", "Session",
-    "StreamingLLM", "Verdict", "__version__", "calibrate", "compact", "decide", "describe_policy", "list_policies",
-    "load_cache", "observe", "policy_from_name", "policy_from_score", "prefill", "repeat_template", "save_cache",
-    "sentence_ends", "verify",
+    "CrystalCache", "CustomPolicy", "FullCache", "Needs", "PolicyDescription", "Published", "RetainedCache", "Session",
+    "SinkAndRecent", "StreamingLLM", "Verdict", "__version__", "calibrate", "compact", "decide", "describe_policy",
+    "list_policies", "load_cache", "observe", "policy_from_name", "policy_from_score", "prefill", "repeat_template",
+    "save_cache", "sentence_ends", "verify",
 ]
 
 _ELSEWHERE = {
     "Verdict": "conformance.verify.function", "verify": "conformance.verify.function",
     "policy_from_score": "reference.policies", "PolicyDescription": "reference.policies.describe",
     "describe_policy": "reference.policies.describe", "list_policies": "reference.policies.describe",
+    "Needs": "spec.policy", "SinkAndRecent": "reference.policies.protections",
 }
 
 

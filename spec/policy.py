@@ -44,8 +44,8 @@ class Rehearsal:
 
     def __post_init__(self) -> None:
         if self.template is None or len(self.template) != 3:
-            reason = "is needed, as ids of two requests and an answer's opening: models_integration.repeat_template"
-            raise SpecError("template", self.template, f"{reason}(tokenizer) makes it")
+            reason = "must be token ids of two requests and of an answer's start: kvspec.repeat_template(tokenizer)"
+            raise SpecError("template", self.template, reason)
         object.__setattr__(self, "template", tuple(tuple(part) for part in self.template))
         least = {"id": min((at for part in self.template for at in part), default=0), "N_sink": self.N_sink}
         least |= {"N_recent": self.N_recent, "overlap": self.overlap, "chunk": self.chunk - 1}
@@ -56,22 +56,29 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a scorer must be shown of a segment; nothing else is captured for it."""
+    """Tensors that a score reads. kvspec captures nothing else.
+
+        needs = kvspec.Needs("all", query_rows=32, values=True)     # keys, values and the last 32 queries of all layers
+
+    Attributes:
+        layers: full-attention layers whose keys and queries are read: "none", "observed" (one layer) or "all".
+        query_rows: number of last tokens of the prompt whose queries are read. None for all tokens.
+        observed: index of the observed full-attention layer. -1 is the last layer.
+        values: True if values are read.
+        token_ids: True if token ids are read.
+        takes: function that returns True for tensors that the score reads on their device. None for NumPy arrays only.
+        budget: True if the scores depend on the budget.
+        rehearsal: how the model repeats the prompt, for KVzip. None if it does not.
+    """
 
     layers: Literal["none", "observed", "all"] = "none"
-    """Whose q and k: nobody's, one full-attention layer's, or every one's."""
     query_rows: int | None = 0
-    """How many of the segment's last query rows; None means all of them."""
     observed: int = 0
-    """Which full-attention layer "observed" is, from the first, or from the last where it is negative."""
     values: bool = False
     token_ids: bool = False
     takes: Callable[[DeviceArray], bool] | None = None
-    """Whether it reads a device's tensor as it is; None means that it reads NumPy arrays only."""
     budget: bool = False
-    """Whether its scores depend on the budget: then each budget is scored anew."""
     rehearsal: Rehearsal | None = None
-    """How the prompt is rehearsed for it; None: it is not."""
 
 
 @dataclass(frozen=True)

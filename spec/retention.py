@@ -54,8 +54,8 @@ class Retention:
             SpecError: where there is more than one group.
         """
         if self.groups > 1:
-            reason = f"each {self.granularity.value} has a kept set of its own: type .group(i) for the i-th of them"
-            raise SpecError("kept", f"{self.groups} groups", reason)
+            reason = f"each {self.granularity.value} has its own: type retention.group(i) for the i-th"
+            raise SpecError("kept", f"{self.groups} kept sets", reason)
         return self.positions
 
     @property

@@ -161,12 +161,12 @@ def check_sentence_ends(sentence_ends: object) -> frozenset[int]:
         # A tokenizer's repr is pages long.
         shown = sentence_ends if isinstance(sentence_ends, (str, bytes, int)) else type(sentence_ends).__name__
         raise SpecError(
-            "sentence_ends", shown, "must be a set of token ids; models_integration.sentence_ends(tokenizer) makes it"
+            "sentence_ends", shown, "must be a set of token ids; kvspec.sentence_ends(tokenizer) makes it"
         )
     ends = list(sentence_ends)
     if not ends:
         raise SpecError(
-            "sentence_ends", ends, "must hold an id; models_integration.sentence_ends(tokenizer) makes the set"
+            "sentence_ends", ends, "must hold an id; kvspec.sentence_ends(tokenizer) makes the set"
         )
     for end in ends:
         if isinstance(end, (bool, np.bool_)) or not isinstance(end, (int, np.integer)) or end < 0:

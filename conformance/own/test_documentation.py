@@ -72,7 +72,9 @@ def test_every_kind_of_contribution_has_an_example_that_asserts_something() -> N
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("page", PROGRAMS)
-def test_the_python_of_a_page_runs_and_prints_what_is_shown(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_of_a_page_runs_and_prints_what_is_shown(
+    page: str, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder,
+) -> None:
     every = fences(page)
     if any("models_integration" in fence.text for fence in every if fence.language == "python"):
         pytest.importorskip("transformers")
@@ -82,6 +84,7 @@ def test_the_python_of_a_page_runs_and_prints_what_is_shown(page: str, capsys: p
             exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), names)
             printed, shown = lines(capsys.readouterr().out), shown_by(block, after)
             assert not shown or printed == shown
+    assert page not in FIRST or [str(one.message) for one in recwarn if one.category is FutureWarning] == []
 
 
 def shown_by(block: Fence, after: Fence | None) -> list[str]:

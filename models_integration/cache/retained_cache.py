@@ -29,7 +29,7 @@ Change: TypeAlias = Callable[[], RetainedLayer]
 class RetainedCache(DynamicCache):
     """DynamicCache whose full-attention layers can be compacted. Sliding-window layers are not changed.
 
-        model(input_ids=next_token, past_key_values=run.cache)
+        model(input_ids=next_token, cache=run.cache)    # past_key_values before transformers 5.24
 
     Outside the context manager the cache only grows, and default position ids and masks are right. 2D attention masks
     count all tokens seen, also evicted tokens. If rows, layers or heads store different positions, the cache can be

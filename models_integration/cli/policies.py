@@ -9,22 +9,26 @@ from reference.policies.describe import PolicyDescription, describe_policy, list
 
 __all__ = ["show_policies", "show_policy", "show_tasks"]
 
+_LAYERS = {"none": "no layer", "observed": "one layer", "all": "all layers"}
 _YES = {True: "yes", False: "no"}
 _LEGEND = """
-Passes: how often the model reads the prompt. Peak memory: the budget, if each layer is compacted while the prompt is
-read; otherwise the full cache. 'diverse-' before a name adds set-conditioned selection.
-kvspec policies NAME: paper, constants, how to call it."""
+passes: how often the model reads the prompt
+peak: the most that the cache holds while a prompt is read; "budget" policies evict from each layer right after it
+evicts while decoding: also evicts while tokens are generated; otherwise the cache grows with each token
+evicts from later turns: also evicts from later prompts on the same cache; otherwise read them inside run.reading()
+padded batches: prompts of a batch may have different lengths
+
+The words describe where a policy evicts, not how good the answers are. Every policy can be used in a chat.
+diverse-NAME adds set-conditioned selection to a policy that keeps single tokens.
+kvspec policies NAME prints the paper, the constants and how to call the policy."""
 
 
 def show_policies() -> None:
     """Two lines for each policy, then what the words mean."""
-    every = list_policies()
-    width = 2 + max(len(one.name) for one in every)
-    for one in every:
+    for one in list_policies():
         served = [f"{one.passes} pass{'es' if one.passes > 1 else ''}", f"peak {_peak(one)}"]
         served += [word for word, serves in _served(one).items() if serves]
-        _print(f"{one.name:{width}}{', '.join(served)}")
-        _print(f"    {one.keeps}")
+        _print(f"{one.name}: {one.keeps}\n    {', '.join(served)}")
     _print(_LEGEND)
 
 
@@ -54,7 +58,8 @@ def _print(line: str) -> None:
 
 def _served(one: PolicyDescription) -> dict[str, bool]:
     return {
-        "evicts while decoding": one.decode_time, "later turns": one.later_turns, "padded batches": one.padded_batches,
+        "evicts while decoding": one.decode_time, "evicts from later turns": one.later_turns,
+        "padded batches": one.padded_batches,
     }
 
 
@@ -66,14 +71,15 @@ def _lines(one: PolicyDescription) -> Iterator[str]:
     yield f"{one.name}: keeps {one.keeps}"
     if one.paper:
         yield f"paper: {one.paper}"
+    owner = "the whole model" if one.granularity == "model" else f"each {one.granularity}"
     yield f"the model reads the prompt {'once' if one.passes == 1 else 'twice'}; peak memory: {_peak(one)}"
-    yield f"reads queries and keys of {one.layers} layers; one kept set for each {one.granularity}"
+    yield f"reads queries and keys of {_LAYERS[one.layers]}; one kept set for {owner}"
     yield from (f"{word}: {_YES[serves]}" for word, serves in _served(one).items())
     if one.of_model:
         yield f"taken from the model: {', '.join(one.of_model)}"
     yield "constants:" if one.required or one.constants else "constants: none"
-    yield from (f"  {key}  (required)" for key in one.required)
-    yield from (f"  {key} = {value}" for key, value in one.constants.items())
+    yield from (f"  {key} (required): {one.meanings[key]}" for key in one.required)
+    yield from (f"  {key} = {value}: {one.meanings[key]}" for key, value in one.constants.items())
     given = "".join(f", {key}=..." for key in one.required)
     yield f"in Python: kvspec.policy_from_name({one.name!r}, budget=0.3{given})"
     yield f"on the command line: kvspec compare --policies {one.name} --budgets 0.3"

@@ -8,7 +8,7 @@ from transformers import GenerationMixin
 
 from spec.errors import SpecError
 
-__all__ = ["CACHE", "NAMES", "cache_name", "with_one_cache"]
+__all__ = ["CACHE", "NAMES", "cache_name", "for_generate", "with_one_cache"]
 
 NAMES = ("past_key_values", "cache")
 """The first is what this package and its errors call the argument: every transformers so far accepts it."""
@@ -40,3 +40,13 @@ def with_one_cache(given: Mapping[str, object]) -> dict[str, object]:
             reason = f"is not the cache that {NAMES[0]} names: leave one of the two out"
             raise SpecError(name, type(cache).__name__, reason)
     return arguments
+
+
+def for_generate(given: Mapping[str, object]) -> dict[str, object]:
+    """The arguments of generate, whose cache has the name that the installed transformers does not deprecate.
+
+    Raises:
+        SpecError: for two caches.
+    """
+    arguments = with_one_cache(given)
+    return {CACHE if name == NAMES[0] else name: value for name, value in arguments.items()}

@@ -142,7 +142,7 @@ class CrystalCache(CustomPolicy):
         share = _parse(budget)
         if sentence_ends is None:
             raise SpecError(
-                "sentence_ends", None, "is needed; models_integration.sentence_ends(tokenizer) makes the set"
+                "sentence_ends", None, "is needed; kvspec.sentence_ends(tokenizer) makes the set"
             )
         ends = check_sentence_ends(sentence_ends)
         if not isinstance(parameters, CrystalCacheParameters):
@@ -338,7 +338,7 @@ def check_constants(name: str, constants: Mapping[str, object]) -> None:
 
 def _calibration(given: Calibration | str | PathLike[str] | None) -> Calibration:
     if given is None:
-        raise SpecError("calibration", None, "is needed; `kvspec calibrate` or models_integration.calibrate makes it")
+        raise SpecError("calibration", None, "is needed; `kvspec calibrate` or kvspec.calibrate makes it")
     return given if isinstance(given, Calibration) else load_calibration(given)
 
 
@@ -368,7 +368,7 @@ def prefill(model: PreTrainedModel, policy: RetentionPolicy, input_ids: Tensor) 
     """Read a prompt under a policy, for your own generation loop.
 
         logits, cache, run = kvspec.prefill(model, kvspec.StreamingLLM(512), input_ids)
-        output = model(input_ids=logits.argmax(-1), past_key_values=cache)
+        output = model(input_ids=logits.argmax(-1), cache=cache)  # past_key_values before transformers 5.24
 
     Default position ids and masks are right. For `generate`, pass the prompt again before the new tokens.
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from models_integration.attention.capture import untraced
 from models_integration.cache.history import calls_of_generate
 from models_integration.model.architecture import BUSY, check_free
+from models_integration.model.cache_argument import for_generate
 from models_integration.session.generate import check_call
 from spec.errors import SpecError
 
@@ -124,7 +125,7 @@ class Hold:
                 reason = "its context has ended: type model.generate again, for the model without the policy"
                 raise SpecError("generate", "taken inside a context", reason)
             with self._turn:
-                return self._call(generate, *args, **kwargs)
+                return self._call(generate, *args, **for_generate(kwargs))
 
         return guarded
 

@@ -43,7 +43,9 @@ __all__ = ["Session"]
 
 
 class Session:
-    """Context manager that applies a policy to a model. Afterwards its attributes describe the last eviction.
+    """Context manager that applies a policy to a model. After the block its attributes describe the last eviction.
+
+    A policy called with a model returns a session:
 
         with policy(model) as run:
             output = model.generate(**inputs, max_new_tokens=200)
@@ -59,9 +61,12 @@ class Session:
 
     Attributes:
         backend: name of the backend that selects the tokens.
-        retention: kept positions and scores of the last segment. After a batch, a tuple with one entry for each
-            prompt. None before a prompt.
-        kept: kept positions of the last prompt, if the policy keeps one set for the whole model.
+        seen: number of tokens that the model has read so far, in prompts and answers. Nothing has read the last
+            generated token.
+        stored: number of tokens that the cache holds now, on average over layers and heads. Generated tokens count too.
+        retention: kept positions and scores of the last segment; `retention.group(i)` is the i-th kept set. After a
+            batch, a tuple with one entry for each prompt. None before a prompt.
+        kept: kept positions of the last prompt. `SpecError` if layers or heads keep different tokens.
         cache: the compacted cache, also after the block. `cache.nbytes` is the size. None before a prompt.
         timings: seconds of capture, decision, compaction and rehearsal of the last segment.
         bytes_freed: bytes of keys and values freed so far, in all rows, segments and decode steps.
@@ -94,11 +99,25 @@ class Session:
         self._hold = Hold(self._model, self._architecture.decoder, self._before, self._after, self._close)
 
     @property
+    def seen(self) -> int:
+        """Number of tokens that the model has read so far, in prompts and answers."""
+        return 0 if self._usable_cache is None else self._usable_cache.get_seq_length()
+
+    @property
+    def stored(self) -> float:
+        """Number of tokens that the cache holds now, on average over layers and heads."""
+        return self._usable_cache.mean_length if self._usable_cache is not None and self.seen else 0.0
+
+    @property
+    def _usable_cache(self) -> RetainedCache | None:
+        return self.cache if self.cache is not None and self.cache.failure is None else None
+
+    @property
     def kept(self) -> IntVector | None:
         """Kept absolute positions of the last prompt, ascending. None before a prompt.
 
         Raises:
-            SpecError: after a batch, or if layers or heads keep different sets.
+            SpecError: after a batch, or if layers or heads keep different tokens.
         """
         if isinstance(self.retention, tuple):
             reason = "a batch has no single kept set: type run.retention[row].kept"
@@ -106,10 +125,8 @@ class Session:
         return None if self.retention is None else self.retention.kept
 
     def __repr__(self) -> str:
-        cache, policy, budget = self.cache, self._method.policy.name, str(self._method.budget)
-        usable = cache is not None and cache.failure is None and cache.get_seq_length() > 0
-        seen, kept = (cache.get_seq_length(), f"{cache.mean_length:g}") if usable and cache is not None else (0, "0")
-        return f"Session({policy!r}, budget={budget}, seen={seen}, kept={kept}, bytes_freed={self.bytes_freed})"
+        policy, numbers = self._method.policy.name, f"seen={self.seen}, stored={self.stored:g}"
+        return f"Session({policy!r}, budget={self._method.budget}, {numbers}, bytes_freed={self.bytes_freed})"
 
     def __enter__(self) -> "Session":
         if self._hold.begun:

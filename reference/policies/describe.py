@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from reference.calibration import Calibration, Identity
-from reference.policies.names import DIVERSE, NAMES, POLICIES, check_name, make_policy
+from reference.policies.constants import MEANINGS, field_meanings
+from reference.policies.names import DIVERSE, NAMES, POLICIES, NamedPolicy, check_name, make_policy
 from spec.errors import SpecError
 from spec.policy import Policy, SeparableScorer
 from spec.retention import Granularity
@@ -30,11 +31,13 @@ class PolicyDescription:
         layer_by_layer: True if each layer is compacted while the prompt is read. Otherwise the peak memory is the full
             cache.
         decode_time: True if the policy evicts while tokens are generated.
-        later_turns: True if the policy evicts from later prompts on the same cache too.
+        later_turns: True if the policy evicts from later turns too, that is from prompts on the same cache. If False,
+            later turns are read inside `with run.reading():`.
         padded_batches: True if rows of a batch may have different lengths.
         constants: constants with their defaults.
         required: constants without a default.
         of_model: constants that are read from the model.
+        meanings: the meaning of each constant.
     """
 
     name: str
@@ -50,6 +53,7 @@ class PolicyDescription:
     constants: Mapping[str, object]
     required: tuple[str, ...]
     of_model: tuple[str, ...]
+    meanings: Mapping[str, str]
 
 
 def list_policies() -> tuple[PolicyDescription, ...]:
@@ -91,7 +95,15 @@ def describe_policy(name: str) -> PolicyDescription:
         constants={key: value for key, value in given.items() if key not in required},
         required=required,
         of_model=tuple(sorted(row.of_model)),
+        meanings={key: _meaning(row, key) for key in given},
     )
+
+
+def _meaning(row: NamedPolicy, constant: str) -> str:
+    """What a constant means for a policy; "" if nothing documents it."""
+    parameters = signature(row.make).parameters.get("parameters")
+    own = {} if parameters is None else field_meanings(type(parameters.default))
+    return own.get(constant) or MEANINGS.get(f"{row.make.__name__}.{constant}") or MEANINGS.get(constant, "")
 
 
 def _goes_on(policy: Policy) -> bool:

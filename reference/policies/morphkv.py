@@ -30,7 +30,10 @@ def morphkv_score(view: LayerView, W: int, fusion: str) -> Float64[Matrix, "H_kv
     return with_window(group_mean(fused, len(view.k)), A.shape[2])
 
 
-@named("morphkv", "Ghadia et al., MorphKV (arXiv 2503.00979)", "the last tokens, and what their queries attend to")
+@named(
+    "morphkv", "Ghadia et al., MorphKV (arXiv 2503.00979)",
+    "the last W tokens, and the tokens that their queries attend to, decided again in every step",
+)
 def morphkv(W: int = 32, fusion: str = "sum") -> Policy:
     """The last W tokens, and per KV head the best others, in every step. The last W queries are kept beside the cache.
 

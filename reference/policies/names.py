@@ -31,7 +31,7 @@ _DIVERSITY = frozenset({"diversity", "signature", "backend"})
 BLOCK = "block"
 """A constant of policies that choose single tokens by their scores: whole blocks of so many stay (PO-BLOCKS)."""
 
-_READERS = frozenset({"describe", "names"})
+_READERS = frozenset({"constants", "describe", "names"})
 """Modules of the package that read POLICIES."""
 
 _FIRST = ("crystalcache", "streamingllm", "fullcache")
@@ -76,7 +76,7 @@ def own_policy(name: str, argument: str = "name") -> Plugin:
     found = find_plugin(argument, name, ENTRY_POINTS, NAMES)
     if not isinstance(found.value, Policy):
         kind = type(found.value).__name__
-        bound = f"must be a spec.policy.Policy, as reference.policies.policy_from_score makes one; is a {kind}"
+        bound = f"must be a Policy, as kvspec.policy_from_score makes one; is a {kind}"
         raise SpecError(argument, name, bound)
     return found
 

@@ -14,7 +14,17 @@ __all__ = ["Places", "SinkAndRecent", "protecting"]
 
 @dataclass(frozen=True)
 class SinkAndRecent:
-    """The first `sink` and the last `recent` of the tokens seen."""
+    """Protection that always keeps the first and the last tokens.
+
+        kvspec.policy_from_score(score, protection=kvspec.SinkAndRecent(4, 32))
+
+    Attributes:
+        sink: number of first tokens, the attention sinks.
+        recent: number of last tokens.
+
+    Raises:
+        SpecError: if a number is negative.
+    """
 
     sink: int
     recent: int

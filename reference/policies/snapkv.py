@@ -27,7 +27,10 @@ def snapkv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv 
     return with_window(group_mean(max_pool(past, kernel), len(view.k)), A.shape[2])
 
 
-@named("snapkv", "Li et al., SnapKV (arXiv 2404.14469)", "the last tokens, and what their queries attend to")
+@named(
+    "snapkv", "Li et al., SnapKV (arXiv 2404.14469)",
+    "the last W tokens, and the tokens that their queries attend to, decided once",
+)
 def snapkv(W: int = 32, kernel: int = 7) -> Policy:
     """The last W tokens, and per KV head the best others: B counts both.
 

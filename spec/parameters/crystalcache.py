@@ -84,21 +84,21 @@ class CrystalCacheParameters:
     N_min: int = 3
     """Fewest tokens that a partly dissolved trunk keeps, Eq. 32 and 33."""
     impact: ImpactForm = "mixture"
-    """Which M_i: Eq. 22, its ablation without rarity, M_i = 1, or the essay's on [0, 1]."""
+    """Formula of M_i: Eq. 22, the ablation without rarity, M_i = 1, or the form of the essay on [0, 1]."""
     graph: GraphForm = "degree"
-    """Which D: Eq. 27, or the ablation D = 0."""
+    """Formula of D: Eq. 27, or the ablation D = 0."""
     heads: HeadsForm = "sum"
-    """What becomes of a token's top heads: their sum (Eq. 11), or the essay's mean."""
+    """Combination of the top heads of a token: the sum (Eq. 11), or the mean of the essay."""
     trunk_impact: TrunkImpactForm = "mean"
-    """Eq. 23 as it is, or normalised to [0, 1] over the trunks as in the essay."""
+    """Impact of a trunk: Eq. 23, or the essay's, normalised to [0, 1] over the trunks."""
     allocation: AllocationForm = "cut"
-    """Stage 1: Eq. 32, or the essay's tiers."""
+    """Formula of stage 1: Eq. 32, or the tiers of the essay."""
     renewal: float = 0.0
-    """Share of 1 - D that an active trunk regains at a breath, in [0, 1]; the essay's 0.3."""
+    """Share of 1 - D that an active trunk regains at a breath, in [0, 1]; 0.3 in the essay."""
     rarity: RarityForm = "logarithm"
-    """Which U_i: Eq. 21, or one of the two other forms of the paper's F5."""
+    """Formula of U_i: Eq. 21, or one of two forms of F5."""
     merge: MergeForm = "fixed"
-    """What an interface must exceed: tau_merge, or the segment's median strength (F4)."""
+    """Bound on the interface strength: tau_merge, or the median strength of the segment (F4)."""
     coverage: float = 0.0
     """Share of the unprotected budget for evenly spaced tokens of evicted trunks (F3), in [0, 1]."""
     T_breath: int = 64
@@ -118,15 +118,15 @@ class CrystalCacheParameters:
     alpha_res: float = 0.15
     """Share of the missing D that a pulse of 1 restores, Eq. 38."""
     eta_Hebb: float = 0.05
-    """What an edge between active trunks gains, Eq. 39."""
+    """Gain of an edge between active trunks, Eq. 39."""
     gamma_decay: float = 0.99
-    """What remains of every other edge at a breath, Eq. 40."""
+    """Factor of all remaining edges at a breath, Eq. 40."""
     hebb: HebbForm = "additive"
-    """Which W after a breath: Eq. 39 and 40, or the ablation that leaves it alone."""
+    """Update of W at a breath: Eq. 39 and 40, or the ablation without an update."""
     breath_protection: BreathProtection = "none"
-    """Who is safe at a breath: nobody (the paper), or whole trunks that touch the sink or the recent window."""
+    """Protected trunks at a breath: none (the paper), or trunks that touch the sinks or the recent window."""
     observed_layer: int = 0
-    """Which full-attention layer S1 observes: from the first (0, the paper's), or from the last (-1)."""
+    """Index of the full-attention layer that S1 observes: 0 is the first (the paper), -1 the last."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -21,7 +21,7 @@ class NestedKVParameters:
     w0: tuple[float, float, float] = (0.4, 0.4, 0.2)
     """Prior weights of the stable, the episodic and the current scale, Eq. 11; positive."""
     blocks: int = 32
-    """Blocks that a prompt is cut into where the clip of Eq. 6 leaves it free."""
+    """Number of blocks of a prompt, if the block size is within the clip of Eq. 6."""
     b_min: int = 128
     """Fewest tokens of a block, Eq. 6."""
     b_max: int = 256
@@ -29,7 +29,7 @@ class NestedKVParameters:
     W: int = 64
     """Tokens of the current window, Eq. 8."""
     p: Fraction = Fraction(1, 10)
-    """Share of the tokens that stand for a ranking's top and bottom, Eq. 10; in (0, 1]."""
+    """Share of the tokens at the top and at the bottom of a ranking, Eq. 10; in (0, 1]."""
     beta: float = 3.0
     """Inverse temperature of the blend weights, Eq. 11."""
     tau: float = 0.6
@@ -37,9 +37,9 @@ class NestedKVParameters:
     kappa: float = 10.0
     """Sharpness of the gate, Eq. 15."""
     N_sink: int = 4
-    """First tokens that are pinned, Section 2.3."""
+    """Number of first tokens that are always kept, Section 2.3."""
     alpha_s: Fraction = Fraction(1, 5)
-    """Share of its even budget that a head keeps of its own, Appendix A; in [0, 1]."""
+    """Share of the even budget that each head is sure of, Appendix A; in [0, 1]."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

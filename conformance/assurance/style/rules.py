@@ -105,6 +105,7 @@ _CHECKS: tuple[Any, ...] = (
         "private", "{}: use the word of the field", "saboteurs?", "doors?", "rooms?", "houses?", "witness(?:es)?",
         "habits?", "refused by name", "side by side",
     ),
+    _of_words("names", "{}: write kvspec.NAME", r"models_integration\.\w+", r"reference\.policies\.\w+"),
     _of_words(
         "policy", "{}: write policy", "(?:eviction|retention|your own|each|every|other|all|which) methods?",
     ),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from conformance.measure.site import item_pages, policy_choice
+from conformance.measure.site import item_pages
 from conformance.measure.site.evidence import gathered
 from conformance.paths import ROOT
 
@@ -17,7 +17,6 @@ __all__ = ["foreign", "main", "write"]
 SOURCES = ("*.md", "docs/**/*", "spec/*.md", "spec/vectors/README.md", "conformance/assurance/proofs/coq/README.md",
            "conformance/assurance/proofs/floats/README.md")
 ITEMS = Path("spec", "items")
-POLICIES = "<!-- the table of policies -->"
 
 _HEADING = re.compile(r"^### ([A-Z]{2}(?:-[A-Z0-9]+)+)$", re.MULTILINE)
 # What a browser would fetch by itself: a link that a reader may click is not among it.
@@ -36,8 +35,6 @@ def write(out: Path) -> None:
             text = item_pages.linked(source.read_text(encoding="utf-8"), known, "items/")
             text = _HEADING.sub(r"\g<0>\n\n[Implementations and checks](items/\1.md)", text)
             (out / place).write_text(text, encoding="utf-8")
-    choice = out / "docs" / "guide" / "choose.md"
-    choice.write_text(choice.read_text(encoding="utf-8").replace(POLICIES, policy_choice.table()), encoding="utf-8")
     (out / ITEMS).mkdir()
     (out / ITEMS / "README.md").write_text(item_pages.index(known), encoding="utf-8")
     for one in known.values():

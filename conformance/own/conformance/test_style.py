@@ -22,6 +22,7 @@ BROKEN = {
     "where": "Use it where memory is short.",
     "verbs": "The question stands at the end.",
     "private": "A saboteur fails.",
+    "names": "The set comes from models_integration.sentence_ends(tokenizer).",
     "policy": "Choose your own method.",
 }
 KEPT = (

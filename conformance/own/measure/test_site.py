@@ -11,7 +11,6 @@ from conformance.assurance.trace import read_tree
 from conformance.measure.site.__main__ import foreign, main, write
 from conformance.measure.site.item_pages import linked
 from conformance.paths import ROOT
-from reference.policies.names import POLICIES
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -41,7 +40,7 @@ def test_a_page_of_each_item_shows_what_the_trace_finds(pages: Path) -> None:
         assert checks.partition("### Vectors")[2].count(",") == len(trace.vectors[item])
 
 
-def test_the_navigation_names_pages_and_the_table_every_policy(pages: Path) -> None:
+def test_the_navigation_names_pages(pages: Path) -> None:
     def named(entries: list[dict[str, object]]) -> list[str]:
         inner = [value for entry in entries for value in entry.values()]
         return [path for value in inner for path in (named(value) if isinstance(value, list) else [str(value)])]
@@ -49,8 +48,6 @@ def test_the_navigation_names_pages_and_the_table_every_policy(pages: Path) -> N
     project = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
     by_other_tools = {"docs/api.md", "docs/cli.md"}  # nox -s lab -- docs
     assert all((pages / path).is_file() for path in set(named(project["nav"])) - by_other_tools)
-    table = (pages / "docs/guide/choose.md").read_text(encoding="utf-8")
-    assert all(f"| {name} |" in table or f"| [{name}](" in table for name in POLICIES)
 
 
 def test_ids_become_links_but_not_in_code_links_or_headings() -> None:

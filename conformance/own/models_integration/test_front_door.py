@@ -1,5 +1,6 @@
 """`import kvspec` and `kvspec policies`: light, typed, and true of what a session does."""
 
+import re
 import subprocess
 import sys
 
@@ -7,12 +8,13 @@ import pytest
 
 pytest.importorskip("transformers", reason="the facade's names drive transformers models")
 
+import numpy as np
 import torch
 from typer.testing import CliRunner
 
 import kvspec
 import reference
-from conformance.own.models_integration.session.families import ENDS, at_once, build, prompt
+from conformance.own.models_integration.session.families import ENDS, at_once, build, greedy, prompt
 from conformance.own.models_integration.session.ragged_checks import lengths
 from conformance.own.models_integration.session.test_batches import batch
 from conformance.own.models_integration.session.test_ragged_turns import published
@@ -98,10 +100,37 @@ def test_constants_are_given_by_name_and_the_defaults_are_the_makers() -> None:
 def test_the_command_lists_all_and_explains_one() -> None:
     listed = CliRunner().invoke(app, ["policies"]).stdout
     for one in list_policies():
-        assert f"\n{one.name} " in "\n" + listed
-        assert one.keeps in listed
+        assert f"\n{one.name}: {one.keeps}\n" in "\n" + listed
     shown = CliRunner().invoke(app, ["policies", "kvzip"]).stdout
-    for words in ("arXiv 2505.23416", "the prompt twice", "later turns: no", "template  (required)", "N_sink = 4"):
+    template, sinks = "template (required): token ids", "N_sink = 4: number of first"
+    for words in ("arXiv 2505.23416", "the prompt twice", "evicts from later turns: no", template, sinks):
         assert words in shown
     refused = CliRunner().invoke(app, ["policies", "snapkvv"])
     assert "did you mean snapkv" in str(refused.exception)
+
+
+def test_the_attributes_of_a_session_are_documented_and_agree_with_what_it_prints() -> None:
+    model = build("llama")
+    with kvspec.policy_from_name("snapkv", 0.5, W=4)(model) as run:
+        greedy(model, prompt(40), 6)
+    said = (kvspec.Session.__doc__ or "").partition("Attributes:")[2].partition("Raises:")[0]
+    documented = set(re.findall(r"^        (\w+): ", said, re.MULTILINE))
+    public = {name for name in (*vars(run), *vars(kvspec.Session)) if not name.startswith("_")}
+    assert documented == public - {"prompt", "reading"}
+    assert (run.seen, run.stored) == (40 + 5, 20 + 5)  # nothing has read the last generated token
+    assert "seen=45, stored=25, " in repr(run)
+    with pytest.raises(SpecError, match=r"kept sets': each layer and KV head has its own: type retention\.group\(i\)"):
+        _ = run.kept
+
+
+def test_a_policy_is_written_with_the_names_of_kvspec_and_every_constant_is_explained() -> None:
+    needs, protection = kvspec.Needs("all"), kvspec.SinkAndRecent(1, 1)
+    policy = kvspec.policy_from_score(lambda seen: np.zeros((6, seen.seen)), needs=needs, protection=protection)
+    assert policy.protection(4).tolist() == [True, False, False, True]
+    assert [(one.name, key) for one in list_policies() for key, said in one.meanings.items() if not said] == []
+    assert describe_policy("pyramidkv").meanings["beta"] != describe_policy("nestedkv").meanings["beta"]
+    shown = CliRunner().invoke(app, ["policies", "crystalcache"]).stdout
+    assert "hebb = additive: Update of W at a breath" in shown
+    assert "(additive, static)" in shown
+    kept = [one.keeps for one in list_policies()]
+    assert len(set(kept)) == len(kept)

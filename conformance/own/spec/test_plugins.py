@@ -56,7 +56,7 @@ def test_a_digest_is_of_the_code_that_runs(here: Path) -> None:
     ("name", "words"),
     [
         ("their", "did you mean theirs"), ("users_own:YOURS", "no attribute 'YOURS'"),
-        ("nowhere:MINE", "No module named 'nowhere'"), ("users_own:NUMBER", "must be a spec.policy.Policy"),
+        ("nowhere:MINE", "No module named 'nowhere'"), ("users_own:NUMBER", "must be a Policy"),
         ("users_own:knorm", "policy_from_score"), ("wrong:MINE", "SyntaxError"), (":MINE", "cannot be loaded"),
     ],
 )

@@ -252,7 +252,6 @@ def test_what_a_turn_reports() -> None:
     assert run.over_budget == cache.stored_length - 6 > 0
     assert stored < N
     assert run.bytes_freed == (N + TURN - cache.stored_length) * 3 * 2 * 2 * 12 * 4
-    assert repr(run) == (
-        f"Session('crystalcache', budget=6, seen={N + TURN}, kept={cache.stored_length}, bytes_freed={run.bytes_freed})"
-    )
+    numbers = f"seen={N + TURN}, stored={cache.stored_length}, bytes_freed={run.bytes_freed}"
+    assert repr(run) == f"Session('crystalcache', budget=6, {numbers})"
     assert set(run.timings) == {"capture", "decision", "compaction"}

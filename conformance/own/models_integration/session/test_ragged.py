@@ -319,12 +319,13 @@ def test_sets_of_layers_and_heads_are_not_one_set(name: str, each: str, groups: 
     run, cache = read_prompt(model, method(name))
     assert isinstance(run.retention, Retention)
     for holder in (run, run.retention):
-        with pytest.raises(SpecError, match=rf"kept = '{groups} groups': each {each} has .*: type \.group\(i\)"):
+        with pytest.raises(SpecError, match=rf"kept = '{groups} kept sets': each {each} has its own"):
             _ = holder.kept
     sets = [own for sets in live_sets(cache).values() for own in sets]
     assert [run.retention.group(i).tolist() for i in range(groups)] == sets[:: len(sets) // groups]
+    assert (run.seen, run.stored) == (PROMPT, cache.mean_length)
     assert repr(run) == (
-        f"Session('{name}', budget=0.3, seen={PROMPT}, kept={cache.mean_length:g}, bytes_freed={run.bytes_freed})"
+        f"Session('{name}', budget=0.3, seen={PROMPT}, stored={cache.mean_length:g}, bytes_freed={run.bytes_freed})"
     )
 
 
@@ -334,7 +335,7 @@ def test_freed_bytes_add_up_over_turns_and_steps(name: str) -> None:
     model = build("llama")
     policy = StreamingLLM(0.3) if name == "streamingllm" else method(name)
     with policy(model) as run:
-        assert repr(run).endswith("seen=0, kept=0, bytes_freed=0)")
+        assert repr(run).endswith("seen=0, stored=0, bytes_freed=0)")
         cache, before = RetainedCache(model.config), 0
         for n, seed in ((PROMPT, 3), (1, 4), (1, 5), (12, 6), (1, 7)):
             at_once(model, prompt(n, seed=seed), cache)

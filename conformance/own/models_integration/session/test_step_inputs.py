@@ -273,5 +273,6 @@ def test_no_name_that_transformers_deprecates_is_used(policy: str, monkeypatch: 
     read(model, cache, prompt(3))
     prefilled(model, [3, 4, 5])
     with given(model) as run, torch.no_grad():
-        model.generate(prompt(N), max_new_tokens=2, do_sample=False)
+        text = model.generate(prompt(N), max_new_tokens=2, do_sample=False)
+        model.generate(text, past_key_values=run.cache, max_new_tokens=2, do_sample=False)
         model(torch.tensor([[7]]), **{CACHE: run.cache})
