@@ -61,6 +61,10 @@ class Masked:
         Raises:
             RuntimeError: where some full-attention layer did not attend, so that nothing was masked there.
         """
+        given = _given(self.model, self.cache)
+        if "position_ids" in inspect.signature(self.model.forward).parameters:
+            # Some families count from 0 in each forward without them.
+            given["position_ids"] = torch.arange(self.seen, self.seen + ids.shape[1])[None]
         self.seen += ids.shape[1]
         for layer, visible in self.visible.items():
             grown = torch.nn.functional.pad(visible, (0, ids.shape[1]), value=True)
@@ -69,7 +73,7 @@ class Masked:
                 _RENUMBERED[self.modules[layer]] = frequencies(self.model)
         try:
             with torch.no_grad():
-                logits = self.model(input_ids=ids, use_cache=True, **_given(self.model, self.cache)).logits
+                logits = self.model(input_ids=ids, use_cache=True, **given).logits
             if any(not _CALLS.get(module) for module in self.modules.values()):
                 raise RuntimeError("the oracle's mask did not reach every full-attention layer")
         finally:

@@ -4,9 +4,7 @@ A policy is shown what attention is handed, and decides about what the cache sto
 tokens, attention runs on the storage itself. Both hold only of models that hand the cache's own tensors on.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 from weakref import WeakKeyDictionary
@@ -16,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from models_integration.attention.capture import OTHER_TENSORS, Attended, observing
+from models_integration.attention.recurrence import check_turns
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import Architecture, device_of, restored_rotation
-from models_integration.model.cache_argument import cache_name
+from models_integration.model.architecture import Architecture, device_of
+from models_integration.model.isolated_forward import FORWARD_ERRORS, isolated_forward, read_tokens
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
@@ -29,8 +28,6 @@ __all__ = ["check_handover", "check_readable"]
 
 _TOKENS = 3
 _OWN_MASK = "it makes its own attention mask"
-# What a modelling file raises that was not written for what it is given.
-_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
 
 
 def check_handover(architecture: Architecture, needs: Needs, granularity: Granularity) -> None:
@@ -49,9 +46,11 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
             raise SpecError("template", token_id, f"must lie in [0, {architecture.vocabulary})")
     handed = _handed(architecture)
     if handed.idle:
-        raise SpecError("model", architecture.name, f"its layers {handed.idle} store nothing of the prompt")
+        raise SpecError("model", architecture.name, handed.idle)
     if architecture.watched(needs) and not (handed.keys and handed.queries and (handed.values or not needs.values)):
         raise SpecError("model", architecture.name, OTHER_TENSORS)
+    if needs.rehearsal is not None:
+        check_turns(architecture)
     if granularity is not Granularity.MODEL:
         _check_apart(architecture, granularity)
 
@@ -84,8 +83,8 @@ class _Handed:
     keys: bool
     values: bool
     queries: bool
-    idle: list[int]
-    """Full-attention layers that have not attended."""
+    idle: str
+    """Why full-attention layers were not observed; empty if all were."""
 
     @property
     def all(self) -> bool:
@@ -129,32 +128,40 @@ def _handed(architecture: Architecture) -> _Handed:
         cache = RetainedCache(architecture.config)
         watcher = _Watcher(cache)
         try:
-            with _aside(architecture), observing(architecture, cache, watcher, architecture.full_layers):
-                _read(architecture, cache, _TOKENS)
+            with isolated_forward(architecture), observing(architecture, cache, watcher, architecture.full_layers):
+                read_tokens(architecture, cache, _TOKENS)
         except torch.OutOfMemoryError:
             raise
-        except _ERRORS as error:
+        except FORWARD_ERRORS as error:
             raise SpecError("model", architecture.name, f"it cannot read {_TOKENS} tokens: {error}") from error
         idle = [index for index in architecture.full_layers if index not in watcher.asked]
-        known[implementation] = _Handed(watcher.keys, watcher.values, watcher.queries, idle)
+        reason = _idle_reason(cache, idle) if idle else ""
+        known[implementation] = _Handed(watcher.keys, watcher.values, watcher.queries, reason)
     return known[implementation]
+
+
+def _idle_reason(cache: RetainedCache, idle: list[int]) -> str:
+    empty = [index for index in idle if not cast(RetainedLayer, cache.layers[index]).is_initialized]
+    if empty:
+        return f"its layers {empty} store nothing of the prompt"
+    return "its attention cannot be observed: it does not go through transformers' attention interface"
 
 
 def _read_apart(architecture: Architecture, granularity: Granularity) -> str | None:
     """What fails where every other layer, or head, has evicted a token; None where nothing does."""
     cache = RetainedCache(architecture.config)
     try:
-        with _aside(architecture):
+        with isolated_forward(architecture):
             with observing(architecture, cache):
-                _read(architecture, cache, _TOKENS)
+                read_tokens(architecture, cache, _TOKENS)
             cache.compact([_every_other(cache, granularity)])
             with observing(architecture, cache):
-                _read(architecture, cache, 1)
+                read_tokens(architecture, cache, 1)
     except SpecError as error:
         return error.bound
     except torch.OutOfMemoryError:
         raise
-    except _ERRORS as error:
+    except FORWARD_ERRORS as error:
         return _OWN_MASK if _makes_masks(architecture) else f"{type(error).__name__}, {error}"
     return None
 
@@ -166,10 +173,10 @@ def _makes_masks(architecture: Architecture) -> bool:
     mask = torch.zeros((1, 1, _TOKENS, _TOKENS), dtype=dtype, device=device_of(decoder))
     watcher = _Watcher(cache)
     with (
-        suppress(*_ERRORS), _aside(architecture),
+        suppress(*FORWARD_ERRORS), isolated_forward(architecture),
         observing(architecture, cache, watcher, architecture.full_layers),
     ):
-        _read(architecture, cache, _TOKENS, mask)
+        read_tokens(architecture, cache, _TOKENS, mask)
     return any(handed is not mask for handed in watcher.masks)
 
 
@@ -182,29 +189,3 @@ def _every_other(cache: RetainedCache, granularity: Granularity) -> Retention:
     offsets = np.cumsum([0, *map(len, sets)], dtype=np.int64)
     positions = np.array([position for own in sets for position in own], dtype=np.int64)
     return Retention(positions, offsets, _TOKENS, granularity)
-
-
-@contextmanager
-def _aside(architecture: Architecture) -> Iterator[None]:
-    """Call no hooks, and restore torch's random numbers and the rotary embeddings afterwards."""
-    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in architecture.decoder.modules()]
-    used = {device_of(architecture.decoder), *(one.device for one in architecture.decoder.parameters())}
-    devices = {device for device in used if device.type == "cuda"}
-    for module, _, _ in hooks:
-        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
-    try:
-        with (
-            torch.no_grad(), torch.random.fork_rng(sorted(device.index for device in devices)),
-            restored_rotation(architecture.decoder),
-        ):
-            yield
-    finally:
-        for module, before, after in hooks:
-            module._forward_pre_hooks, module._forward_hooks = before, after
-
-
-def _read(architecture: Architecture, cache: RetainedCache, tokens: int, mask: Tensor | None = None) -> None:
-    device = device_of(architecture.decoder)
-    ids = torch.arange(tokens, device=device)[None] % architecture.vocabulary
-    given = {cache_name(architecture.decoder): cache}
-    architecture.decoder.forward(input_ids=ids, attention_mask=mask, use_cache=True, **given)

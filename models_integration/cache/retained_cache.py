@@ -4,18 +4,19 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from models_integration.cache.continuation import Continuation, Nothing
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, drop_tensors
 from models_integration.cache.history import ReadIds, call_into
 from models_integration.cache.positions import LayersDiffer, Plan, chosen_rows
 from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.recurrent_states import copy_layers, fresh_layer, is_recurrent, state_tensors
 from models_integration.cache.sliding_layer import check_window_crop, crop_window
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
@@ -27,7 +28,7 @@ Change: TypeAlias = Callable[[], RetainedLayer]
 
 
 class RetainedCache(DynamicCache):
-    """DynamicCache whose full-attention layers can be compacted. Sliding-window layers are not changed.
+    """DynamicCache whose full-attention layers can be compacted. Sliding-window and recurrent layers are not changed.
 
         model(input_ids=next_token, cache=run.cache)    # past_key_values before transformers 5.24
 
@@ -115,8 +116,13 @@ class RetainedCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Size of the keys and values in bytes."""
+        """Size of keys, values and recurrent states in bytes."""
         return storage_bytes(self.layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of the recurrent states in bytes: the part of `nbytes` that eviction cannot free."""
+        return storage_bytes(filter(is_recurrent, self.layers))
 
     def note_ids(self, ids: Tensor) -> None:
         """Record the ids (rows, n) of the last columns that were read."""
@@ -179,6 +185,8 @@ class RetainedCache(DynamicCache):
             raise SpecError("past_key_values", "rows that differ", "can be read inside the context manager only")
         if not torch.compiler.is_compiling():
             self.check_history()
+        if not isinstance(self.layers[layer_idx], CacheLayerMixin):
+            layer_idx = self.layers.index(self.full_layers[0])
         if self.layers_differ and isinstance(self.layers[layer_idx], RetainedLayer):
             return self.get_seq_length() + query_length, LayersDiffer()
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
@@ -266,8 +274,12 @@ class RetainedCache(DynamicCache):
         States of the policy that include a removed token are dropped. The cache then grows without eviction.
 
         Raises:
-            SpecError: if a layer cannot be cropped, such as a sliding layer past its window. Nothing has changed.
+            SpecError: if a layer cannot be cropped, such as a sliding layer past its window or a recurrent layer.
+                Nothing has changed.
         """
+        if tokens_to_remove and any(map(is_recurrent, self.layers)):
+            reason = "recurrent layers cannot remove a token from their states: read the text into a new cache"
+            raise SpecError("tokens_to_remove", tokens_to_remove, reason)
         sliding = [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
         for layer in self.full_layers:
             layer.check_crop(tokens_to_remove)
@@ -285,6 +297,9 @@ class RetainedCache(DynamicCache):
         """Remove all tokens, so that the cache can read a new prompt."""
         for index, layer in enumerate(self.layers):
             # First of all, because other caches may share its tensors, and some releases zero those on a reset.
+            if is_recurrent(layer):
+                self.layers[index] = fresh_layer(layer)
+                continue
             drop_tensors(layer)
             layer.reset()
             if isinstance(layer, RaggedLayer):
@@ -396,7 +411,8 @@ def storage_bytes(layers: Iterable[object]) -> int:
     """Bytes that the tensors of these cache layers occupy, each memory block counted once."""
     blocks = {}
     for layer in layers:
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+        attended = (getattr(layer, "keys", None), getattr(layer, "values", None))
+        for tensor in (*attended, *state_tensors(layer).values()):
             if isinstance(tensor, Tensor):
                 block = tensor.untyped_storage()
                 blocks[block.data_ptr()] = block.nbytes()
@@ -419,8 +435,10 @@ def side_by_side(cache: RetainedCache, rows: int) -> RetainedCache:
     if rows < 1:
         raise SpecError("rows", rows, "must be at least 1")
     wide = copy.copy(cache)
-    wide.layers = [copy.copy(layer) for layer in cache.layers]
-    layers: list[Any] = wide.layers
+    wide.layers = layers = copy_layers(cache.layers)
     for layer in layers:
-        layer.keys, layer.values = (tensor.expand(rows, -1, -1, -1) for tensor in (layer.keys, layer.values))
+        if is_recurrent(layer):
+            layer.reorder_cache(torch.zeros(rows, dtype=torch.int64, device="cpu"))
+        elif layer.keys is not None:
+            layer.keys, layer.values = (tensor.expand(rows, -1, -1, -1) for tensor in (layer.keys, layer.values))
     return wide

@@ -11,12 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from models_integration.cache.continuation import Nothing
 from models_integration.cache.crystal_states import CrystalStates, Pending, Spliced
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import StoredRows
 from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.recurrent_states import fill_states, state_tensors
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import ScorerRecords
 from models_integration.cache.sliding_layer import GappedSlidingLayer
@@ -133,9 +135,11 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
 
 
 def _packed_layer(layer: object) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """A layer as numbers and tensors; one that has read nothing has neither keys nor values."""
+    """A layer as numbers and tensors; one that has read nothing, or is recurrent, has neither keys nor values."""
     if isinstance(layer, RaggedLayer):
         return {"padded_seen": layer.padded_seen}, layer.packed()
+    if not isinstance(layer, DynamicLayer):
+        return {}, state_tensors(layer)
     of_cache = cast(Any, layer)
     tensors = {"keys": of_cache.keys, "values": of_cache.values} if of_cache.is_initialized else {}
     if isinstance(layer, DenseLayer):
@@ -152,6 +156,9 @@ def _unpacked_layer(
     layer: Any, numbers: Mapping[str, int], tensors: Mapping[str, Tensor], device: torch.device,
 ) -> object:
     """The layer of `_packed_layer`: this new one of its cache, or what stands in its place."""
+    if not isinstance(layer, DynamicLayer):
+        fill_states(layer, {name: tensor.to(device) for name, tensor in tensors.items()})
+        return layer
     stored = {name: tensors[name].to(device) for name in ("keys", "values") if name in tensors}
     if "padded_seen" in numbers:
         return RaggedLayer.unpacked({**tensors, **stored}, numbers["padded_seen"])
@@ -159,7 +166,7 @@ def _unpacked_layer(
         layer.rows, layer.evicted = StoredRows(*(tensors[name] for name in _ROWS)), numbers["evicted"]
     else:
         if "first_kept" in numbers:
-            layer = GappedSlidingLayer(sliding_window=layer.sliding_window)
+            layer = GappedSlidingLayer(sliding_window=cast(Any, layer).sliding_window)
             layer.positions, layer.first_kept = tensors["positions"], numbers["first_kept"]
         layer.cumulative_length = numbers["seen"]
     if stored:

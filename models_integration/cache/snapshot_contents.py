@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 from models_integration.cache.crystal_states import Pending
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import EMPTY, NO_HOLE, StoredRows
 from models_integration.cache.ragged_layer import HEADS
+from models_integration.cache.recurrent_states import state_tensors
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.tensor_file import Damaged
 from models_integration.model.architecture import Architecture, of_layer
+from models_integration.model.isolated_forward import isolated_forward, read_tokens
 from spec.decode import DecodeState
 
 __all__ = ["check_contents", "check_states_fit"]
@@ -46,8 +49,12 @@ def check_contents(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], a
         Damaged: otherwise; it names the first thing that does not fit.
     """
     layers: Sequence[Any] = RetainedCache(architecture.config).layers
+    states = _states(architecture)
     _check_manifest(manifest, layers)
-    _check_names(manifest, tensors)
+    _check_names(manifest, tensors, states)
+    for name, state in states.items():
+        shape = (_batch(manifest, tensors), *state.shape[1:])
+        _check_tensor(name, tensors[name], shape, str(state.dtype).removeprefix("torch."), None)
     _check_layers(manifest, tensors, architecture, layers)
     _check_known(manifest, tensors, architecture.vocabulary)
 
@@ -75,6 +82,19 @@ def check_states_fit(
         _require(own.tolist() == expected, f"row {row}: its state knows of other tokens than the cache stores")
 
 
+def _states(architecture: Architecture) -> dict[str, Tensor]:
+    """The recurrent states that the model has after three tokens, by layer and name."""
+    if not architecture.recurrent:
+        return {}
+    cache = RetainedCache(architecture.config)
+    with isolated_forward(architecture):
+        read_tokens(architecture, cache, 3)
+    return {
+        f"{index}.{name}": tensor for index, layer in enumerate(cache.layers)
+        for name, tensor in state_tensors(layer).items()
+    }
+
+
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise Damaged(otherwise)
@@ -95,6 +115,7 @@ def _check_manifest(manifest: Mapping[str, Any], layers: Sequence[Any]) -> None:
     _require(said == len(layers), f"it has {said} layers, the model {len(layers)}")
     for index, (layer, numbers) in enumerate(zip(layers, manifest["layers"], strict=True)):
         name, said_of = ("evicted", _FULL) if isinstance(layer, DenseLayer) else ("seen", _SLIDING)
+        said_of = said_of if isinstance(layer, DynamicLayer) else (set(), set())
         fits = type(numbers) is dict and numbers.keys() in said_of and all(map(_is_count, numbers.values()))
         _require(fits, f"layer {index} says {numbers!r} and not how many tokens were {name}")
     after, dtypes = manifest["chunks"], manifest["dtypes"]
@@ -103,9 +124,11 @@ def _check_manifest(manifest: Mapping[str, Any], layers: Sequence[Any]) -> None:
     _require(fits, f"keys and values are said to be {dtypes!r}, and the model computes {manifest['dtype']}")
 
 
-def _check_names(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _check_names(
+    manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], states: Mapping[str, Tensor],
+) -> None:
     """The tensors are there, no others, each with its number of dimensions; all but keys and values with its dtype."""
-    expected = dict(_expected(manifest, tensors))
+    expected = dict(_expected(manifest, tensors)) | {name: (one.dtype, one.ndim) for name, one in states.items()}
     wrong = sorted(expected.keys() ^ tensors.keys())
     _require(not wrong, f"tensors are missing or too many: {', '.join(wrong[:4])}")
     for name, (dtype, dimensions) in expected.items():
@@ -119,7 +142,7 @@ def _expected(
 ) -> Iterator[tuple[str, tuple[torch.dtype | None, int]]]:
     for index, numbers in enumerate(manifest["layers"]):
         heads_differ, both = "padded_seen" in numbers, (f"{index}.keys", f"{index}.values")
-        if heads_differ or any(name in tensors for name in both):
+        if heads_differ or (numbers and any(name in tensors for name in both)):
             yield from ((name, (None, 2 if heads_differ else 4)) for name in both)
         places = [item for said in numbers for item in _PLACES[said].items()]
         yield from ((f"{index}.{name}", (torch.int64, dimensions)) for name, dimensions in places)
@@ -158,6 +181,8 @@ def _check_layers(
     batch, columns, tokens, stored = _batch(manifest, tensors), set[int](), list[Tensor](), list[Tensor]()
     _require(batch > 0, "it has no rows")
     for index, (layer, numbers) in enumerate(zip(layers, manifest["layers"], strict=True)):
+        if not numbers:
+            continue
         heads, *widths = _heads(architecture, index)
         shape: tuple[int, ...] = (batch, heads, _slots(index, tensors))
         filled = None

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -18,11 +18,13 @@ from spec.errors import SpecError
 from spec.policy import Needs
 
 __all__ = [
-    "BUSY", "Architecture", "attention_modules", "by_layer", "check_free", "check_positions", "describe", "device_of",
-    "layer_types", "of_layer", "restored_rotation", "unwrapped",
+    "BUSY", "FULL", "Architecture", "attention_modules", "by_layer", "check_free", "check_positions", "describe",
+    "device_of", "layer_types", "of_layer", "restored_rotation", "unwrapped",
 ]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+# Layers with a state of a fixed size, and layers that store nothing.
+RECURRENT, STORELESS = ("linear_attention", "conv"), ("moe", "mlp")
 IMPLEMENTATIONS = ("sdpa", "eager")
 # Modules that a decoder adds to its embeddings: learned positions, or sines.
 POSITION_TABLES = ("wpe", "embed_positions")
@@ -54,6 +56,8 @@ class Architecture:
     """Attention modules by layer index."""
     full_layers: tuple[int, ...]
     """Indices of the full-attention layers, ascending."""
+    recurrent: bool
+    """Whether some layers have a recurrent state."""
     vocabulary: int
     parts: tuple[Part, ...]
     """The attention modules, and the modules between the decoder and them."""
@@ -107,19 +111,20 @@ def describe(model: PreTrainedModel) -> Architecture:
     model = unwrapped(model)
     config = model.config.get_text_config(decoder=True)
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    attention = attention_modules(decoder)
     types = layer_types(config)
+    attention = attention_modules(decoder)
     reason = (
-        _refuse_wrapper(model, config, decoder) or _refuse_config(config) or _refuse_alibi(config, decoder)
-        or _refuse_layers(config, types)
-        or _refuse_attention(config, decoder, attention) or _refuse_implementation(model, config, attention.values())
+        _refuse_wrapper(model, config, decoder) or _refuse_embeddings(model) or _refuse_config(config)
+        or _refuse_alibi(config, decoder) or _refuse_layers(config, types)
+        or _refuse_attention(config, decoder, attention, types) or _refuse_implementation(config, attention.values())
     )
     if reason is not None:
         raise SpecError("model", type(model).__name__, reason)
     full = tuple(index for index, kind in enumerate(types) if kind == FULL)
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     parts = _parts(decoder, set(attention.values()))
-    return Architecture(type(model).__name__, decoder, config, attention, full, vocabulary, parts)
+    recurrent = any(kind in RECURRENT for kind in types)
+    return Architecture(type(model).__name__, decoder, config, attention, full, recurrent, vocabulary, parts)
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -170,8 +175,11 @@ def check_positions(config: PretrainedConfig, argument: str, tokens: int, behind
 
 
 def attention_modules(decoder: nn.Module) -> dict[int, nn.Module]:
-    """A decoder's attention modules by layer index."""
-    return {cast(int, module.layer_idx): module for module in decoder.modules() if _is_attention(module)}
+    """A decoder's modules by layer index that attend to stored keys."""
+    types = layer_types(cast(PretrainedConfig, decoder.config).get_text_config(decoder=True))
+    keyless = {index for index, kind in enumerate(types) if kind in (*RECURRENT, *STORELESS)}
+    modules = {cast(int, module.layer_idx): module for module in decoder.modules() if _is_attention(module)}
+    return {index: module for index, module in modules.items() if index not in keyless}
 
 
 @contextmanager
@@ -271,13 +279,19 @@ def _refuse_wrapper(model: PreTrainedModel, config: PretrainedConfig, decoder: n
     return f"it passes embeddings, not input_ids, to its {name}: use text = model.get_decoder() and policy(text)"
 
 
+def _refuse_embeddings(model: PreTrainedModel) -> str | None:
+    if isinstance(getattr(model.get_input_embeddings(), "weight", None), Tensor):
+        return None
+    return "it reads several codebooks, and policies read one row of token ids"
+
+
 def _refuse_layers(config: PretrainedConfig, types: list[str]) -> str | None:
-    others = Counter(kind for kind in types if kind not in (FULL, SLIDING))
+    others = Counter(kind for kind in types if kind not in (FULL, SLIDING, CHUNKED, *RECURRENT, *STORELESS))
     if others:
         kinds = ", ".join(f"{count} of type {kind!r}" for kind, count in others.items())
-        return f"only full and sliding-window attention layers are served; it has {kinds}"
+        return f"it has {kinds}: kvspec serves full, sliding-window, chunked and recurrent layers"
     if FULL not in types:
-        return "it has no full-attention layer: sliding-window layers are never compacted"
+        return "nothing to evict: it has no full-attention layer, and windows and recurrent states have a fixed size"
     for name in ("num_attention_heads", "num_key_value_heads"):
         values = {of_layer(config, name, index) for index, kind in enumerate(types) if kind == FULL}
         if len(values) > 1:
@@ -285,14 +299,16 @@ def _refuse_layers(config: PretrainedConfig, types: list[str]) -> str | None:
     return None
 
 
-def _refuse_attention(config: PretrainedConfig, decoder: nn.Module, attention: Mapping[int, nn.Module]) -> str | None:
+def _refuse_attention(
+    config: PretrainedConfig, decoder: nn.Module, attention: Mapping[int, nn.Module], types: Sequence[str],
+) -> str | None:
     if not attention:
         return "its layers have no layer_idx: recurrent layers store no keys and values"
-    if sorted(attention) != list(range(config.num_hidden_layers)):
+    if sorted(attention) != [index for index, kind in enumerate(types) if kind not in (*RECURRENT, *STORELESS)]:
         return f"its {config.num_hidden_layers} layers do not have one attention module each"
     if any(hasattr(module, "sinks") for module in attention.values()):
         return "attention sinks inside the softmax are not served"
-    if not _keeps_positions(decoder):
+    if not any(kind in RECURRENT for kind in types) and not _keeps_positions(decoder):
         if any("rotary" in name for module in attention.values() for name in dir(module)):
             return "its rotary positions (RoPE) cannot be read: it holds a table of sines, not frequencies (inv_freq)"
         return "it has neither rotary positions (RoPE) nor a table of positions: the positions of its keys are unknown"
@@ -311,11 +327,7 @@ def _keeps_positions(decoder: nn.Module) -> bool:
     return rotated or any(name in POSITION_TABLES for name, _ in decoder.named_children())
 
 
-def _refuse_implementation(
-    model: PreTrainedModel, config: PretrainedConfig, attention: Iterable[nn.Module],
-) -> str | None:
-    if not getattr(model, "_supports_attention_backend", False):
-        return "its attention cannot be observed: it does not go through transformers' attention interface"
+def _refuse_implementation(config: PretrainedConfig, attention: Iterable[nn.Module]) -> str | None:
     implementation = config._attn_implementation
     if implementation not in IMPLEMENTATIONS:
         return f"attn_implementation is {implementation!r}, and must be one of {', '.join(IMPLEMENTATIONS)}"

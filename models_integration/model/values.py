@@ -226,7 +226,8 @@ class Reader:
         except ValueError as error:
             raise UnreadableError(f"holds {name_of(function)}, which reads a variable without a value") from error
         values = (function.__code__, function.__defaults__, function.__kwdefaults__, cells, vars(function))
-        return [name_of(function), *self._read_all(values, levels)]
+        # What a function wraps is no deeper.
+        return [name_of(function), *self._read_all(values, levels + 1)]
 
     def class_of(self, kind: type) -> object:
         """A class by its name, and by what its functions do unless they are a trusted package's."""

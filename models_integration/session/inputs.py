@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from models_integration.attention.handover import check_readable
+from models_integration.attention.recurrence import check_recurrence
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
@@ -66,6 +67,7 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object]) -> N
         if asked and any(isinstance(layer, RaggedLayer) for layer in cache.layers):
             raise SpecError("output_attentions", True, "heads that store different tokens have no weights of one shape")
         check_readable(architecture, cache)
+    check_recurrence(architecture, arguments, cache)
 
 
 def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> Arguments:
@@ -132,8 +134,7 @@ def first_span(
     if segment_end == ONE_FORWARD:
         check_tokens(all_columns)
     positions = _positions(arguments.get("position_ids"), is_token, before.sum(dim=1))
-    defaults = {} if bool(all_columns.all()) else {"position_ids": positions.to(ids.device)}
-    return ForwardSpan(before.shape[1], segment_end, is_token, defaults)
+    return ForwardSpan(before.shape[1], segment_end, is_token, {"position_ids": positions.to(ids.device)})
 
 
 def later_span(
@@ -156,12 +157,11 @@ def later_span(
         check_tokens(is_token)
     if len(cache.full_layers) < len(cache.layers) and not bool(is_token.all()):
         raise SpecError(
-            "attention_mask", "zeros", "a padded turn is not served beside sliding-window layers: their windows would "
-            "count the padding"
+            "attention_mask", "zeros", "a padded turn is not served beside sliding-window or recurrent layers: their "
+            "windows and states would include the padding"
         )
     positions = _positions(arguments.get("position_ids"), is_token, cache.tokens.expand(rows))
-    if not bool(before.all() and is_token.all()):
-        defaults["position_ids"] = positions.to(ids.device)
+    defaults["position_ids"] = positions.to(ids.device)
     return ForwardSpan(cache.get_seq_length(), segment_end, is_token, defaults)
 
 

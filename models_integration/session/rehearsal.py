@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models_integration.attention.capture import Attended, Repeated, observing
+from models_integration.cache.recurrent_states import copy_layers
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, restored_rotation
 from models_integration.model.cache_argument import cache_name
@@ -23,7 +24,7 @@ class _Watcher:
 
     def __init__(self, cache: RetainedCache) -> None:
         self.cache, self._before = copy.copy(cache), cache
-        self.cache.layers = [copy.copy(layer) for layer in cache.layers]
+        self.cache.layers = copy_layers(cache.layers)
         self.attention: dict[int, tuple[Tensor, Tensor]] = {}
         self.norms: dict[int, Tensor] = {}
 

@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover, check_readable
+from models_integration.attention.recurrence import check_recurrence
 from models_integration.cache.continuation import Decision
+from models_integration.cache.recurrent_states import copy_layers
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import check_free, describe
 from models_integration.model.cache_argument import cache_name
@@ -70,6 +72,7 @@ def observe(
     check_handover(architecture, needs, Granularity.MODEL)
     arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
     given = check_forward(arguments, default_use_cache=True)
+    check_recurrence(architecture, given, None)
     nothing = torch.ones(len(input_ids), 0, dtype=torch.bool, device="cpu")
     span = first_span(architecture.vocabulary, given, nothing, ONE_FORWARD)
     check_rehearsed(needs, span)
@@ -122,6 +125,7 @@ def read(
     architecture = describe(model)
     if cache.layers_differ:
         check_readable(architecture, cache)
+    check_recurrence(architecture, {"input_ids": input_ids}, cache)
     span = later_span(architecture.vocabulary, {"input_ids": input_ids}, cache, OPEN)
     observed = ObservedSegment(needs, architecture, cache)
     observed.read(input_ids, span.is_token)
@@ -148,7 +152,7 @@ def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
     if len(decision.retentions) != rows:
         raise SpecError("decision", f"{len(decision.retentions)} prompts", f"the cache has {rows} rows")
     compacted = copy.copy(cache)
-    compacted.layers = [copy.copy(layer) for layer in cache.layers]
+    compacted.layers = copy_layers(cache.layers)
     compacted.compact(decision.retentions, decision.padding)
     compacted.continuation = decision.continuation
     return compacted

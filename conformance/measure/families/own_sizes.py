@@ -10,7 +10,8 @@ VOCABULARY = 131
 TINY: dict[str, Any] = {
     "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "sliding_window": 16, "is_decoder": True,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "sliding_window": 16,
+    "attention_chunk_size": 16, "is_decoder": True,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1,
     "topk_group": 1, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
@@ -31,7 +32,11 @@ _SEEN: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attenti
 # By the first name that AutoModelForCausalLM has for the class.
 OWN: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 100},
-    "bamba": _MAMBA, "granitemoehybrid": _MAMBA, "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "nemotron_h": {"layer_types": ["mamba", "attention", "moe", "attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "cohere_compass_text": {
         "layer_types": _ALTERNATING, "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")

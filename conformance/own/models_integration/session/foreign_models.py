@@ -15,8 +15,6 @@ from transformers import (
     FalconForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -25,12 +23,8 @@ from transformers import (
     MistralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
     RwkvConfig,
     RwkvForCausalLM,
-    StableLmConfig,
-    StableLmForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -43,10 +37,6 @@ _SIZES: dict[str, Any] = {
 }
 _SMALL: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}
-_LINEAR: dict[str, Any] = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
 }
 _LATENT: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
@@ -72,13 +62,9 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
         "ALiBi",
     ),
     "recurrent: Mamba": (
-        lambda: MambaForCausalLM(MambaConfig(**_SMALL, num_hidden_layers=2, state_size=4)), "linear_attention",
+        lambda: MambaForCausalLM(MambaConfig(**_SMALL, num_hidden_layers=2, state_size=4)), "nothing to evict",
     ),
     "recurrent: RWKV": (lambda: RwkvForCausalLM(RwkvConfig(**_SMALL, num_hidden_layers=2)), "recurrent"),
-    "linear layers: Qwen3-Next": (
-        lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**{**_SIZES, **_LINEAR, "num_hidden_layers": 4, "head_dim": 8})),
-        "3 of type 'linear_attention'",
-    ),
     "MLA: DeepSeek-V3": (
         lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**_SIZES, **_LATENT, "first_k_dense_replace": 1})),
         "latent attention",
@@ -87,12 +73,6 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
         lambda: GptOssForCausalLM(
             GptOssConfig(**{**_SIZES, "head_dim": 8, "num_local_experts": 2, "rope_parameters": None})
         ), "sinks inside the softmax",
-    ),
-    "chunked attention: Llama 4": (
-        lambda: Llama4ForCausalLM(
-            Llama4TextConfig(**_SIZES, head_dim=8, intermediate_size_mlp=48, num_local_experts=2)
-        ),
-        "'chunked_attention'",
     ),
     "all layers slide: Mistral": (
         lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=16)), "no full-attention layer",
@@ -107,9 +87,6 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     ),
     "attention that sees the future": (
         lambda: LlamaForCausalLM(LlamaConfig(**{**_SIZES, "is_causal": False})), "not causal",
-    ),
-    "outside the attention interface: StableLM": (
-        lambda: StableLmForCausalLM(StableLmConfig(**_SIZES)), "cannot be observed",
     ),
     "another attention implementation": (_flex, "attn_implementation is 'flex_attention'"),
     "no transformers model": (lambda: torch.nn.Linear(2, 2), "must be a transformers PreTrainedModel"),

@@ -203,7 +203,7 @@ def test_padding_is_not_stored() -> None:
 
 # What a mask hides of the second row: from a column up to another, of N + TURN.
 WRONG: dict[str, tuple[str, str, slice]] = {
-    "a sliding window": ("gemma3", "not served beside sliding-window layers", slice(N, N + 4)),
+    "a sliding window": ("gemma3", "not served beside sliding-window or recurrent layers", slice(N, N + 4)),
     "one token of a row": ("llama", "1 tokens.: one query is a decode step", slice(N, N + TURN - 1)),
     "nothing of a row": ("llama", "0 tokens.: one query is a decode step", slice(N, N + TURN)),
     "padding on the right": ("llama", "right padding is not served", slice(N + TURN - 4, N + TURN)),

@@ -1,0 +1,210 @@
+"""Models whose layers have recurrent states beside keys and values: eviction leaves the states alone.
+
+The oracle is a plain full cache with masks. Turns and padded rows are also compared with one forward over all tokens,
+because an oracle that runs the same model shares the model's faults.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from conformance.cache_suite.oracle import Masked
+from conformance.own.models_integration.session.families import METHODS, at_once, greedy, prepare, prompt, relative
+from conformance.own.models_integration.session.ragged_checks import live_sets, method
+from models_integration import RetainedCache, decide, load_cache, save_cache
+from models_integration.cache import recurrent_states
+from models_integration.session.verbs import compact, observe, read
+from spec.errors import SpecError
+
+pytestmark = [pytest.mark.law("eviction-equals-masking"), pytest.mark.filterwarnings("ignore")]
+
+N, BOUND = 40, 1e-5
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}
+_LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "head_dim": 8,
+}
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1, 3]}
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen3_next": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(
+        **_SIZES, **_LINEAR, layer_types=["linear_attention", "full_attention"] * 2,
+    )),
+    "lfm2": lambda: Lfm2ForCausalLM(Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"] * 2)),
+    "bamba": lambda: BambaForCausalLM(BambaConfig(**_SIZES, **_MAMBA)),
+}
+LOSES_ITS_STATE = "its recurrent layers lose their state when several tokens follow others"
+
+
+def build(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return prepare(MODELS[name]())
+
+
+def jamba() -> PreTrainedModel:
+    """A model that, in a turn of several tokens, ignores what its recurrent layers have read."""
+    torch.manual_seed(0)
+    return prepare(JambaForCausalLM(JambaConfig(
+        **_SIZES, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8,
+    )))
+
+
+def in_one_forward(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def check_conversation(model: PreTrainedModel, policy: str) -> None:
+    """Prompt, steps, a turn and a step beside the masked model."""
+    masked, cache = Masked(model), RetainedCache(model.config)
+    with (METHODS[policy]() if policy in METHODS else method(policy))(model) as run:
+        for number, tokens in enumerate((N, 1, 1, 9, 1)):
+            ids = prompt(tokens, seed=number)
+            assert relative(at_once(model, ids, cache), masked.read(ids)) < BOUND
+            if tokens > 1:
+                masked.keep(list(live_sets(cache).values()))
+    assert run.bytes_freed > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["streamingllm", "crystalcache", "chunkkv", "adakv"])
+def test_a_conversation_equals_the_masked_model(name: str, policy: str) -> None:
+    check_conversation(build(name), policy)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_turns_go_on_from_the_state(name: str) -> None:
+    """Nothing is evicted: pieces equal one forward over all tokens."""
+    model, ids = build(name), prompt(N)
+    cache = RetainedCache(model.config)
+    with METHODS["fullcache"]()(model):
+        pieces = [at_once(model, part, cache) for part in torch.split(ids, [20, 9, 1, 10], dim=1)]
+    assert relative(torch.cat(pieces, dim=1), in_one_forward(model, ids)) < BOUND
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padded_rows_equal_their_single_runs(name: str) -> None:
+    model, texts, rows = build(name), [prompt(N)[:, :31], prompt(N, seed=4)], []
+    ids = torch.cat([torch.nn.functional.pad(texts[0], (N - 31, 0)), texts[1]])
+    mask = torch.tensor([[0] * (N - 31) + [1] * 31, [1] * N])
+    later = [prompt(1, seed=5).expand(2, -1), prompt(6, seed=6).expand(2, -1)]
+    cache = RetainedCache(model.config)
+    with METHODS["streamingllm"]()(model):
+        at_once(model, ids, cache, attention_mask=mask)
+        found = torch.cat([at_once(model, part, cache) for part in later], dim=1)
+    for text in texts:
+        single = RetainedCache(model.config)
+        with METHODS["streamingllm"]()(model):
+            at_once(model, text, single)
+            rows.append(torch.cat([at_once(model, part[:1], single) for part in later], dim=1))
+    assert relative(found, torch.cat(rows)) < BOUND
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["snapkv", "adakv"])
+def test_a_saved_cache_goes_on_bit_for_bit(name: str, policy: str, tmp_path: Any) -> None:
+    model = build(name)
+    with method(policy)(model) as run:
+        at_once(model, prompt(N), RetainedCache(model.config))
+        assert run.cache is not None
+        save_cache(run.cache, model, tmp_path / "cache")
+        loaded = load_cache(tmp_path / "cache", model)
+        assert (loaded.nbytes, loaded.state_bytes) == (run.cache.nbytes, run.cache.state_bytes)
+        for ids in (prompt(1), prompt(5)):
+            assert torch.equal(at_once(model, ids, run.cache), at_once(model, ids, loaded))
+
+
+@pytest.mark.law("freed-memory")
+@pytest.mark.parametrize("name", MODELS)
+def test_states_are_counted_and_not_freed(name: str) -> None:
+    model = build(name)
+    full = observe(model, prompt(N)).cache
+    with METHODS["streamingllm"]()(model) as run:
+        at_once(model, prompt(N), RetainedCache(model.config))
+    assert run.cache is not None
+    assert run.cache.state_bytes == full.state_bytes > 0
+    assert run.bytes_freed == full.nbytes - run.cache.nbytes
+
+
+def test_the_caches_of_two_decisions_do_not_share_states() -> None:
+    model = build("qwen3_next")
+    observed = observe(model, prompt(N))
+    decision = decide(METHODS["streamingllm"]().on(model), observed)
+    first, second = compact(observed.cache, decision), compact(observed.cache, decision)
+    expected, found = (read(model, cache, prompt(3)).logits for cache in (first, second))
+    assert expected is not None
+    assert found is not None
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_beams_choose_states_too(name: str) -> None:
+    """Two beams of a full cache are those of the model without a policy."""
+    model = build(name)
+    expected = greedy(model, prompt(N), 6, num_beams=3)
+    with METHODS["fullcache"]()(model):
+        assert torch.equal(greedy(model, prompt(N), 6, num_beams=3), expected)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_model_that_loses_its_state_takes_steps_and_no_turns() -> None:
+    model = jamba()
+    masked = Masked(model)
+    with METHODS["streamingllm"]()(model):
+        cache = RetainedCache(model.config)
+        for number, tokens in enumerate((N, 1, 1)):
+            ids = prompt(tokens, seed=number)
+            assert relative(at_once(model, ids, cache), masked.read(ids)) < BOUND
+            if tokens > 1:
+                masked.keep(list(live_sets(cache).values()))
+        with pytest.raises(SpecError, match=LOSES_ITS_STATE):
+            at_once(model, prompt(5), cache)
+        ids = prompt(1, seed=9)
+        assert relative(at_once(model, ids, cache), masked.read(ids)) < BOUND
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_state_gives_no_token_back() -> None:
+    model = build("qwen3_next")
+    cache = RetainedCache(model.config)
+    with METHODS["streamingllm"]()(model):
+        at_once(model, prompt(N), cache)
+        with pytest.raises(SpecError, match="recurrent layers cannot remove a token"):
+            cache.crop(-1)
+    assert cache.get_seq_length() == N
+
+
+@pytest.mark.law("the-proof-has-teeth")
+def test_a_state_that_is_gathered_with_the_keys_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eviction that also clears the channels of a state."""
+    compacted = RetainedCache.compact
+
+    def wrong(cache: RetainedCache, *args: Any) -> None:
+        compacted(cache, *args)
+        for layer in cache.layers:
+            for state in recurrent_states.state_tensors(layer).values():
+                state[:, :1] = 0
+
+    monkeypatch.setattr(RetainedCache, "compact", wrong)
+    with pytest.raises(AssertionError):
+        check_conversation(build("qwen3_next"), "streamingllm")

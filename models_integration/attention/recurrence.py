@@ -1,0 +1,99 @@
+"""Whether a model's recurrent layers go on from their state as one forward would: found out with nine tokens.
+
+Some releases of transformers begin anew when several tokens follow others, or count padding as tokens: the full cache
+of such a model is wrong, and no oracle that runs the same code can tell.
+"""
+
+from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.architecture import Architecture, device_of
+from models_integration.model.cache_argument import cache_name
+from models_integration.model.isolated_forward import FORWARD_ERRORS, isolated_forward
+from spec.errors import SpecError
+
+__all__ = ["check_recurrence", "check_turns"]
+
+_TOKENS, _PADDING = 8, 3
+# A layer that begins anew is off by 0.4 and more; rounding by less than 1e-5 in float32, 1e-2 in bfloat16.
+_BOUND, _BOUND_HALF = 1e-3, 6e-2
+
+_TURN = "its recurrent layers lose their state when several tokens follow others: read later text token by token"
+_PADDED = "its recurrent layers read padding as tokens: pass rows of equal length"
+_PADDED_TURN = "its recurrent layers read padding as tokens after a first forward: pass rows of equal length"
+
+# The probes that a decoder has passed.
+_PASSED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+
+def check_recurrence(architecture: Architecture, arguments: Mapping[str, object], cache: object) -> None:
+    """The model reads these arguments behind what the cache has seen as it would read all in one forward.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    if not architecture.recurrent:
+        return
+    ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+    several = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] > 1
+    seen = cache.get_seq_length() if isinstance(cache, RetainedCache) else 0
+    padded = (isinstance(mask, Tensor) and bool((mask == 0).any())) or (
+        isinstance(cache, RetainedCache) and seen > 0 and not bool(cache.is_token.all())
+    )
+    if seen and several:
+        check_turns(architecture)
+    if padded:
+        _check(architecture, _PADDED, "attention_mask", [_TOKENS, 1])
+    if padded and seen and several:
+        _check(architecture, _PADDED_TURN, "attention_mask", [2, 4, 3])
+
+
+def check_turns(architecture: Architecture) -> None:
+    """The model can read several tokens behind others.
+
+    Raises:
+        SpecError: if recurrent layers lose their state then.
+    """
+    if architecture.recurrent:
+        _check(architecture, _TURN, "input_ids", [5, 3])
+
+
+def _check(architecture: Architecture, reason: str, argument: str, pieces: Sequence[int]) -> None:
+    passed = _PASSED.setdefault(architecture.decoder, set())
+    if reason in passed:
+        return
+    padding = 0 if argument == "input_ids" else _PADDING
+    tokens = sum(pieces) - padding
+    try:
+        with isolated_forward(architecture):
+            found, expected = _hidden(architecture, pieces, padding), _hidden(architecture, [tokens], 0)
+    except FORWARD_ERRORS as error:
+        raise SpecError("model", architecture.name, f"{reason} ({type(error).__name__}: {error})") from error
+    bound = _BOUND if expected.dtype in (torch.float32, torch.float64) else _BOUND_HALF
+    if not float((found - expected).double().norm()) <= bound * float(expected.double().norm()):
+        raise SpecError("model", architecture.name, reason)
+    passed.add(reason)
+
+
+def _hidden(architecture: Architecture, pieces: Sequence[int], padding: int) -> Tensor:
+    """Last hidden states of the tokens behind some padding, read piece by piece, (tokens, width)."""
+    decoder, cache = architecture.decoder, RetainedCache(architecture.config)
+    device, columns = device_of(decoder), sum(pieces)
+    mask = torch.arange(columns, device=device)[None] >= padding
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    ids = positions * 37 % architecture.vocabulary
+    outputs, start = [], 0
+    for stop in torch.tensor(pieces).cumsum(dim=0).tolist():
+        given = {cache_name(decoder): cache, "attention_mask": mask[:, :stop].long()} if padding else {
+            cache_name(decoder): cache,
+        }
+        output = decoder.forward(
+            input_ids=ids[:, start:stop], position_ids=positions[:, start:stop], use_cache=True, **given,
+        )
+        outputs.append(output.last_hidden_state[0])
+        start = stop
+    return torch.cat(outputs)[padding:]

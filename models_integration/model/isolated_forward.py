@@ -1,0 +1,44 @@
+"""A few tokens that kvspec itself reads with a model: the model is as before afterwards."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from models_integration.model.architecture import Architecture, device_of, restored_rotation
+from models_integration.model.cache_argument import cache_name
+
+__all__ = ["FORWARD_ERRORS", "isolated_forward", "read_tokens"]
+
+# What a modelling file raises that was not written for what it is given.
+FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
+
+
+@contextmanager
+def isolated_forward(architecture: Architecture) -> Iterator[None]:
+    """Call no hooks, and restore torch's random numbers and the rotary embeddings afterwards."""
+    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in architecture.decoder.modules()]
+    used = {device_of(architecture.decoder), *(one.device for one in architecture.decoder.parameters())}
+    devices = {device for device in used if device.type == "cuda"}
+    for module, _, _ in hooks:
+        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        with (
+            torch.no_grad(), torch.random.fork_rng(sorted(device.index for device in devices)),
+            restored_rotation(architecture.decoder),
+        ):
+            yield
+    finally:
+        for module, before, after in hooks:
+            module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+def read_tokens(architecture: Architecture, cache: Cache, tokens: int, mask: Tensor | None = None) -> None:
+    """Let the decoder read the ids 0, 1, ... into a cache."""
+    device = device_of(architecture.decoder)
+    ids = torch.arange(tokens, device=device)[None] % architecture.vocabulary
+    given = {cache_name(architecture.decoder): cache}
+    architecture.decoder.forward(input_ids=ids, attention_mask=mask, use_cache=True, **given)
