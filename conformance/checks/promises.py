@@ -158,11 +158,13 @@ def grouped(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
     if before == after:
         return True
     rows = token_scores(policy, inputs, B)
-    together = pools(policy, inputs, len(rows))
-    moved = [[rows[g, i] for g in pool for i in {*before[g]} ^ {*after[g]}] for pool in together]
-    return sum(map(len, before)) == sum(map(len, after)) and all(
-        max(scores) - min(scores) <= ROUNDED * max(map(abs, scores)) for scores in moved if scores
-    )
+    both = ((before, after), (after, before))
+    for pool in pools(policy, inputs, len(rows)):
+        lost, won = ([rows[g, i] for g in pool for i in {*a[g]} - {*b[g]}] for a, b in both)
+        moved = [*lost, *won]
+        if len(lost) != len(won) or (moved and max(moved) - min(moved) > ROUNDED * max(map(abs, moved))):
+            return False
+    return True
 
 
 PROPERTIES: Mapping[str, Promise] = {

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from conformance.checks.promises import PROPERTIES
+from conformance.checks.promises import FAR, PROPERTIES
 from conformance.own.conformance.test_plugin import run
 from conformance.policy_suite import test_promises
+from conformance.strategies.policy_inputs import drawn
 from reference.policies import knorm, policy_from_score, snapkv, with_adaptive_budgets
 from reference.policies.budgets import even
 from reference.policies.protections import SinkAndRecent
@@ -98,6 +99,16 @@ def false_promises() -> Iterator[tuple[str, Policy]]:
         view = seen.layers[0]
         return found if len(view.q) == len(view.k) else -found
 
+    def moved(total: int, scores: Any, /) -> Any:
+        shares = even(total, scores)
+        if len(shares) > 1 and np.nanmin(scores.values) > FAR and 0 < shares[0] < scores.values.shape[1]:
+            shares[:2] += [1, -1]
+        return shares
+
+    def far(seen: Observation, found: Array) -> Array:
+        view = seen.layers[0]
+        return found + 2 * FAR * (len(view.q) > len(view.k))
+
     yield "budget exact", replace(MINE, budgets=fewer, protection=SinkAndRecent(0, 0))
     yield "protection holds", replace(MINE, selector=blind)
     yield "no-op at full budget", replace(MINE, budgets=fewer, protection=SinkAndRecent(0, 0))
@@ -105,6 +116,7 @@ def false_promises() -> Iterator[tuple[str, Policy]]:
     yield "row independence", scored(lambda seen, found: next(turns) * found)
     yield "head permutation", scored(by_head)
     yield "GQA", scored(by_group)
+    yield "GQA", replace(scored(far), budgets=moved)
 
 
 @pytest.mark.parametrize(("column", "policy"), list(false_promises()))
@@ -113,6 +125,23 @@ def test_a_false_promise_dies_by_its_column_with_a_small_input(column: str, poli
         judge(column, replace(policy, promises=ALL))
     layers, heads = re.findall(r"= (\d) x (\d)", str(died.value))[0]
     assert int(layers) * int(heads) <= 3
+
+
+@pytest.mark.parametrize("largest", [1.0, 2.0**20, 2.0**-30])
+@pytest.mark.parametrize(("units", "holds"), [(64, True), (65, False)])
+def test_repeated_query_heads_exchange_tokens_of_one_score_up_to_rounding(
+    largest: float, units: int, holds: bool,
+) -> None:
+    """Two scores are so many units in the last place apart, and change places when heads are repeated."""
+    def near(seen: Observation) -> Array:
+        (view,) = seen.layers.values()
+        apart = units * np.finfo(np.float64).eps * largest
+        found = np.full((1, seen.seen), largest - 2 * apart)
+        found[0, :2] = (largest, largest - apart)[:: 1 if len(view.q) == len(view.k) else -1]
+        return found
+
+    case = test_promises.Own(lambda inputs: policy_from_score(near))
+    assert PROPERTIES["GQA"].holds(case, drawn(1, 5, 1, (1, 1)), 1, 0) == holds
 
 
 @pytest.mark.parametrize("column", PROPERTIES)
