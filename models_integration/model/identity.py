@@ -34,8 +34,9 @@ class ModelIdentity:
     """A model by all that its keys, its values and its answers come from, in parts: a refusal names what differs.
 
     It does not depend on the device, the folder, the kind of attention or how the model was loaded. It does not depend
-    on the release of torch or transformers, unless a release renames an activation. Activations, exchanged modules and
-    functions are read, also those that a table (ACT2FN, attention, experts) has under a name.
+    on the generation config, which changes no logits, or on the release of torch or transformers, unless a release
+    renames an activation. Activations, exchanged modules and functions are read, also those that a table (ACT2FN,
+    attention, experts) has under a name.
 
     Code of torch, transformers, accelerate, peft, numpy and Python is known by its name; other code by its bytecode,
     which another Python changes. So these are not covered: global variables that functions read, Python modules by

@@ -66,12 +66,12 @@ OF_LOADING: dict[str, type] = {
     "_hf_hook": object, "_is_hf_initialized": bool, "gradient_checkpointing": bool,
     "_gradient_checkpointing_func": object,
 }
-# What transformers and accelerate write on a whole model: how it was loaded, what is generated and trained with it.
+# What transformers and accelerate write on a whole model: how it was loaded, resized, generates and is trained.
 OF_WHOLE = frozenset({
     "__getstate__", "_compiled_call", "_hf_peft_config_loaded", "_last_compile_config", "_loss_function",
-    "_output_capturing_hooks_installed", "_require_grads_hook", "_require_grads_hooks", "_use_kernels",
-    "_weight_conversions", "generate", "generation_config", "hf_device_map", "hf_quantizer", "is_parallelizable",
-    "model_parallel", "model_tags", "name_or_path", "padding_idx", "warnings_issued",
+    "_output_capturing_hooks_installed", "_previous_max_cache_length", "_require_grads_hook", "_require_grads_hooks",
+    "_use_kernels", "_weight_conversions", "generate", "generation_config", "hf_device_map", "hf_quantizer",
+    "is_parallelizable", "model_parallel", "model_tags", "name_or_path", "padding_idx", "vocab_size", "warnings_issued",
 })
 # What holds functions, and says so in attributes alone.
 WRAPPERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -250,7 +250,8 @@ class Reader:
         known, foreign = is_known(kind), is_foreign(kind)
         own = {name: one for name, one in vars(kind).items() if _is_told(name, one, known, foreign)}
         names = [] if known else sorted(name for name in vars(kind) if name[:2] != "__")
-        bases = () if known else kind.__bases__
+        # What a class of somebody's own metaclass does, its attributes included, may come from that.
+        bases = () if known else (*kind.__bases__, *filter(is_foreign, [type(kind)]))
         home = "" if foreign else kind.__module__
         return [home, name_of(kind), names, self._fields(own, DEEPEST), self._read_all(bases, DEEPEST)]
 

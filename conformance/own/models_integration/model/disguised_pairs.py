@@ -222,6 +222,9 @@ DISGUISED: dict[str, tuple[str, Change, Change]] = {
     "a module of Python": _holding(_times, _module(0.5), _module(2.0)),
     "a class of that name": _holding(lambda x, kind: kind.step(x), _class(torch.relu), _class(lambda x: -x)),
     "a class's attribute": _holding(_times, type("Kind", (), {"by": 0.5}), type("Kind", (), {"by": 2.0})),
+    "a metaclass's attribute": _holding(
+        _times, *(type("Meta", (type,), {"by": by})("Kind", (), {}) for by in (0.5, 2.0))
+    ),
     **{
         f"an object pickled {kind.__name__}": _holding(_times, kind(0.5), kind(2.0))
         for kind in (ByName, ByFactory, WithoutState)
@@ -308,6 +311,10 @@ def _answered(model: Any) -> None:
         model(torch.arange(3, 9)[None])
 
 
+def _generated(model: Any) -> None:
+    model.generate(torch.arange(3, 9)[None], max_new_tokens=2, cache_implementation="static")
+
+
 def _step(x: Tensor, by: float = 0.5) -> Tensor:
     return x * by
 
@@ -349,6 +356,7 @@ EQUAL: dict[str, tuple[Change, Change]] = {
     ),
     "dropout in training": (_nothing, lambda model: made("Llama", attention_dropout=0.1)),
     "dropout stated later": (_nothing, lambda model: setattr(model.config, "attention_dropout", 0.1)),
+    "generated with a static cache": (_nothing, _generated),
     "tagged": (_nothing, lambda model: model.add_model_tags(["mine"])),
     "parameters in another order": (_nothing, _pruned_and_back),
 }

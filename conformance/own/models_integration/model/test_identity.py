@@ -233,6 +233,18 @@ def positioned(pad: int) -> PreTrainedModel:
     return prepare(RobertaForCausalLM(config))
 
 
+@pytest.mark.parametrize("family", ["GPTNeoX", "Llama"])
+def test_embeddings_that_are_resized_make_the_model_that_is_loaded_from_what_was_saved(
+    family: str, tmp_path: Path,
+) -> None:
+    model = made(family)
+    before = identify(model)
+    model.resize_token_embeddings(140)
+    assert identify(model) != before
+    model.save_pretrained(tmp_path)
+    assert identify(type(model).from_pretrained(tmp_path)) == identify(model)
+
+
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_a_tensor_that_cannot_be_read_is_refused_by_name() -> None:
