@@ -55,7 +55,7 @@ def check_outputs(table: Path | None, figure: Path | None) -> None:
 
 
 def write_outputs(rows: Sequence[Row], table: Path | None, figure: Path | None) -> None:
-    """Write the table and the figure of rows, where they are asked for.
+    """Write the table and the figure of rows, where they are asked for, and print where.
 
     Raises:
         SpecError: for rows of several runs, which would be counted together.
@@ -68,10 +68,16 @@ def write_outputs(rows: Sequence[Row], table: Path | None, figure: Path | None) 
         raise SpecError("FOLDER", f"{len(rows)} rows", reason)
     if table is not None:
         write_table(summary(rows), table)
+        _print_path(table)
     if figure is not None:
         from models_integration.studies.page.figures import write_figure
 
         write_figure(rows, figure)
+        _print_path(figure)
+
+
+def _print_path(path: Path) -> None:
+    Console().print(str(path), highlight=False, soft_wrap=True)
 
 
 def write_page(folder: Path, rules: list[Rules], out: Path | None = None) -> None:
@@ -80,7 +86,7 @@ def write_page(folder: Path, rules: list[Rules], out: Path | None = None) -> Non
     if not sections:
         raise SpecError("FOLDER", str(folder), f"must hold rows in {STUDY}")
     publish_readable(path, page(f"kvspec: {folder.resolve().name}", sections).encode())
-    Console().print(str(path), highlight=False, soft_wrap=True)
+    _print_path(path)
 
 
 def _sections(folder: Path, rules: dict[str, Rules]) -> Iterator[Html]:

@@ -135,9 +135,12 @@ class _Work:
                 own.plan(left.keys() | (every.keys() & own.stored()))
                 if self.running.again:
                     own.again(left)
+                checks = sum(bool(item.control) for item, _ in every.values())
+                samples = f"{len(every)} samples" + (f" ({checks} of them for controls alone)" if checks else "")
+                part = "" if self.running.part == ALL else f" {self.running.part} samples,"
                 console.print(
-                    f"{rules.title}: {self.running.part}, model {subject.name}, backend {subject.backend}, rules"
-                    f" {rules.digest[:8]}; {len(every)} samples, {len(every) - len(left)} of them stored in {results}",
+                    f"{rules.title}:{part} model {subject.name}, backend {subject.backend}, rules {rules.digest[:8]};"
+                    f" {samples}, {len(every) - len(left)} of them stored in {results} by earlier runs",
                     highlight=False, soft_wrap=True,
                 )
                 with progress_bar(console, len(left)) as progress:

@@ -89,7 +89,8 @@ class Item:
     @property
     def title(self) -> str:
         """What progress calls it."""
-        return f"{self.task}, {self.length}, {self.placement}"
+        aim = f"control '{self.control}'" if self.control else f"question {self.placement.replace('_', ' ')}"
+        return f"{self.task}, {self.length} tokens, {aim}"
 
     @property
     def digest(self) -> str:

@@ -65,7 +65,7 @@ def summary_tables(rows: Sequence[Row], width: int) -> list[Table]:
     """Accuracy by policy and budget, for each model, length, placement and seed: one table of all tasks, or one for
     each where the terminal is too narrow.
 
-    The narrowest leave the sizes of the cache out: the page has them.
+    The narrowest leave the numbers of tokens out: the page has them.
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
@@ -80,17 +80,17 @@ def summary_tables(rows: Sequence[Row], width: int) -> list[Table]:
 def _tables_of(rows: Sequence[Row], width: int, more: str) -> list[Table]:
     counts = sorted(row["n"] for row in rows)
     n = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    title = f"Exact match of {n} samples, and the slots that were stored meanwhile{more}"
+    title = f"Share of right answers, {n} samples of each task, with 95 % interval{more}"
     whole = table_of(title, *_cells(rows))
     if fits(whole, width):
         return [whole]
     found = []
     for task in dict.fromkeys(row["task"] for row in rows):
-        about = f"{title_of(task)}: exact match of {n} samples{more}"
-        headings, lines = _cells([row for row in rows if row["task"] == task], "exact match")
+        about = f"{title_of(task)}: share of right answers, {n} samples, with 95 % interval{more}"
+        headings, lines = _cells([row for row in rows if row["task"] == task], "right answers")
         wide = table_of(about, headings, lines)
-        few = [[line[0], line[1], line[3]] for line in lines]
-        found.append(wide if fits(wide, width) else table_of(about, ["policy", "budget", "exact match"], few))
+        few = [[line[0], line[1], line[3].partition(" ")[0]] for line in lines]
+        found.append(wide if fits(wide, width) else table_of(about, ["policy", "budget", "right answers"], few))
     return found
 
 
@@ -105,15 +105,24 @@ def _cells(rows: Sequence[Row], only: str = "") -> tuple[list[str], list[list[st
     )
     for policy, budget in cells:
         mine = {row["task"]: row for row in rows if (row["policy"], row["budget_requested"]) == (policy, budget)}
-        some = next(iter(mine.values()))
-        mean = sum(row["mean_cache"] for row in mine.values()) / len(mine)
+        kept = sum(row["mean_kept"] for row in mine.values()) / len(mine)
         over = max(row["over_budget"] for row in mine.values())
-        scores = [f"{mine[task]['accuracy']:.2f}" if task in mine else "" for task in tasks]
-        lines.append([policy, budget, str(some["budget"]), *scores, f"{mean:.0f}", f"{over:.0f}" if over else ""])
-    headings = ["policy", "budget", "B", *(only or title_of(task) for task in tasks), "mean cache"]
+        scores = [_share(mine[task]) if task in mine else "" for task in tasks]
+        lines.append([policy, budget, f"{kept:.0f}", *scores, f"{over:.0f}" if over else ""])
+    headings = ["policy", "budget", "prompt tokens kept", *(only or title_of(task) for task in tasks)]
     if any(line[-1] for line in lines):
-        return [*headings, "over B"], lines
+        return [*headings, "over budget"], lines
     return headings, [line[:-1] for line in lines]
+
+
+def _share(row: Row) -> str:
+    low, high = _interval(row["correct"], row["n"])
+    return f"{row['accuracy']:.2f}" + ("" if np.isnan(low) else f" [{low:.2f}, {high:.2f}]")
+
+
+def _interval(correct: float, n: int) -> tuple[float, float]:
+    """Wilson's; NaN where answers are right in part."""
+    return wilson(round(correct), n) if correct == round(correct) else (np.nan, np.nan)
 
 
 def verdict(row: Row) -> str:
@@ -130,14 +139,14 @@ def control_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         bound, passed = verdict(row).split("; ")
         share = f"{row['accuracy']:.2f} ({row['correct']:.0f}/{row['n']})"
         lines.append([row["policy"], title_of(row["task"]), share, bound, passed])
-    return ["control", "task", "exact match", "must be", ""], lines
+    return ["control", "task", "right answers", "must be", ""], lines
 
 
 def control_table(rows: Sequence[Row]) -> Table:
     """The controls with what each must show."""
     headings, lines = control_cells(rows)
     colour = {"holds": "[green]holds[/green]", "FAILS": "[red]FAILS[/red]"}
-    shown = table_of("Controls", headings, (), texts=2)
+    shown = table_of("Controls: does the task measure what is kept?", headings, (), texts=2)
     for line in lines:
         shown.add_row(*(colour.get(cell, cell) for cell in line))
     return shown
@@ -157,9 +166,6 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
     if not rows:
         raise SpecError("table", str(path), "would be empty: no sample was judged")
     frame = result_table(rows)
-    judged = [(round(correct), n) if correct == round(correct) else None for correct, n in zip(
-        frame["correct"], frame["n"], strict=True
-    )]
-    frame["low"], frame["high"] = zip(*(wilson(*one) if one else (np.nan, np.nan) for one in judged), strict=True)
+    frame["low"], frame["high"] = zip(*map(_interval, frame["correct"], frame["n"]), strict=True)
     text = frame.to_csv(index=False) if path.suffix == ".csv" else frame.to_latex(index=False, float_format="%.3f")
     publish_readable(path, text.encode())

@@ -334,6 +334,7 @@ def test_the_command_compares_takes_up_again_and_writes_a_table(tmp_path: Path) 
         result = CliRunner().invoke(app, [*arguments, "--table", str(tmp_path / "table.csv")])
         assert result.exit_code == 0, result.output
         assert "crystalcache" in result.output
+        assert "1.00 [0.21, 1.00]" in result.output
     (row,) = load_rows(tmp_path / "study.jsonl")
     assert [cell["policy"] for cell in row["cells"]] == ["fullcache", "crystalcache", "streamingllm"]
     assert sorted(path.name for path in tmp_path.glob("*.*")) == [
@@ -341,6 +342,7 @@ def test_the_command_compares_takes_up_again_and_writes_a_table(tmp_path: Path) 
     ]
     made = CliRunner().invoke(app, ["report", str(tmp_path), "--table", str(tmp_path / "table.tex")])
     assert made.exit_code == 0, made.output
+    assert made.output.split() == [str(tmp_path / "report.html"), str(tmp_path / "table.tex")]
     counted, table = summary([row]), pd.read_csv(tmp_path / "table.csv")
     result_table(counted)
     assert table["policy"].tolist() == [one["policy"] for one in counted]
