@@ -58,7 +58,7 @@ ON_DEVICE = "accelerated.triton_gpu.backend:ON_DEVICE"
 LATER = ("impact", "trunks", "graph", "score", "dissolution", "vectors")
 LATER_STAGES = [f"conformance/suite/test_{name}.py" for name in LATER]
 # Of decode, Triton has the key norms, which test_activation.py judges; the rest is Numba's, as are saved lives.
-DECODE = ("decode", "decode_machine", "segments", "essay_decode")
+DECODE = ("decode", "decode_machine", "resonance", "segments")
 ON_HOST = [f"--ignore=conformance/suite/test_{name}.py" for name in DECODE]
 
 # What is too long for CI: each case is a module and its arguments. The first judges the compiled backend, in one

@@ -242,8 +242,8 @@ def skip_without(judged: "Backend", *families: str) -> None:
 @pytest.fixture(scope="session")
 def subject(request: pytest.FixtureRequest) -> "Backend":
     """The implementation that is judged, called with the arrays of the test themselves."""
-    from conformance.checks.boundary import guarded
-    from conformance.engine.backend import backend_of
+    from conformance.checks.refusals import guarded
+    from conformance.engine.process import backend_of
     from spec.backend import FAMILIES, resolve
     from spec.errors import BackendUnavailable
 

@@ -15,15 +15,17 @@ Stages = TypeVar("Stages")
 def contiguous_arguments(stages: type[Stages]) -> type[Stages]:
     """The class, whose methods are given aligned arrays, contiguous up to two axes; keys and queries are not copied."""
     for name, method in list(vars(stages).items()):
-        if not name.startswith("_"):
+        if isinstance(method, staticmethod):
+            setattr(stages, name, staticmethod(_wrapped(method.__func__)))
+        elif not name.startswith("_"):
             setattr(stages, name, _wrapped(method))
     return stages
 
 
 def _wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    def call(self: object, *arguments: Any) -> Any:
-        return method(self, *map(_plain, arguments))
+    def call(*arguments: Any) -> Any:
+        return method(*map(_plain, arguments))
 
     return call
 

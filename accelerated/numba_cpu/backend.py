@@ -23,11 +23,11 @@ from accelerated.numba_cpu.segments import segment_crystallization, segment_grap
 from accelerated.numba_cpu.selectors import best_tokens
 from accelerated.numba_cpu.tiers import dissolve_in_tiers
 from accelerated.numba_cpu.trunks import trunk_offsets
-from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
+from spec.arrays import BoolVector, IntVector, Matrix, Vector
 from spec.backend import Backend
 from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
-from spec.policy import DeviceArray, Selection
+from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 from spec.validate import check_attention_inputs, check_diversity, check_keys, check_lse
 
@@ -48,8 +48,7 @@ class _CrystalStages:
         check_lse(lse, q)
         return coattention(q, k, positions, parameters, scaling, softcap, lse)
 
-    def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
-        return impact(salience, token_ids, parameters)
+    impact = staticmethod(impact)
 
     def trunks(
         self, coattention: CoAttention, impact: Vector, ends: BoolVector, parameters: CrystalCacheParameters, /,
@@ -93,8 +92,8 @@ class _BreathStages:
         check_keys(k)
         return inverse_key_norms(k)
 
-    def impact(self, salience: Vector, counts: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
-        return impact_of_counts(salience, counts, parameters)
+    impact = staticmethod(impact_of_counts)
+    segment_crystallization = staticmethod(segment_crystallization)
 
     def decay(self, D: Vector, trunk_impact: Vector, parameters: CrystalCacheParameters, /) -> Vector:
         after: Vector = decay(D, trunk_impact, float(parameters.beta_0), float(parameters.D_c))
@@ -124,9 +123,6 @@ class _BreathStages:
     ) -> TrunkWeights:
         return segment_graph(coattention, bounds, sizes, W, float(parameters.tau_edge))
 
-    def segment_crystallization(self, degree: Vector, old: int, parameters: CrystalCacheParameters, /) -> Vector:
-        return segment_crystallization(degree, old, parameters)
-
 
 @contiguous_arguments
 class _DiversityStages:
@@ -150,24 +146,10 @@ class _NestedKVStages:
 class _PolicyStages:
     """Parts of the published policies, each as its module says."""
 
-    def received_attention(
-        self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, /,
-    ) -> Matrix:
-        return received_attention(q, k, scaling, softcap)
-
-    def largest_attention(
-        self, q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None, /,
-    ) -> Matrix:
-        return largest_attention(q, k, norms, scaling, softcap)
-
-    def expected_attention(
-        self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
-        factor: float, scaling: float, /,
-    ) -> Matrix:
-        return expected_attention(q, k, v, at, ahead, inv_freq, factor, scaling)
-
-    def best_tokens(self, values: Matrix, shares: IntVector, pinned: BoolMatrix, /) -> Selection:
-        return best_tokens(values, shares, pinned)
+    received_attention = staticmethod(received_attention)
+    largest_attention = staticmethod(largest_attention)
+    expected_attention = staticmethod(expected_attention)
+    best_tokens = staticmethod(best_tokens)
 
 
 BACKEND = Backend(

@@ -18,10 +18,9 @@ from accelerated.triton_gpu.impact import impact, trunk_impact
 from accelerated.triton_gpu.nestedkv import anomaly_score
 from accelerated.triton_gpu.score import score
 from accelerated.triton_gpu.trunks import trunk_offsets
-from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
+from spec.arrays import BoolVector, IntVector, Vector
 from spec.backend import Backend
-from spec.parameters import CrystalCacheParameters, NestedKVParameters
-from spec.policy import DeviceArray, Selection
+from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
 __all__ = ["BACKEND", "ON_DEVICE"]
@@ -32,11 +31,7 @@ require_device()
 class _OnDevice:
     """S1 to S6 as Triton kernels; the essay's forms and the extensions beyond the paper stay on the host."""
 
-    def coattention(
-        self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
-        scaling: float, softcap: float | None, lse: DeviceArray | None = None, /,
-    ) -> CoAttention:
-        return coattention(q, k, positions, parameters, scaling, softcap, lse)
+    coattention = staticmethod(coattention)
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
         """Implements: CC-RARITY-FORMS, CC-UNIT-IMPACT
@@ -104,44 +99,30 @@ class _HostAfterAttention:
 class _BreathOnHost:
     """Key norms on the device; all else is of a few thousand trunks, which live on the host."""
 
+    inverse_key_norms = staticmethod(inverse_key_norms)
+
     def __init__(self) -> None:
         host = NUMBA.require_breath()
         self.impact, self.decay, self.activation = host.impact, host.decay, host.activation
         self.resonance, self.hebbian = host.resonance, host.hebbian
         self.segment_graph, self.segment_crystallization = host.segment_graph, host.segment_crystallization
 
-    def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
-        return inverse_key_norms(k)
-
 
 class _NestedKVOnDevice:
     """NestedKV's score, on the device to the last sum."""
 
-    def anomaly_score(self, k: DeviceArray, parameters: NestedKVParameters, /) -> Matrix:
-        return anomaly_score(k, parameters)
+    anomaly_score = staticmethod(anomaly_score)
 
 
 class _PoliciesOnDevice:
     """What policies ask of attention, where keys lie; the choice of tokens is on the host, as scores are."""
 
-    def received_attention(
-        self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, /,
-    ) -> Matrix:
-        return received_attention(q, k, scaling, softcap)
+    received_attention = staticmethod(received_attention)
+    largest_attention = staticmethod(largest_attention)
+    expected_attention = staticmethod(expected_attention)
 
-    def largest_attention(
-        self, q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None, /,
-    ) -> Matrix:
-        return largest_attention(q, k, norms, scaling, softcap)
-
-    def expected_attention(
-        self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
-        factor: float, scaling: float, /,
-    ) -> Matrix:
-        return expected_attention(q, k, v, at, ahead, inv_freq, factor, scaling)
-
-    def best_tokens(self, values: Matrix, shares: IntVector, pinned: BoolMatrix, /) -> Selection:
-        return NUMBA.require_policies().best_tokens(values, shares, pinned)
+    def __init__(self) -> None:
+        self.best_tokens = NUMBA.require_policies().best_tokens
 
 
 # Set-conditioned selection is on the host: each pick depends on all before it, so that a device would wait for a launch

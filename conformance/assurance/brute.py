@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from conformance.assurance.oracles import policies as oracle
-from conformance.strategies.keys import NESTED
+from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import TEMPLATE, Inputs, Kept, of_model
-from conformance.vectors.arrays import floats
-from conformance.vectors.json_values import Json
+from conformance.vectors.codec import floats
+from conformance.vectors.files import Json
 from reference.policies.names import POLICIES
 from spec.policy import LayerView, Policy
 

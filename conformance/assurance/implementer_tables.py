@@ -6,19 +6,17 @@
 import ast
 import inspect
 import json
-import math
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from conformance.assurance.vector_writer.expected_nestedkv import BOUNDED as NESTEDKV_BOUNDED
+from conformance.checks.bounds import BOUNDED
 from conformance.engine.ops import OPS, RECORDS
 from conformance.paths import ROOT, SPEC
-from conformance.tolerances import BOUNDS, SCORE_UNITS
 from conformance.vectors import files
 from conformance.vectors.compact import is_compact
 from conformance.vectors.models import STATE
@@ -29,7 +27,7 @@ from spec.parameters import crystalcache as crystal_module
 from spec.parameters import nestedkv as nestedkv_module
 
 __all__ = [
-    "DATA", "EXPORTS", "FAMILIES", "JUDGED", "PAGE", "PAGES", "exports", "filled", "for_programs", "main", "operations",
+    "DATA", "EXPORTS", "FAMILIES", "PAGE", "PAGES", "exports", "filled", "for_programs", "main", "operations",
 ]
 
 PAGE = SPEC / "implementing.md"
@@ -87,74 +85,15 @@ def nestedkv_parameters() -> str:
     return table(["Parameter", "Value", "Admitted", "What"], rows)
 
 
-@dataclass(frozen=True)
-class Judged:
-    """Bounded results of operations, and how far they may lie from the expected ones."""
-
-    operations: Sequence[str]
-    results: Sequence[str]
-    bound: str
-
-
-def units(item: str) -> str:
-    """A relative bound of `conformance.tolerances`, in units of u."""
-    bound = BOUNDS[item, "float64"]
-    n, absolute = bound.units, bound.absolute
-    power = int(n).bit_length() - 1
-    relative = f"relative `{'2^' + str(power) if n >= 2**13 else int(n)} u`"
-    return f"{relative}, or absolute `2^{int(math.log2(absolute))}`" if absolute else relative
-
-
-STATE_FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")
-LARGEST = f"absolute `2^{int(SCORE_UNITS).bit_length() - 1} u x`, x the largest entry"
-
-JUDGED: Sequence[Judged] = [
-    Judged(["CC-ATTENTION"], ["A"], "relative: twice the item's bound"),
-    Judged(["CC-SALIENCE"], ["S"], "absolute `2 gamma(Q + k_heads + 2) x`, x the sum before the clip"),
-    Judged(["CC-MEAN-SALIENCE"], ["S"], "absolute `2 gamma(Q + k_heads + 2) x`, x the mean before the clip"),
-    Judged(["CC-ROW-NORM"], ["rows"], "relative `2 gamma(Q + 9)`"),
-    Judged(
-        ["coattention"], ["salience", "intra", "intra_weight", "cross", "cross_weight"], "the box of S1, see below",
-    ),
-    Judged(["CC-RARITY"], ["U"], units("CC-RARITY")),
-    Judged(["CC-RARITY-FORMS"], ["U"], units("CC-RARITY-FORMS")),
-    Judged(["impact"], ["M"], units("CC-IMPACT")),
-    Judged(["CC-TRUNK-WEIGHT", "graph", "segment_graph"], ["weights"], units("CC-TRUNK-WEIGHT")),
-    Judged(["graph"], ["degree"], "exact: CC-DEGREE of the weights that were found"),
-    Judged(["CC-CRYSTALLIZATION", "segment_crystallization"], ["D"], "absolute: the bound of CC-CRYSTALLIZATION"),
-    Judged(["graph"], ["D"], "absolute: the bound of CC-CRYSTALLIZATION, from the degrees that were found"),
-    Judged(["CC-NORMALISED-IMPACT"], ["M_tilde"], "absolute: the bound of CC-NORMALISED-IMPACT"),
-    Judged(
-        ["score"], ["score"], "exact where D wins, else absolute: alpha times the bound of CC-NORMALISED-IMPACT",
-    ),
-    Judged(["prefill"], ["D", "scores"], "as `graph` and `score`, each from the records of the same run"),
-    Judged(["inverse_key_norms"], ["inverse_norms"], "relative `2 gamma(d + H_kv + 8)`"),
-    Judged(["decay"], ["D"], "absolute `12 u x`, x the D before"),
-    Judged(["CC-TAIL-D"], ["D"], units("CC-TAIL-D")),
-    Judged(
-        ["CC-TAIL-TRUNKS", "CC-CHUNK-TRUNKS", "CC-REEVICT", "CC-BREATH", "decode_step"], STATE_FLOATS,
-        units("CC-STEP"),
-    ),
-    Judged(["CC-START", "extend"], STATE_FLOATS, units("CC-SEGMENT")),
-    Judged(["extend"], ["inverse_norms"], units("CC-SEGMENT")),
-    Judged(list(NESTEDKV_BOUNDED), list(dict.fromkeys(NESTEDKV_BOUNDED.values())), LARGEST),
-    Judged(["anomaly_score"], ["score"], "absolute: the bound of NK-SCORE, see below"),
-    Judged(["TA-SCORE"], ["score"], f"{LARGEST} of its row"),
-    Judged(["IN-HALF-SPLIT", "IN-INTERLEAVED"], ["turned"], "absolute `16 u x`, x the norm of the token's channels"),
-    Judged(["IN-KEY-COSINE"], ["raw", "unrotated"], "absolute `64 d u`"),
-    Judged(["IN-WILSON"], ["interval"], "absolute `2 gamma(65)`"),
-    Judged(
-        ["IN-BOOTSTRAP", "IN-CLUSTER-BOOTSTRAP"], ["interval"],
-        "absolute `2 gamma(r n + 64)`, r the length of a row of `drawn`, n the number of differences",
-    ),
-    Judged(["IN-ENTROPY"], ["entropy"], units("IN-ENTROPY")),
-    Judged(["IN-POWER"], ["power"], units("IN-POWER")),
-]
-
-
 def bounds() -> str:
+    """The bounds of results, each once, with the operations that have it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for operation, bound in BOUNDED.items():
+        for names, says in bound.says.items():
+            found.setdefault((names, says), []).append(operation)
     rows = [
-        [", ".join(row.operations), ", ".join(f"`{name}`" for name in row.results), row.bound] for row in JUDGED
+        [", ".join(having), ", ".join(f"`{name}`" for name in names.split()), says]
+        for (names, says), having in found.items()
     ]
     return table(["Operation", "Results", "Bound"], rows)
 
@@ -250,7 +189,8 @@ def for_programs() -> str:
     described = {}
     for operation, tests in operations().items():
         inputs, results = sides(tests)
-        bounds = {name: row.bound for row in JUDGED if operation in row.operations for name in row.results}
+        says = BOUNDED[operation].says if operation in BOUNDED else {}
+        bounds = {name: text for names, text in says.items() for name in names.split()}
         described[operation] = {
             "inputs": named(inputs, INPUT_KINDS), "results": named(results, {}), "bounds": bounds,
         }

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from conformance.assurance.proofs.coq.theorems import theorems
+from conformance.assurance.proofs.coq.build import theorems
 from conformance.items import items_of
 from conformance.paths import ROOT
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from conformance.cache_suite.oracle import Masked, UnknownRotation, check_rotation
-from conformance.checks.boundary import boundary
+from conformance.checks.refusals import boundary
 from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
 
 __all__ = ["KINDS", "LENGTHS", "LONG", "PROMPT", "TINY", "WHOLE", "Kept", "Run", "check", "save_tiny"]

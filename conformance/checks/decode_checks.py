@@ -3,29 +3,37 @@
 Each transition is judged from the state before it, so that a near tie is no complaint about what follows.
 """
 
+import pickle
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from conformance import tolerances
 from conformance.checks import stage_checks
 from conformance.oracles import decode, s6
 from conformance.oracles.decode import Model
-from conformance.vectors.arrays import plain
+from conformance.strategies.decoding import decode_parameters, ends, frozen_state
+from conformance.vectors.codec import fields_of, plain
 from conformance.vectors.models import STATE, model_of, results_of
-from conformance.vectors.subject_decode import fields_of
+from reference.crystalcache import decode_step, empty_state, extend
+from reference.crystalcache import tail as waiting
+from reference.crystalcache.breath import evict
 from reference.crystalcache.segments import add_segment
 from reference.crystalcache.tail import join_tail
 from spec.arrays import IntVector, Vector
 from spec.backend import Backend
-from spec.decode import DecodeState
-from spec.parameters import CrystalCacheParameters
+from spec.budget import Budget, parse_budget
+from spec.decode import DecodeState, check_state
+from spec.parameters import TINY, CrystalCacheParameters
 from spec.records import CoAttention
 
-__all__ = ["breath", "eviction", "forward", "model", "same_bits", "segment", "size_bounds", "state"]
+__all__ = ["Life", "breath", "eviction", "forward", "model", "same_bits", "segment", "size_bounds", "state"]
 
 # Through a logarithm, an exponential or a root; the others are the same bits.
 BOUNDED = ("impact", "trunk_impact", "D", "weights")
@@ -118,3 +126,153 @@ def segment(
     degree = np.array(decode.degrees(want))
     yield from state(table, want, tolerances.settled_radius(degree, p.s, p.epsilon))
     yield from eviction(table, after, decode.in_windows(model(table), p), p, backend)
+
+
+ENDS = ends()
+BUDGETS = ("0.5", "0.3", "1.0", 6, 12)
+
+
+class Life(RuleBasedStateMachine):
+    """The state under test, and beside it what plain Python remembers of the whole life.
+
+    Every transition is judged by the oracle from the state before it; the memory holds what no single transition can
+    show: who ever died, which trunk a token has been in since it was first trunked, every id and every norm.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self.backend = backend
+        self.p = TINY
+        self.state: DecodeState = empty_state(Budget(count=1))
+        self.ids: list[int] = []
+        self.norms: list[float] = []
+        self.keys: list[Any] = []
+        self.gone: set[int] = set()
+        self.trunk_of: dict[int, int] = {}
+        self.impact: dict[int, float] = {}
+
+    @initialize(p=decode_parameters(), budget=st.sampled_from(BUDGETS))
+    def begin(self, p: CrystalCacheParameters, budget: Any) -> None:
+        self.p = p
+        self.state = frozen_state(empty_state(parse_budget(budget)))
+
+    def become(self, after: DecodeState, complaints: list[str]) -> None:
+        assert not complaints
+        known = set(self.state.stored.tolist()) | set(range(self.state.seen, after.seen))
+        self.gone |= known - set(after.stored.tolist())
+        self.state = frozen_state(after)
+
+    def read(self, n: int, seed: int) -> tuple[Any, Any, Any]:
+        """q, ids and keys of n new tokens, half of whose queries look for a stored token."""
+        rng = np.random.default_rng(seed)
+        q, k = rng.standard_normal((4, n, 4)), rng.standard_normal((2, n, 4))
+        for row in range(0, n, 2):
+            if len(self.state.stored):
+                q[:, row] = 3 * np.repeat(self.keys[int(rng.choice(self.state.stored))], 2, axis=0)
+        return q.astype(np.float32), rng.integers(0, 9, n), k.astype(np.float32)
+
+    @rule(token=st.integers(0, 8), seed=st.integers(0, 99), zero=st.sampled_from([False, False, False, True]))
+    def step(self, token: int, seed: int, zero: bool) -> None:
+        """A forward of one token: append, decay, and a breath in time."""
+        key = np.random.default_rng(seed).standard_normal((2, 4)).astype(np.float32) * (not zero)
+        norm = float(self.backend.require_breath().inverse_key_norms(key[:, None])[0])
+        before, after = self.state, decode_step(self.state, token, norm, ENDS, self.p, self.backend)
+        self.remember([token], key[:, None])
+        if after.step % self.p.T_breath:
+            self.become(after, list(forward(before, after, token, norm, self.p)))
+            assert after.live is before.live
+            assert after.W is before.W
+        else:
+            longer = waiting.append(before, token, norm)
+            D = self.backend.require_breath().decay(before.D, before.live.trunk_impact, self.p)
+            faded = replace(longer, D=D)
+            complaints = list(forward(before, faded, token, norm, self.p))
+            self.become(after, complaints + list(breath(faded, after, ENDS, self.p, self.backend)))
+            assert after.tail_ids == ()
+
+    @rule(n=st.integers(2, 7), pieces=st.integers(1, 3), seed=st.integers(0, 999))
+    def segment(self, n: int, pieces: int, seed: int) -> None:
+        """A turn, read in one forward or in pieces of a chunked prompt: nothing goes before its end."""
+        before = self.state
+        parts = [self.read(n, seed + piece) for piece in range(pieces)]
+        q, ids, new = (np.concatenate([part[at] for part in parts], axis=axis) for at, axis in ((0, 1), (1, 0), (2, 1)))
+        k = np.stack([*(self.keys[i] for i in before.stored.tolist()), *new.transpose(1, 0, 2)], axis=1)
+        after = extend(before, q, k, ids, ENDS, self.p, self.backend)
+        self.remember(ids.tolist(), new)
+        found = self.backend.require_crystal().coattention(
+            q, k, np.concatenate([before.stored, np.arange(before.seen, after.seen)]), self.p, 0.5, None
+        )
+        norms = np.array(self.norms[before.seen :])
+        complaints = list(segment(before, after, found, ids, norms, ENDS, self.p, self.backend))
+        self.become(after, complaints)
+        assert after.step == before.step
+
+    def remember(self, ids: list[int], keys: Any) -> None:
+        self.ids += ids
+        self.keys += list(keys.transpose(1, 0, 2))
+        self.norms += self.backend.require_breath().inverse_key_norms(keys).tolist()
+
+    @precondition(lambda self: self.state.seen > 0)
+    @rule(count=st.integers(1, 12), data=st.data())
+    def squeeze(self, count: int, data: Any) -> None:
+        """An eviction at any time, to any budget, under any protection; the tail is not touched."""
+        before = replace(self.state, budget=Budget(count=count))
+        m = len(before.D)
+        safe = data.draw(st.lists(st.booleans(), min_size=m, max_size=m), label="protected")
+        after = evict(before, np.array(safe, dtype=np.bool_), self.p, self.backend)
+        complaints = list(eviction(before, after, safe, self.p, self.backend))
+        assert after.tail_positions.tolist() == before.tail_positions.tolist()
+        self.become(replace(after, budget=self.state.budget), complaints)
+
+    @rule()
+    def copy(self) -> None:
+        """Copied, it is the same state and goes on as such."""
+        again = pickle.loads(pickle.dumps(self.state))
+        assert same_bits(again, self.state)
+        self.state = frozen_state(again)
+
+    @invariant()
+    def is_a_state(self) -> None:
+        """Trunks partition what is live but the tail; D in [0, 1]; W symmetric, without loops, pruned."""
+        check_state(self.state)
+        assert (self.state.W.weights > self.p.tau_edge).all()
+        assert (self.state.live.sizes <= self.p.T_max).all()
+
+    @invariant()
+    def the_dead_stay_dead(self) -> None:
+        stored = set(self.state.stored.tolist())
+        assert not stored & self.gone
+        assert stored | self.gone == set(range(self.state.seen))
+
+    @invariant()
+    def everything_seen_is_counted(self) -> None:
+        state = self.state
+        assert state.seen == len(self.ids)
+        counted = Counter(dict(zip(state.ids.tolist(), state.counts.tolist(), strict=True)))
+        assert counted + Counter(state.tail_ids) == Counter(self.ids)
+
+    @invariant()
+    def tokens_keep_their_trunk_impact_and_norm(self) -> None:
+        live = self.state.live
+        for g in range(len(self.state.D)):
+            members = live.positions[live.offsets[g] : live.offsets[g + 1]].tolist()
+            known = {self.trunk_of[i] for i in members if i in self.trunk_of}
+            assert len(known) <= 1
+            for i in members:
+                self.trunk_of.setdefault(i, known.pop() if known else members[0])
+                known = {self.trunk_of[i]}
+        names = [self.trunk_of[int(live.positions[at])] for at in live.offsets[:-1]]
+        assert len(set(names)) == len(names)
+        for i, M, norm in zip(live.positions.tolist(), live.impact.tolist(), live.inverse_norms.tolist(), strict=True):
+            assert self.impact.setdefault(i, M) == M
+            assert norm == self.norms[i]
+
+    @invariant()
+    def pulses_are_bounded(self) -> None:
+        """From each trunk: 1 at the source, (gamma max W) ^ h at most elsewhere, none below tau_pulse."""
+        now = model(self.state)
+        top = max(now.W.values(), default=0.0) * self.p.gamma_hop
+        for g in now.trunks:
+            arrived = decode.pulses(g.name, now.W, self.p)
+            assert arrived.pop(g.name) == 1
+            assert all(self.p.tau_pulse <= x <= max(top, top ** max(1, self.p.max_hops)) for x in arrived.values())

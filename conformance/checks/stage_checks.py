@@ -11,9 +11,8 @@ import numpy as np
 
 from conformance import tolerances
 from conformance.oracles import s1, s2, s3, s4, s5, s6
-from conformance.strategies.attention import AttentionInputs
-from conformance.strategies.eviction import EvictionProblem
-from conformance.strategies.prompts import Prompt
+from conformance.strategies.prompts import AttentionInputs, Prompt
+from conformance.strategies.trunks import EvictionProblem
 from conformance.tolerances import Interval
 from spec.arrays import BoolVector, IntMatrix, IntVector, Matrix, Vector
 from spec.parameters import CrystalCacheParameters

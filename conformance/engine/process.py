@@ -11,17 +11,26 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NoReturn, TypeVar
+from functools import cached_property, partial
+from typing import Any, NoReturn, TypeVar
 
-from conformance.engine.ops import stages
-from conformance.engine.wire import Json, parsed, printable, told
+from conformance.engine.ops import OPS, stages
+from conformance.engine.wire import Json, checked, decode, encode, parsed, printable, sizes, told
 from spec import SPEC_VERSION
+from spec.backend import Backend
 from spec.errors import SpecError
 
 __all__ = [
-    "HELLO_SECONDS", "PROTOCOL", "Engine", "EngineCrash", "EngineError", "EngineFailure", "EngineGarbage",
-    "EngineTimeout", "Hello",
+    "HELLO_SECONDS",
+    "PROTOCOL",
+    "Engine",
+    "EngineCrash",
+    "EngineError",
+    "EngineFailure",
+    "EngineGarbage",
+    "EngineTimeout",
+    "Hello",
+    "backend_of",
 ]
 
 PROTOCOL = 1
@@ -305,3 +314,27 @@ def outcome(answer: bytes, number: int, read: Callable[[Json], T]) -> T:
         shown = answer[:SHOWN].decode(errors="replace").strip()
         raise EngineGarbage(f"the answer {error}: {shown}") from error
     raise SpecError(given["argument"], told(given["value"]), given["bound"])
+
+
+class _Family:
+    """The stages of a family: each asks the engine what its row of `OPS` says."""
+
+    def __init__(self, engine: Engine, family: str, names: list[str]) -> None:
+        for name in names:
+            setattr(self, name, partial(_ask, engine, f"{family}.{name}"))
+
+
+def _ask(engine: Engine, op: str, *given: Any) -> Any:
+    __tracebackhide__ = True
+    row = OPS[op]
+    # The one argument that a caller may leave out, lse, is the last.
+    arguments = dict(zip(row.arguments, [*given, None], strict=False))
+    written = {name: encode(name, kind, arguments[name]) for name, kind in row.arguments.items()}
+    read: Callable[[Any], Any] = partial(decode, row.result, check=checked(sizes(row, arguments)))
+    return engine.ask(op, written, read)
+
+
+def backend_of(engine: Engine) -> Backend:
+    """The families that the engine offers; its stages raise what `Engine.ask` raises."""
+    families: dict[str, Any] = {name: _Family(engine, name, offered) for name, offered in engine.hello.families.items()}
+    return Backend(f"{engine.hello.name} {engine.hello.version}", **families)

@@ -61,10 +61,10 @@ def inverse_length(key: Sequence[float]) -> float:
     return scale / math.sqrt(square) if square > 0 else math.inf
 
 
-def eta(norms: Sequence[float]) -> list[float]:
+def eta(inverse_norms: Sequence[float]) -> list[float]:
     """Inverse norms over the largest of the finite ones; 1 for an infinite one."""
-    finite = [x for x in norms if x < math.inf]
-    return [1.0 if x == math.inf else x / max(finite) for x in norms]
+    finite = [x for x in inverse_norms if x < math.inf]
+    return [1.0 if x == math.inf else x / max(finite) for x in inverse_norms]
 
 
 def active(now: Model, p: CrystalCacheParameters) -> set[int]:

@@ -10,9 +10,9 @@ from spec.parameters import CrystalCacheParameters
 __all__ = ["counts", "impact", "rarity", "rarity_of", "token_impact", "trunk_impact", "unit_trunk_impact"]
 
 
-def counts(ids: Sequence[int]) -> list[int]:
+def counts(token_ids: Sequence[int]) -> list[int]:
     """Eq. 20."""
-    return [sum(other == own for other in ids) for own in ids]
+    return [sum(other == own for other in token_ids) for own in token_ids]
 
 
 def rarity(c: int) -> float:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, reject
 from hypothesis import strategies as st
 
-from conformance.checks.boundary import boundary
 from conformance.checks.promises import PROPERTIES, promised
+from conformance.checks.refusals import boundary
 from conformance.strategies.policy_inputs import Inputs, altered, decided, drawn
 from spec.errors import SpecError
 from spec.policy import Policy

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from conformance.strategies.parameters import small_parameters
-from conformance.strategies.sizes import LIVE_SIZE, LIVE_TRUNKS
+from conformance.strategies.numbers import LIVE_SIZE, LIVE_TRUNKS, small_parameters
 from spec.arrays import BoolVector, Matrix, Vector
 from spec.budget import Budget, parse_budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights

@@ -1,20 +1,122 @@
-"""Whole prompts for the pipeline."""
+"""Attention inputs: q and k with grouped heads, at random, peaked, with copied rows; and such that S1 is exact."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from conformance.strategies.attention import AttentionInputs, attention_inputs
-from conformance.strategies.parameters import ablations
-from conformance.strategies.sizes import PROMPT_TOKENS
-from conformance.strategies.text import sentence_ends, token_ids
+from conformance.strategies.numbers import (
+    HOT_TOKENS,
+    KV_HEADS,
+    PROMPT_TOKENS,
+    S1_TOKENS,
+    ablations,
+    sentence_ends,
+    small_parameters,
+    token_ids,
+)
 from spec.arrays import IntVector
+from spec.backend import CrystalStages
 from spec.parameters import TINY, CrystalCacheParameters
+from spec.records import CoAttention
 
-__all__ = ["Prompt", "budget_fractions", "prompts", "random_prompt"]
+__all__ = [
+    "GROUPS",
+    "AttentionInputs",
+    "Prompt",
+    "attention_inputs",
+    "budget_fractions",
+    "hot_sets",
+    "later_segments",
+    "prompts",
+    "random_prompt",
+]
+
+GROUPS = (1, 2, 4, 7, 8)
+HOT = 2048.0  # exp(-HOT) is 0 in every floating type
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What S1 is given, arrays read-only."""
+
+    q: np.ndarray[Any, Any]
+    k: np.ndarray[Any, Any]
+    positions: IntVector
+    parameters: CrystalCacheParameters
+    scaling: float
+    softcap: float | None
+
+    def run(self, stages: CrystalStages, lse: Any = None) -> CoAttention:
+        """What a backend's S1 makes of it, with the denominators that it is given."""
+        return stages.coattention(self.q, self.k, self.positions, self.parameters, self.scaling, self.softcap, lse)
+
+
+def frozen(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    array.flags.writeable = False
+    return array
+
+
+@st.composite
+def attention_inputs(
+    draw: st.DrawFn, p: st.SearchStrategy[CrystalCacheParameters] | None = None, max_n: int = S1_TOKENS,
+) -> AttentionInputs:
+    """One segment from position 0. Values are float32; the entropy is drawn as one seed, the structure is not."""
+    parameters = draw(st.one_of(st.just(TINY), small_parameters()) if p is None else p, label="parameters")
+    n = draw(st.integers(2, max_n), label="n")
+    H_kv = draw(st.integers(1, KV_HEADS), label="H_kv")
+    group = draw(st.sampled_from(GROUPS), label="queries per KV head")
+    d = draw(st.sampled_from([4, 2, 6]), label="d")
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed"))
+    q = rng.standard_normal((H_kv * group, n, d)) * draw(st.sampled_from([1.0, 0.1, 4.0]), label="peakedness")
+    k = rng.standard_normal((H_kv, n, d))
+    for target in draw(st.lists(st.integers(1, n - 1), max_size=3), label="copied rows"):
+        source = draw(st.integers(0, target - 1), label="from")
+        q[:, target], k[:, target] = q[:, source], k[:, source]
+    return AttentionInputs(
+        frozen(q.astype(np.float32)), frozen(k.astype(np.float32)), frozen(np.arange(n)), parameters,
+        scaling=draw(st.sampled_from([d**-0.5, 1.0, 0.25]), label="scaling"),
+        softcap=draw(st.sampled_from([None, 30.0, 2.0]), label="softcap"),
+    )
+
+
+@st.composite
+def later_segments(draw: st.DrawFn) -> AttentionInputs:
+    """A segment behind live keys of an earlier one, at positions with gaps, across each width of an integer."""
+    whole = draw(attention_inputs(), label="inputs")
+    n = whole.k.shape[1]
+    before = draw(st.integers(0, n - 2), label="live keys before the segment")
+    gaps = draw(st.lists(st.integers(1, 3), min_size=n, max_size=n), label="gaps")
+    first = draw(st.sampled_from([0, 2**24 - 5, 2**31 - 5, 2**32 - 5, 2**53 - 5]), label="first position")
+    positions = first + np.cumsum([1 if at > before else gap for at, gap in enumerate(gaps)]) - 1
+    return AttentionInputs(
+        frozen(whole.q[:, before:].copy()), whole.k, frozen(positions.astype(np.int64)), whole.parameters,
+        whole.scaling, whole.softcap,
+    )
+
+
+@st.composite
+def hot_sets(
+    draw: st.DrawFn, widths: tuple[int, ...] = (1, 2, 4), heads: tuple[int, ...] = (1, 2, 4), max_n: int = HOT_TOKENS,
+) -> AttentionInputs:
+    """Each query of each head attends 1, 2 or 4 keys, all alike: attention, salience and head means are dyadic.
+
+    So is the clip, or it would be another number in float32. With one key and one head cosines are 0 or 1, too.
+    """
+    p = draw(st.one_of(st.just(TINY), small_parameters()), label="parameters")
+    p = replace(p, M_min=draw(st.sampled_from([0.125, 0.0, 1.0]), label="M_min"))
+    n = draw(st.integers(2, max_n), label="n")
+    H = draw(st.sampled_from(heads), label="H")
+    q = np.zeros((H, n, n), dtype=np.float32)
+    for h in range(H):
+        for row in range(n):
+            width = draw(st.sampled_from([w for w in widths if w <= row + 1]), label="width")
+            keys = draw(st.permutations(range(row + 1)), label="keys")[:width]
+            q[h, row, keys] = HOT
+    k = np.eye(n, dtype=np.float32)[None]
+    return AttentionInputs(frozen(q), frozen(k), frozen(np.arange(n)), p, 1.0, None)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from conformance.strategies.attention import AttentionInputs, frozen
-from conformance.strategies.prompts import Prompt
-from conformance.strategies.scale_numbers import Numbers
+from conformance.strategies.numbers import Numbers
+from conformance.strategies.prompts import AttentionInputs, Prompt, frozen
 from spec.arrays import IntMatrix, IntVector
 from spec.parameters import PAPER, CrystalCacheParameters
 

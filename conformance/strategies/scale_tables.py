@@ -5,15 +5,28 @@ from typing import Any
 
 import numpy as np
 
-from conformance.strategies.eviction import EvictionProblem
-from conformance.strategies.scale_numbers import Numbers
+from conformance.strategies.decoding import frozen_state
+from conformance.strategies.numbers import Numbers
+from conformance.strategies.trunks import EvictionProblem
 from spec.arrays import BoolVector, IntMatrix, IntVector, Matrix, Vector
-from spec.decode import TrunkWeights
+from spec.budget import Budget
+from spec.decode import DecodeState, LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, Trunks
 
 __all__ = [
-    "Eviction", "Lists", "blocks_of_edges", "csr", "eviction", "hub", "lists", "network", "of_sizes", "some_ends",
+    "FAR_IDS",
+    "Eviction",
+    "Lists",
+    "blocks_of_edges",
+    "csr",
+    "eviction",
+    "hub",
+    "lists",
+    "network",
+    "of_sizes",
+    "some_ends",
+    "state_at",
     "two_blocks",
 ]
 
@@ -187,3 +200,30 @@ def csr(m: int, low: IntVector, high: IntVector, w: Vector) -> TrunkWeights:
     order = np.lexsort((columns, rows))
     indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=m))]).astype(np.int64)
     return TrunkWeights(indptr, columns[order].astype(np.int64), values[order])
+
+
+# Ids that a narrower type takes for one another.
+FAR_IDS = np.array([1, 65_537, 2**31 + 1, 2**32 + 1, 2**53, 2**53 + 1])
+
+
+def state_at(seen: int, m: int, largest: int, tail: int, budget: int, p: CrystalCacheParameters) -> DecodeState:
+    """m trunks of 1 to `largest` live tokens and a tail, the last of `seen`; some keys are zero."""
+    numbers = Numbers(m + tail)
+    sizes = numbers.integers(1, largest + 1, m)
+    n = int(sizes.sum())
+    gaps = 1 + numbers.integers(0, 3, n)
+    positions = seen - tail - 1 - np.cumsum(gaps)[::-1]
+    M, norms = 0.1 + 15 * numbers.fractions(n), numbers.fractions(n) + 0.1
+    norms[numbers.integers(0, 50, n) == 0] = np.inf
+    ids = np.concatenate([np.arange(2, 9), FAR_IDS])
+    ids.sort()
+    counts = 1 + numbers.integers(0, min(70_000, (seen - tail) // (2 * len(ids))), len(ids))
+    counts[0] += seen - tail - counts.sum()
+    waiting = np.concatenate([FAR_IDS, 3 + np.arange(tail) % 29])[:tail]
+    table = LiveTrunks(
+        positions, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), M, norms, 0.1 + 15 * numbers.fractions(m)
+    )
+    return frozen_state(DecodeState(
+        Budget(count=budget), seen, 0, table, numbers.fractions(m), network(m, 3, m), ids, counts, 0.5, 0.25,
+        tuple(waiting.tolist()), tuple((0.1 + numbers.fractions(tail)).tolist()),
+    ))

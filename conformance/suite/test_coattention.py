@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from conformance.checks import stage_checks
 from conformance.oracles import s1
-from conformance.strategies.attention import HOT, AttentionInputs, attention_inputs, hot_sets, later_segments
+from conformance.strategies.prompts import HOT, AttentionInputs, attention_inputs, hot_sets, later_segments
 from conformance.tolerances import gamma
 from spec.arrays import IntMatrix
 from spec.backend import CrystalStages

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from conformance.checks.decode_life import Life
+from conformance.checks.decode_checks import Life
 from spec.backend import Backend
 
 

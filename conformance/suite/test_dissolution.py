@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from conformance.checks import stage_checks
 from conformance.oracles import s6
-from conformance.strategies.close_numbers import CLOSE, close
-from conformance.strategies.eviction import CORNERS, EvictionProblem, corners, evictions, random_evictions
+from conformance.strategies.numbers import CLOSE, close
+from conformance.strategies.trunks import CORNERS, EvictionProblem, corners, evictions, random_evictions
 from spec.arrays import Vector
 from spec.backend import CrystalStages
 from spec.parameters import PAPER

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from conformance.checks.refusals import refused
 from conformance.oracles import diversity as brute
 from conformance.oracles.scale import selectors as scale
-from conformance.strategies.close_numbers import CLOSE, SPECIAL, close, special
-from conformance.strategies.keys import seeds
+from conformance.strategies.numbers import CLOSE, SPECIAL, close, seeds, special
 from reference import diversity
 from spec.backend import DiversityStages
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conformance import tolerances
 from conformance.checks import stage_checks
-from conformance.strategies.scale_numbers import Numbers
+from conformance.strategies.numbers import Numbers
 from conformance.strategies.trunks import Text, partitions, record, texts
 from spec.arrays import Vector
 from spec.backend import CrystalStages

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from conformance import tolerances
 from conformance.checks import stage_checks
 from conformance.oracles import s3
-from conformance.strategies.parameters import ablations, forms
-from conformance.strategies.text import token_ids
+from conformance.strategies.numbers import ablations, forms, token_ids
 from conformance.strategies.trunks import dyadic_impacts, partitions, record
 from spec.arrays import IntVector, Vector
 from spec.backend import BreathStages, CrystalStages

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from conformance.checks.refusals import refused
 from conformance.oracles import nestedkv as oracle
-from conformance.strategies.close_numbers import TYPES, of_type
-from conformance.strategies.keys import NESTED, keys, seeds
+from conformance.strategies.numbers import NESTED, TYPES, keys, of_type, seeds
 from conformance.tolerances import nestedkv_radius, scores_agree, traced_radius
 from spec.backend import NestedKVStages
 from spec.parameters import NESTEDKV, NestedKVParameters

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conformance.oracles.scale import selectors as oracle
-from conformance.strategies.close_numbers import CLOSE, SPECIAL, TYPE_PAIRS, TYPES, close, of_type, special
+from conformance.strategies.numbers import CLOSE, SPECIAL, TYPE_PAIRS, TYPES, close, of_type, special
 from conformance.tolerances import UNIT_ROUNDOFF, expected_error, scores_agree
 from spec.arrays import BoolMatrix, IntVector, Matrix, Vector
 from spec.backend import PolicyStages

@@ -8,9 +8,9 @@ import pytest
 from conformance import tolerances
 from conformance.checks import stage_checks
 from conformance.oracles.scale import stages as oracle
-from conformance.strategies.eviction import EvictionProblem
-from conformance.strategies.scale_numbers import Numbers
+from conformance.strategies.numbers import Numbers
 from conformance.strategies.scale_tables import Eviction, eviction, of_sizes
+from conformance.strategies.trunks import EvictionProblem
 from spec.backend import CrystalStages
 from spec.parameters import PAPER
 from spec.records import Dissolution

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from conformance import tolerances
-from conformance.checks import scale_s1, scale_stages
+from conformance.checks import scale_checks
+from conformance.checks import scale_checks as scale_checks_module
 from conformance.oracles.scale import decode, s1
 from conformance.oracles.scale import stages as oracle
 from conformance.strategies.prompts import Prompt
@@ -38,7 +39,7 @@ def judge(backend: Backend, kind: str, shape: Shape, budget: str, precision: str
     inputs = {"addressed": addressed, "laddered": laddered}[kind](shape)
     prompt = text_of(inputs, budget, shape.seed)
     found = prefill(**prompt.arguments, backend=backend)
-    want = (scale_s1.exact if kind == "addressed" else scale_s1.boxed)(inputs, precision)
+    want = (scale_checks.exact if kind == "addressed" else scale_checks.boxed)(inputs, precision)
     return prompt, found, want, kind == "addressed"
 
 
@@ -52,22 +53,22 @@ def outcome(request: pytest.FixtureRequest, backend: Backend, precision: str) ->
 def test_salience(outcome: Judged, precision: str) -> None:
     prompt, found, want, strict = outcome
     p = prompt.inputs.parameters
-    assert not list(scale_s1.salience(found.coattention.salience, want, p, precision, strict))
+    assert not list(scale_checks.salience(found.coattention.salience, want, p, precision, strict))
 
 
 @pytest.mark.spec("CC-INTRA", "CC-ROW-NORM")
 def test_neighbours(outcome: Judged) -> None:
     prompt, found, want, strict = outcome
     p, S1 = prompt.inputs.parameters, found.coattention
-    assert not list(scale_s1.neighbours(S1.intra, S1.intra_weight, want.intra, p.k_intra, p.tau_intra, strict))
+    assert not list(scale_checks.neighbours(S1.intra, S1.intra_weight, want.intra, p.k_intra, p.tau_intra, strict))
 
 
 @pytest.mark.spec("CC-CROSS")
 def test_sources(outcome: Judged) -> None:
     prompt, found, want, strict = outcome
     p, S1 = prompt.inputs.parameters, found.coattention
-    strict = strict and scale_s1.is_power_of_two(len(prompt.inputs.q))
-    assert not list(scale_s1.neighbours(S1.cross, S1.cross_weight, want.cross, p.k_cross, p.tau_cross, strict))
+    strict = strict and scale_checks.is_power_of_two(len(prompt.inputs.q))
+    assert not list(scale_checks.neighbours(S1.cross, S1.cross_weight, want.cross, p.k_cross, p.tau_cross, strict))
 
 
 @pytest.mark.spec("CC-EDGES")
@@ -102,23 +103,23 @@ def test_trunk_impact(outcome: Judged) -> None:
 @pytest.mark.spec("CC-TRUNK-EDGES", "CC-TRUNK-WEIGHT")
 def test_pairs(outcome: Judged) -> None:
     prompt, found, _, _ = outcome
-    assert not list(scale_stages.pairs(found.graph, found.coattention, found.trunks, prompt.inputs.parameters))
+    assert not list(scale_checks_module.pairs(found.graph, found.coattention, found.trunks, prompt.inputs.parameters))
 
 
 @pytest.mark.spec("CC-TRUNK-WEIGHT")
 def test_weights(outcome: Judged) -> None:
     found = outcome[1]
-    assert not list(scale_stages.weights(found.graph, found.coattention, found.trunks))
+    assert not list(scale_checks_module.weights(found.graph, found.coattention, found.trunks))
 
 
 @pytest.mark.spec("CC-DEGREE")
 def test_degrees(outcome: Judged) -> None:
-    assert not list(scale_stages.degrees(outcome[1].graph))
+    assert not list(scale_checks_module.degrees(outcome[1].graph))
 
 
 @pytest.mark.spec("CC-CRYSTALLIZATION")
 def test_D(outcome: Judged) -> None:
-    assert not list(scale_stages.D(outcome[1].graph, outcome[0].inputs.parameters))
+    assert not list(scale_checks_module.D(outcome[1].graph, outcome[0].inputs.parameters))
 
 
 @pytest.mark.spec("CC-SCORE", "CC-NORMALISED-IMPACT")
@@ -164,8 +165,8 @@ def test_the_prompts_are_rich(outcome: Judged) -> None:
     prompt, found, want, strict = outcome
     p = prompt.inputs.parameters
     for ranked, k, tau in ((want.intra, p.k_intra, p.tau_intra), (want.cross, p.k_cross, p.tau_cross)):
-        sure, places = scale_s1.decided(ranked, k, tau)
-        assert strict or sure >= scale_s1.DECIDED * places > 0, "little is left to rounding"
+        sure, places = scale_checks.decided(ranked, k, tau)
+        assert strict or sure >= scale_checks.DECIDED * places > 0, "little is left to rounding"
     ends = oracle.sentences(np.isin(prompt.token_ids, sorted(ENDS)))
     inside = np.setdiff1d(ends, found.trunks.offsets)
     assert len(inside) >= 15, "sentences merge"

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from conformance.checks import scale_s1 as checks
+from conformance.checks import scale_checks as checks
 from conformance.oracles.scale import s1
-from conformance.strategies.attention import AttentionInputs
+from conformance.strategies.prompts import AttentionInputs
 from conformance.strategies.scale_attention import Shape, addressed, laddered
 from spec.backend import CrystalStages
 from spec.parameters import ESSAY, PAPER

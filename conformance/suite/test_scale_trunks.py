@@ -9,7 +9,7 @@ from conformance import tolerances
 from conformance.checks.stage_checks import edges_of
 from conformance.oracles import s2
 from conformance.oracles.scale import stages as oracle
-from conformance.strategies.scale_numbers import Numbers
+from conformance.strategies.numbers import Numbers
 from conformance.strategies.scale_tables import Lists, lists, some_ends
 from spec.arrays import BoolVector
 from spec.backend import CrystalStages

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from conformance.checks import stage_checks
 from conformance.oracles import s5
-from conformance.strategies.parameters import small_parameters
+from conformance.strategies.numbers import small_parameters
 from conformance.tolerances import normalised_radius
 from spec.arrays import BoolVector, Vector
 from spec.backend import CrystalStages

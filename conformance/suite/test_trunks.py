@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from conformance.checks import stage_checks
 from conformance.oracles import s2
 from conformance.oracles.scale import stages as oracle
-from conformance.strategies.scale_numbers import Numbers
+from conformance.strategies.numbers import Numbers
 from conformance.strategies.trunks import Text, record, texts
 from spec.arrays import BoolVector, IntMatrix, Vector
 from spec.backend import CrystalStages

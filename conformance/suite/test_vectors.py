@@ -7,18 +7,8 @@ import pytest
 from conformance.checks.vector_checks import BOUNDED, cases, problems
 from conformance.plugin import skip_without
 from conformance.vectors.compact import is_compact
-from conformance.vectors.subject import STAGES
-from conformance.vectors.subject_decode import DECODE_STAGES
+from conformance.vectors.subject import FAMILIES, STAGES
 from spec.backend import Backend
-
-
-def families_of(operation: str) -> tuple[str, ...]:
-    """The stage families that an operation runs."""
-    if operation == "anomaly_score":
-        return ("nestedkv",)
-    if operation in ("decode_step", "extend"):
-        return ("crystal", "breath")
-    return ("breath",) if operation in DECODE_STAGES else ("crystal",)
 
 
 @pytest.mark.parametrize(("group", "test"), cases(STAGES))
@@ -26,7 +16,7 @@ def test_the_backend_holds_a_vector_of_a_stage(
     request: pytest.FixtureRequest, judged: Backend, precision: str, group: Any, test: Any,
 ) -> None:
     operation = group["operation"]
-    skip_without(judged, *families_of(operation))
+    skip_without(judged, *FAMILIES[operation])
     if is_compact(list(test["inputs"].values())):
         request.getfixturevalue("compiled")
     assert problems(group, test, lambda i, p: STAGES[operation](judged, i, p), BOUNDED, precision) == []

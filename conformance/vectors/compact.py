@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from conformance.strategies.scale_numbers import Numbers, mixed
-from conformance.vectors.json_values import Json
+from conformance.strategies.numbers import Numbers, mixed
+from conformance.vectors.files import Json
 
 __all__ = ["expanded", "is_compact", "mismatches", "summary"]
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from conformance.oracles.decode import Model, Pair, Trunk
 from conformance.oracles.s6 import tokens
-from conformance.vectors.json_values import Json
+from conformance.vectors.files import Json
 
-__all__ = ["STATE", "WEIGHTS", "budget_of", "csr_of", "model_of", "pairs_of", "results_of"]
+__all__ = [
+    "CHAIN", "STATE", "WAITING", "WEIGHTS", "budget_of", "csr_of", "model_of", "pairs_of", "results_of", "state",
+]
 
 WEIGHTS = ("indptr", "indices", "weights")
 STATE = (
@@ -68,4 +70,20 @@ def results_of(now: Model) -> dict[str, Any]:
         **csr_of(now.W, [g.name for g in now.trunks]), "ids": ids, "counts": [now.counts[token] for token in ids],
         "mu": now.mu, "sigma": now.sigma, "tail_ids": [token for token, _ in now.tail],
         "tail_inverse_norms": [norm for _, norm in now.tail],
+    }
+
+
+CHAIN: Json = {"indptr": [0, 1, 3, 4], "indices": [1, 0, 2, 1], "weights": [0.5, 0.5, 0.25, 0.25]}
+# Three tokens in the tail, and what a state that holds them has seen.
+WAITING = {"tail_ids": [3, 2, 5], "tail_inverse_norms": [0.5, float("inf"), 1.0], "seen": 14, "step": 3}
+
+
+def state(**changes: Json) -> dict[str, Any]:
+    """Three trunks of which 8 of 11 tokens live, in a chain of edges; nothing in the tail."""
+    return {
+        "budget": 8, "seen": 11, "step": 0, "positions": [0, 1, 2, 5, 6, 7, 9, 10], "offsets": [0, 3, 6, 8],
+        "impact": [4.0, 1.0, 2.0, 3.0, 3.0, 1.0, 0.5, 8.0],
+        "inverse_norms": [1.0, 0.25, 0.125, 1.0, 0.5, 0.125, 0.25, 0.25], "trunk_impact": [2.0, 3.0, 4.0],
+        "D": [0.5, 0.25, 0.75], **CHAIN, "ids": [2, 3, 7], "counts": [2, 8, 1], "mu": 0.5, "sigma": 0.25,
+        "tail_ids": [], "tail_inverse_norms": [], **changes,
     }

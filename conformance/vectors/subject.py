@@ -1,34 +1,33 @@
 """A backend's stages on what the vectors of stages give."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from conformance.strategies.attention import AttentionInputs
-from conformance.strategies.prompts import Prompt
-from conformance.vectors.arrays import Stage, flags, floats, integers
-from conformance.vectors.json_values import Json, nestedkv_parameters
-from conformance.vectors.subject_decode import DECODE_STAGES
+from conformance.engine.ops import OPS, PARAMETERS, array_of
+from conformance.engine.wire import DTYPES
+from conformance.strategies.prompts import AttentionInputs, Prompt
+from conformance.vectors.codec import RECORDS, call, floats, integers, results
+from conformance.vectors.files import Json, nestedkv_parameters
+from reference.crystalcache import breath, segments
 from reference.crystalcache import prefill as run_prefill
 from spec.backend import Backend
 from spec.budget import parse_budget
 from spec.parameters import CrystalCacheParameters
-from spec.records import CoAttention, TrunkGraph, Trunks
+from spec.records import CoAttention
 
-__all__ = ["STAGES", "attention_inputs", "prompt", "record"]
+__all__ = ["FAMILIES", "STAGES", "Stage", "attention_inputs", "prompt"]
 
-
-def record(i: Json) -> CoAttention:
-    """Neighbours as a CoAttention; salience is not read by what follows."""
-    return CoAttention(
-        i["start"], np.ones(len(i["intra"])), integers(i["intra"]), floats(i["intra_weight"]), integers(i["cross"]),
-        floats(i["cross_weight"]),
-    )
+Stage = Callable[[Backend, Any, CrystalCacheParameters], Mapping[str, object]]
+BY_NAME = {kind.__name__: of for kind, of in RECORDS.items()}
+ON_DEVICE = ("q", "k")
+"""Inputs in float32, which holds every vector's values."""
 
 
 def attention_inputs(i: Json, p: CrystalCacheParameters) -> AttentionInputs:
-    """q and k in float32, which holds every vector's values."""
-    q, k = (floats(i[name]).astype(np.float32) for name in ("q", "k"))
+    q, k = (floats(i[name]).astype(np.float32) for name in ON_DEVICE)
     return AttentionInputs(q, k, integers(i["positions"]), p, i["scaling"], i["softcap"])
 
 
@@ -39,31 +38,30 @@ def prompt(i: Json, p: CrystalCacheParameters) -> Prompt:
     return Prompt(attention_inputs(i, p), integers(i["token_ids"]), frozenset(i["sentence_ends"]), share)
 
 
-def coattention(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
-    return vars(attention_inputs(i, p).run(backend.require_crystal()))
+def argument(name: str, kind: str, i: Json, p: CrystalCacheParameters) -> Any:
+    """An argument of `OPS` from inputs; None where these leave it out."""
+    if kind in PARAMETERS:
+        return p if kind == "crystalcache" else nestedkv_parameters(i)
+    if kind in BY_NAME:
+        return BY_NAME[kind](i)
+    value = i["B"] if name == "budget" else i.get(name)
+    wanted = array_of(kind)
+    if value is None or wanted is None or not wanted.axes:
+        return value
+    return np.array(value, dtype=np.float32 if name in ON_DEVICE else DTYPES[wanted.kind])
 
 
-def trunk_stage(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
-    return vars(backend.require_crystal().trunks(record(i), floats(i["impact"]), flags(i["ends"]), p))
-
-
-def graph_stage(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
-    offsets = integers(i["offsets"])
-    found: TrunkGraph = backend.require_crystal().graph(record(i), Trunks(offsets, np.ones(len(offsets) - 1)), p)
-    return vars(found)
-
-
-def dissolve_stage(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
-    offsets = integers(i["offsets"])
-    return vars(backend.require_crystal().dissolve(
-        floats(i["score"]), Trunks(offsets, np.ones(len(offsets) - 1)), floats(i["impact"]), floats(i["D"]),
-        flags(i["protected"]), i["B"], p,
-    ))
+def ask(op: str, gives: str, backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    """What a stage gives, by this name, or as its record has it."""
+    family, _, stage = op.partition(".")
+    arguments = [argument(name, kind, i, p) for name, kind in OPS[op].arguments.items()]
+    found = getattr(getattr(backend, f"require_{family}")(), stage)(*arguments)
+    return results(found, [gives] if gives else [])
 
 
 def prefill(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
     """Every record of the run; `record` is the run itself."""
-    q, k = (floats(i[name]).astype(np.float32) for name in ("q", "k"))
+    q, k = (floats(i[name]).astype(np.float32) for name in ON_DEVICE)
     found = run_prefill(
         q, k, integers(i["token_ids"]), frozenset(i["sentence_ends"]), i["budget"], p, backend,
         scaling=i["scaling"], softcap=i["softcap"],
@@ -72,23 +70,56 @@ def prefill(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str
     return {**{name: getattr(found, name) for name in names}, "offsets": found.trunks.offsets, "record": found}
 
 
-def anomaly_score(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
-    k = floats(i["k"]).astype(np.float32)
-    return {"score": backend.require_nestedkv().anomaly_score(k, nestedkv_parameters(i))}
+def padded(rows: list[list[tuple[int, float]]]) -> tuple[Any, Any]:
+    """Neighbours and weights of lists of any length."""
+    k = max(map(len, rows))
+    index, weight = np.full((len(rows), k), -1, dtype=np.int64), np.zeros((len(rows), k))
+    for at, row in enumerate(rows):
+        for rank, (j, w) in enumerate(row):
+            index[at, rank], weight[at, rank] = j, w
+    return index, weight
 
 
-STAGES: dict[str, Stage] = {
-    "coattention": coattention,
-    "impact": lambda backend, i, p: {
-        "M": backend.require_crystal().impact(floats(i["salience"]), integers(i["token_ids"]), p)
-    },
-    "trunks": trunk_stage,
-    "graph": graph_stage,
-    "score": lambda backend, i, p: {
-        "score": backend.require_crystal().score(floats(i["D"]), floats(i["impact"]), flags(i["protected"]), p)
-    },
-    "dissolve": dissolve_stage,
-    "prefill": prefill,
-    **DECODE_STAGES,
-    "anomaly_score": anomaly_score,
+def as_record(triples: Json, start: int, n: int) -> CoAttention:
+    """Edges as neighbour lists: (source, owner) across if the first endpoint lies before the segment."""
+    intra: list[list[tuple[int, float]]] = [[] for _ in range(n)]
+    cross: list[list[tuple[int, float]]] = [[] for _ in range(n)]
+    for first, second, weight in triples:
+        if first < start:
+            cross[second - start].append((first, weight))
+        else:
+            intra[first - start].append((second, weight))
+    return CoAttention(start, np.ones(n), *padded(intra), *padded(cross))
+
+
+def segment_graph(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    bounds, old = i["bounds"], len(i["indptr"]) - 1
+    found = as_record(i["edges"], bounds[old], bounds[-1] - bounds[old])
+    given = {"start": found.start, **{name: getattr(found, name) for name in OF_RECORD}}
+    return ask("breath.segment_graph", "", backend, {**i, **given}, p)
+
+
+def extend(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    q, k = (floats(i[name]).astype(np.float32) for name in ON_DEVICE)
+    return results(call(segments.extend, i, p, q=q, k=k, backend=backend))
+
+
+OF_RECORD = ("intra", "intra_weight", "cross", "cross_weight")
+ASKED = {
+    "crystal.coattention": "", "crystal.impact": "M", "crystal.trunks": "", "crystal.graph": "",
+    "crystal.score": "score", "crystal.dissolve": "", "breath.inverse_key_norms": "inverse_norms",
+    "breath.decay": "D", "breath.activation": "active", "breath.resonance": "D", "breath.hebbian": "",
+    "breath.segment_crystallization": "D", "nestedkv.anomaly_score": "score",
 }
+"""The operations of engines that have vectors, and the name of a result that is no record."""
+STAGES: dict[str, Stage] = {
+    **{op.partition(".")[2]: partial(ask, op, gives) for op, gives in ASKED.items()},
+    "prefill": prefill, "segment_graph": segment_graph, "extend": extend,
+    "decode_step": lambda backend, i, p: results(call(breath.decode_step, i, p, backend=backend)),
+}
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    **{op.partition(".")[2]: (op.partition(".")[0],) for op in ASKED},
+    "prefill": ("crystal",), "segment_graph": ("breath",),
+    **dict.fromkeys(("extend", "decode_step"), ("crystal", "breath")),
+}
+"""The stage families that an operation runs."""

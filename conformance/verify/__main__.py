@@ -13,16 +13,13 @@ from typing import Any
 import pytest
 
 from conformance.engine.wire import printable
-from conformance.verify import check
-from conformance.verify.badge import badge
-from conformance.verify.certificate import PASSED, certificate, entries_of, excepted, write
-from conformance.verify.page import page
-from conformance.verify.preparation import prepared
+from conformance.verify import certificate as certificate_module
+from conformance.verify.certificate import PASSED, badge, certificate, entries_of, excepted, write
+from conformance.verify.outcomes import Verdicts, verdicts_of
+from conformance.verify.page import junit, markdown, page, summary
 from conformance.verify.request import ENGINES, SEEDS, Request, parsed
-from conformance.verify.runs import judged, selected
+from conformance.verify.runs import judged, prepared, selected
 from conformance.verify.subject import Subject
-from conformance.verify.summary import junit, markdown, summary
-from conformance.verify.verdicts import Verdicts, verdicts_of
 from spec.errors import BackendUnavailable, SpecError
 
 __all__ = ["main", "run", "seeded", "written"]
@@ -94,9 +91,9 @@ def check_again(request: Request, path: Path) -> int:
 
     One has the examples of the certificate, the other one examples of a new seed.
     """
-    there = check.read(path)
-    again = check.repeated(request, path, there)
-    if otherwise := check.of_another_version(there):
+    there = certificate_module.read(path)
+    again = certificate_module.repeated(request, path, there)
+    if otherwise := certificate_module.of_another_version(there):
         print(printable(otherwise, LONGEST_LINE))
         return 1
     ask(request, again)
@@ -116,11 +113,11 @@ def check_again(request: Request, path: Path) -> int:
 def compared(again: Request, other: Request, subject: Subject, there: Mapping[str, Any]) -> list[str]:
     """What a run says differently, else what fails in another one."""
     here, _ = run(again, subject, "check.txt")
-    found = check.differences(there, here)
+    found = certificate_module.differences(there, here)
     if not found:
         other = seeded(other)
         print(f"the same with the seed of the certificate; now with --seed {other.seed}", flush=True)
-        found = check.new_failures(there, run(other, subject, "check-new-seed.txt")[0])
+        found = certificate_module.new_failures(there, run(other, subject, "check-new-seed.txt")[0])
     if found and here["device"] != there["device"]:
         found.append(f"made on {there['device']}, checked on {here['device']}")
     return found

@@ -1,11 +1,14 @@
-"""The certificate: what was judged, how, and with which verdicts; spec/certificate.md says what each part means."""
+"""The certificate: its TOML, how it is made and checked, and its badge."""
 
+import json
 import platform
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
+from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,17 +16,52 @@ from typing import Any
 import hypothesis
 import numpy as np
 
-from conformance.verify.request import ENGINES, Request
+from conformance.plugin import PROFILES
+from conformance.verify.outcomes import ABSTAINED, STATES, Outcome, Verdicts, families_of
+from conformance.verify.request import ENGINES, KINDS, Request
 from conformance.verify.subject import Subject
-from conformance.verify.texts import families_of
-from conformance.verify.toml import written
-from conformance.verify.verdicts import ABSTAINED, STATES, Outcome, Verdicts
 from spec import SPEC_VERSION
+from spec.errors import SpecError
 
 __all__ = [
-    "CERTIFIED", "COMPARED", "KEEPS", "PARTIAL", "PASSED", "QUICK", "SCHEMA", "certificate", "entries_of", "excepted",
-    "judged_by", "scope", "write",
+    "CERTIFIED", "COMPARED", "GREEN", "KEEPS", "PARTIAL", "PASSED", "QUICK", "RED", "SCHEMA", "YELLOW", "badge",
+    "certificate", "converted", "differences", "entries_of", "excepted", "judged_by", "new_failures",
+    "of_another_version", "read", "repeated", "scope", "write", "written",
 ]
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def _key(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _text(name)
+
+
+def _text(value: str) -> str:
+    """A basic string; its escapes are JSON's, which leaves DEL as it is."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(_lines(value))}}}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{', '.join(map(_value, value))}]" if isinstance(value, list) else str(value)
+
+
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{_key(name)} = {_value(value)}" for name, value in table.items()]
+
+
+def written(table: Mapping[str, Any]) -> str:
+    """A table of texts, numbers, dates, lists and tables: what is below the first level stands on one line."""
+    lines = _lines({name: value for name, value in table.items() if not isinstance(value, Mapping)})
+    for name, value in table.items():
+        lines += ["", f"[{_key(name)}]", *_lines(value)] if isinstance(value, Mapping) else []
+    return "\n".join(lines) + "\n"
+
 
 SCHEMA = 2
 CERTIFIED, PARTIAL, NOT_CERTIFIED = "certified", "partial", "not certified"
@@ -133,3 +171,134 @@ def excepted(entry: Mapping[str, Any]) -> str:
 def write(made: Mapping[str, Any], path: Path) -> None:
     """Write a certificate."""
     path.write_text(written(made), encoding="utf-8")
+
+
+_PARTS = {
+    "subject": {"kind", "named", "digest"}, "run": {"profile"}, "items": set(), "vectors": set(), "device": set(),
+}
+_OF_A_ROW = {"verdict", "tests"}
+_OPTIONS = ("timeout", "precision", "seed", "model", "positions")
+
+# What another day, machine or version of Hypothesis may change without another verdict.
+_FREE = ("date", "device", "kvspec", "counts.examples")
+_FREE_OF_A_ROW = ("examples", "test", "input", "found", "repeat")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A certificate.
+
+    Raises:
+        SpecError: for a file that is none, or one of another schema.
+    """
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError("check", str(path), f"must be a certificate: {error}") from error
+    whole = all(isinstance(found.get(part), dict) and names <= found[part].keys() for part, names in _PARTS.items())
+    whole = whole and isinstance(found.get("failing"), list) and all(
+        isinstance(row, dict) and row.keys() >= _OF_A_ROW for row in found["items"].values()
+    )
+    if not whole or found.get("schema") not in (1, SCHEMA) or found["subject"]["kind"] not in KINDS:
+        raise SpecError("check", str(path), f"must be a certificate of schema {SCHEMA}")
+    if found["run"]["profile"] not in PROFILES or "quick profile" in str(found.get("verdict")):
+        raise SpecError("check", str(path), "must be a certificate of a whole run: --quick and --fail-fast make none")
+    return found if found["schema"] == SCHEMA else converted(found)
+
+
+def converted(made: Mapping[str, Any]) -> dict[str, Any]:
+    """A certificate of schema 1 in the words of this one. The digest of a command's files was another one then."""
+    kind, passed = made["subject"]["kind"], made.get("verdict") == CERTIFIED
+    rows = {item: {**row, "not_run": row["tests"] if row["verdict"] == "not run" else 0}
+            for item, row in made["items"].items()}
+    verdict = {"verdict": KEEPS} if passed and kind == "policy" else {}
+    return {
+        **made, **verdict, "schema": SCHEMA, "judged": judged_by(kind), "unproven": [], "items": rows,
+    }
+
+
+def of_another_version(made: Mapping[str, Any]) -> str:
+    """Why its verdicts cannot be repeated here; nothing where they can."""
+    if made.get("spec") == SPEC_VERSION:
+        return ""
+    return (
+        f"the certificate is of specification {made.get('spec')}, this is {SPEC_VERSION}; nothing was run:"
+        f" check it with kvspec {made.get('kvspec')}, or make a new one"
+    )
+
+
+def repeated(request: Request, path: Path, made: Mapping[str, Any]) -> Request:
+    """The run that a certificate tells of; its exceptions are read from itself."""
+    subject, run = made["subject"], made["run"]
+    return replace(
+        request, **{subject["kind"]: subject["named"]}, **{name: run.get(name) for name in _OPTIONS},
+        profile=run["profile"], exceptions=path if made.get("exception") else None,
+    )
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], within: str = "") -> list[str]:
+    """What two certificates say differently, a line each; of a row, its verdict, families and numbers of tests."""
+    found = []
+    for name in dict.fromkeys([*there, *here]):
+        a, b, path = there.get(name), here.get(name), f"{within}{name}"
+        if path in _FREE or (within.startswith("items.") and name in _FREE_OF_A_ROW):
+            continue
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, f"{path}.")
+        elif (a or None) != (b or None):
+            found.append(f"{path}: {_said(a)} in the certificate, {_said(b)} now")
+    return found
+
+
+def new_failures(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What fails on other examples and does not in the certificate; each with the input, and how to repeat it."""
+    found = []
+    for item in here["failing"]:
+        if item not in there["failing"]:
+            row = here["items"][item]
+            found.append(f"{item} fails on other examples: {row['found']}\n{row['input']}\nrepeat: {row['repeat']}")
+    if not found and there["verdict"] in PASSED and here["verdict"] not in PASSED:
+        found.append(f"verdict: {there['verdict']} in the certificate, {here['verdict']} on other examples")
+    return found
+
+
+def _said(value: Any) -> str:
+    return "nothing" if not value else str(value.get("verdict", value) if isinstance(value, Mapping) else value)
+
+
+GREEN, YELLOW, RED = "#1a7f37", "#9a6700", "#cf222e"
+_LETTER = 6.6
+"""Width of a letter at 11 pixels, about."""
+
+_SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" aria-label="{left}: {right}">
+<rect width="{width}" height="20" rx="3" fill="{colour}"/>
+<path d="M0 3a3 3 0 0 1 3-3h{edge}v20H3a3 3 0 0 1-3-3z" fill="#444"/>
+<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11" text-anchor="middle">
+<text x="{first}" y="14" textLength="{long}">{left}</text>
+<text x="{second}" y="14" textLength="{longer}">{right}</text></g>
+</svg>
+"""
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def badge(made: Mapping[str, Any]) -> str:
+    """An SVG: green where certified, yellow with exceptions or in part, red with the number of failing items."""
+    exceptions = len(made["exception"])
+    if made["verdict"] == PARTIAL:
+        colour, right = YELLOW, f"{scope(made)} in part; {_many(len(made['unproven']), 'item')} unproven"
+    elif made["verdict"] not in PASSED:
+        colour, right = RED, f"not certified; {_many(len(made['failing']) + len(made['undecided']), 'item')}"
+    elif made["verdict"] == KEEPS:
+        colour, right = GREEN, f"keeps its {scope(made)}; {COMPARED}"
+    elif exceptions:
+        colour, right = YELLOW, f"{scope(made)}; {_many(exceptions, 'exception')}"
+    else:
+        colour, right = GREEN, scope(made)
+    left = f"kvspec {made['spec']}"
+    long, longer = round(len(left) * _LETTER), round(len(right) * _LETTER)
+    return _SVG.format(
+        left=escape(left), right=escape(right), colour=colour, long=long, longer=longer, width=long + longer + 20,
+        edge=long + 7, first=5 + long / 2, second=long + 15 + longer / 2,
+    )

@@ -110,8 +110,8 @@ def _check(given: Mapping[str, Any]) -> None:
 def _judged(request: "Request") -> Verdict:
     from conformance.verify.__main__ import run, seeded, written
     from conformance.verify.certificate import PASSED
-    from conformance.verify.preparation import prepared
-    from conformance.verify.summary import headline, summary
+    from conformance.verify.page import headline, summary
+    from conformance.verify.runs import prepared
 
     subject, request = prepared(request), seeded(request)
     made, verdicts = run(request, subject, "log.txt")

@@ -1,14 +1,142 @@
-"""The certificate as one page, which needs nothing beside itself."""
+"""How a verdict is shown: terminal, pull request, CI server, and a page of HTML."""
 
+import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from conformance.verify.certificate import PARTIAL, PASSED, excepted
-from conformance.verify.summary import by_family, headline
-from conformance.verify.texts import must
+from conformance.verify.certificate import COMPARED, PARTIAL, PASSED, QUICK, excepted, scope
+from conformance.verify.outcomes import ABSTAINED, COMPOSED, Verdicts, must
 
-__all__ = ["page"]
+__all__ = ["by_family", "headline", "junit", "markdown", "page", "summary"]
+
+_LINES, _WIDTH, _MOST = 6, 150, 12
+
+
+def headline(made: Mapping[str, Any]) -> str:
+    """The verdict in a sentence."""
+    on, policy = scope(made), made["subject"]["kind"] == "policy"
+    name = made["subject"]["named" if policy else "name"]  # any policy can call itself snapkv
+    who = " ".join(part for part in (name, made["subject"].get("version", "")) if part)
+    if made["verdict"] in PASSED:
+        if policy:
+            return f"{who} keeps its {on}; {COMPARED}" + (f"; {QUICK}" if made["verdict"] == QUICK else "")
+        on += " with renumbered positions" if made["run"].get("positions") == "renumbered" else ""
+        does = f"{QUICK} of" if made["verdict"] == QUICK else "conforms to"
+        return f"{who} {does} kvspec {made['spec']} on {on}" + _excepted(made)
+    if made["verdict"] == PARTIAL:
+        unproven = ", ".join(made["unproven"])
+        return f"{who} conforms in part to kvspec {made['spec']} on {on}: excepted, without a passed test: {unproven}"
+    undecided = len(made["undecided"])
+    wrong = ", ".join([*made["failing"], *([f"{undecided} items not decided"] if undecided else [])])
+    otherwise = "tests without an item fail" if made["counts"]["failed"] else "there was nothing to judge"
+    does_not = "does not keep its promises" if policy else f"does not conform to kvspec {made['spec']} on {on}"
+    return f"{who} {does_not}: {wrong or otherwise}"
+
+
+def _excepted(made: Mapping[str, Any]) -> str:
+    number = sum(row["verdict"] == "excepted" for row in made["items"].values())
+    return f", {number} item{'s' if number > 1 else ''} excepted" if number else ""
+
+
+def by_family(made: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, Any]]]:
+    """The items of each family, and of what is composed of them, with their rows; none of a family that is not there.
+
+    An item of two families is judged on those that are there.
+    """
+    there, found = (*made["families"], COMPOSED), dict[str, dict[str, Mapping[str, Any]]]()
+    for item, row in made["items"].items():
+        for family in row["families"]:
+            rows = found.setdefault(family, {})
+            if family in there or row["verdict"] in ABSTAINED:
+                rows[item] = row
+    return found
+
+
+def summary(made: Mapping[str, Any]) -> Iterator[str]:
+    """The lines."""
+    counts = made["counts"]
+    yield (
+        f"{counts['passed']} tests passed, {counts['failed']} failed, {counts['not_run']} not run;"
+        f" {counts['examples']} examples, --seed {made['run'].get('seed')}"
+    )
+    if made["subject"].get("spec", made["spec"]) != made["spec"]:
+        yield f"the engine was written for kvspec {made['subject']['spec']}, and is judged by {made['spec']}"
+    for family, items in by_family(made).items():
+        verdicts = Counter(row["verdict"] for row in items.values())
+        told = [f"{number} {verdict}" for verdict, number in sorted(verdicts.items())]
+        yield f"  {family:13} {', '.join(told) or 'not offered'}"
+    shown: dict[str, str] = {}
+    for item in made["failing"][:_MOST]:
+        yield from _failing(item, made["items"][item], shown)
+    if len(made["failing"]) > _MOST:
+        yield f"\n... and {len(made['failing']) - _MOST} more items"
+    if made["undecided"]:
+        yield f"\nnot decided, since a test was skipped or did not run: {', '.join(made['undecided'][:_MOST])}" + (
+            " ..." if len(made["undecided"]) > _MOST else ""
+        )
+    if made["unneeded_exceptions"]:
+        yield f"\nexceptions no longer needed: {', '.join(made['unneeded_exceptions'])}"
+    yield f"\n{headline(made)}"
+
+
+def _failing(item: str, row: Mapping[str, Any], shown: dict[str, str]) -> Iterator[str]:
+    yield f"\n{item} fails, in {row['failed']} of its {row['tests']} tests"
+    first = shown.setdefault(row["test"], item)
+    if first != item:
+        yield f"  by the same test as {first}"
+        return
+    yield f"  MUST    {must(item, row)}"
+    yield f"  test    {row['test']}"
+    for name in ("input", "found"):
+        if row[name]:
+            yield f"  {name:7} " + "\n          ".join(_short(row[name]))
+    yield f"  repeat  {row['repeat']}"
+
+
+def _short(text: str) -> list[str]:
+    lines = [line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ..." for line in text.splitlines()]
+    return lines if len(lines) <= _LINES else [*lines[:_LINES], "..."]
+
+
+def markdown(made: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of a comment on a pull request."""
+    yield f"**kvspec: {headline(made)}**"
+    yield ""
+    yield "| Family | Rows |"
+    yield "| --- | --- |"
+    for family, items in by_family(made).items():
+        verdicts = Counter(row["verdict"] for row in items.values())
+        told = ", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items()))
+        yield f"| {family} | {told or 'not offered'} |"
+    for item in made["failing"][:_MOST]:
+        row = made["items"][item]
+        shown = "\n".join(filter(None, (row["input"], row["found"]))).replace("```", "` ` `")
+        yield f"\n<details><summary>{item} fails, in {row['failed']} of its {row['tests']} tests</summary>\n"
+        yield f"MUST {must(item, row)}\n\n```text\n{shown}\n\n{row['repeat']}\n```\n\n</details>"
+    if len(made["failing"]) > _MOST:
+        yield f"\nand {len(made['failing']) - _MOST} more items"
+
+
+def junit(verdicts: Verdicts) -> str:
+    """The tests as a CI server reads them; what has neither passed nor failed is skipped, with its state."""
+    states = Counter(one.state for one in verdicts.outcomes)
+    skipped = len(verdicts.outcomes) - states["passed"] - states["failed"]
+    suite = ET.Element("testsuite", {
+        "name": "kvspec", "tests": str(len(verdicts.outcomes)), "failures": str(states["failed"]),
+        "skipped": str(skipped), "errors": "0",
+    })
+    for one in verdicts.outcomes:
+        file, _, name = one.test.partition("::")
+        case = ET.SubElement(suite, "testcase", {"classname": file.removesuffix(".py"), "name": name})
+        if one.state == "failed":
+            message = f"{', '.join(one.items)}: {one.found.partition(chr(10))[0]}"
+            ET.SubElement(case, "failure", {"message": message}).text = f"{one.input}\n{one.found}"
+        elif one.state != "passed":
+            ET.SubElement(case, "skipped", {"message": ": ".join(filter(None, (one.state, one.reason)))})
+    return ET.tostring(suite, encoding="unicode", xml_declaration=True)
+
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

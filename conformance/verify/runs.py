@@ -1,7 +1,8 @@
-"""pytest in a process of its own, which nothing here or in the folder that it is started from disturbs."""
+"""What is run, in which order, and pytest in a process of its own that nothing here disturbs."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,10 +13,16 @@ from typing import IO, Any
 
 import pytest
 
+from conformance import exceptions
+from conformance.items import known_items
 from conformance.paths import ROOT
-from conformance.verify.request import Request
+from conformance.plugin import known_vectors
+from conformance.suite.conftest import INTERPRETERS
+from conformance.verify.request import ENGINES, Request
+from conformance.verify.subject import OF_KIND, Subject
+from spec.errors import SpecError
 
-__all__ = ["Progress", "judged", "selected"]
+__all__ = ["Progress", "judged", "prepared", "selected"]
 
 SUITE = ROOT / "conformance" / "suite"
 SCALE = SUITE / "test_scale_*.py"
@@ -141,3 +148,61 @@ class Progress:
             self.failed += line.get("state") == "failed"
         if self.tests:
             print(f"  {self.done} of {self.tests} tests, {self.failed} failed", file=sys.stderr, flush=True)
+
+
+def prepared(request: Request) -> Subject:
+    """The subject of a request that can be run.
+
+    Raises:
+        SpecError: for a folder, an exceptions file or a subject that is wrong.
+        BackendUnavailable: for one that cannot be loaded.
+        pytest.UsageError: for an entry of the exceptions file.
+    """
+    check_out(request.out)
+    if request.exceptions is not None:
+        check_exceptions(request.exceptions)
+    subject = OF_KIND[request.kind](request.named)
+    if request.kind in ENGINES and not request.quick and not request.pytest:
+        check_compiled()
+    return subject
+
+
+def check_out(folder: Path) -> None:
+    """Make the folder of results.
+
+    Raises:
+        SpecError: where it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError("out", str(folder), f"cannot be made a folder ({error.strerror}); choose another") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SpecError("out", str(folder), "cannot be written; choose another folder")
+
+
+def check_exceptions(file: Path) -> None:
+    """Every entry names what there is; a case of a test is known when the tests are collected.
+
+    Raises:
+        pytest.UsageError: for an entry that is wrong.
+        SpecError: for one whose test is not in the suite.
+    """
+    for entry in exceptions.read(file, known_items(), known_vectors()):
+        if entry.grain != "test":
+            continue
+        name, _, test = entry.subject.partition("[")[0].partition("::")
+        path = SUITE / name
+        if not path.is_file() or not re.search(rf"^def {re.escape(test)}\(", path.read_text("utf-8"), re.MULTILINE):
+            raise SpecError("exceptions", entry.subject, f"names no test of the suite (in {file})")
+
+
+def check_compiled() -> None:
+    """Kernels run as they are used.
+
+    Raises:
+        SpecError: where a variable has them interpreted: full sizes would take hours.
+    """
+    for name in INTERPRETERS:
+        if os.environ.get(name, "0") not in ("", "0"):
+            raise SpecError(name, os.environ[name], "leaves out full sizes, which a certificate needs; add --quick")

@@ -11,6 +11,7 @@ from spec.errors import SpecError
 
 __all__ = ["failed_samples", "first_failure", "status"]
 
+
 def failed_samples(path: Path) -> list[Row]:
     """The rows of a file's samples whose last attempt failed."""
     leases = Leases(path, study_unit)

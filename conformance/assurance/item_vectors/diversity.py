@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from conformance.vectors.arrays import floats
-from conformance.vectors.json_values import Json
+from conformance.vectors.codec import floats
+from conformance.vectors.files import Json
 from reference import diversity, policies
 from reference.calibration import Calibration, Identity
 from reference.policies.diversity import TowardMean
-from reference.triattention import band_statistics, distance_score, joined, z_scores
+from reference.triattention import distance_score, joined, z_scores
 from spec.budget import Budget
 from spec.policy import LayerView, Observation, Policy, Scores
 from spec.retention import Granularity
@@ -37,21 +37,11 @@ def cosines(i: Json) -> Result:
     return {"V": V, "cosines": diversity.cosines(V)}
 
 
-def greedy(i: Json) -> Result:
-    retained = np.array(i["retained"], dtype=np.bool_)
-    return {"kept": diversity.diverse(floats(i["s"]), floats(i["V"]), retained, i["k"], i["lam"])}
-
-
 def variant_b(i: Json) -> Result:
     V, n = floats(i["V"]), len(i["s"])
     scores = Scores(floats([i["s"]]), np.arange(n + 1), signatures=V[None])
     found = TowardMean(i["lam"])(scores, np.array([i["B"]]), np.zeros(n, dtype=np.bool_))
     return {"prior": diversity.toward_mean(V), "kept": found.positions}
-
-
-def statistics(i: Json) -> Result:
-    mean, magnitude = band_statistics(floats(i["q"]))
-    return {"mean": mean, "magnitude": magnitude}
 
 
 def rope(i: Json) -> Result:
@@ -86,11 +76,8 @@ def triattention(i: Json) -> Result:
 DIVERSITY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "DV-COSINE": cosines,
     "DV-SIGNATURE": lambda i: {"signatures": diversity.signatures([floats(v) for v in i["values"]], i["mode"])},
-    "DV-GREEDY": greedy,
     "DV-POLICY": lambda i: kept(i, policies.diverse(policies.knorm(), i["lam"], i["mode"])),
     "DV-VARIANT-B": variant_b,
-    "DV-SCHEDULE": lambda i: {"budgets": policies.scheduled(i["B"], i["rounds"], i["tilt"])},
-    "TA-STATISTICS": statistics,
     "TA-CALIBRATION": rope,
     "TA-SCORE": score,
     "TA-RANKING": ranking,

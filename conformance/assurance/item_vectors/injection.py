@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from conformance.vectors.arrays import floats, integers, named
-from conformance.vectors.json_values import Json
+from conformance.vectors.codec import floats, integers, named
+from conformance.vectors.files import Json
 from reference import statistics
-from reference.injection import diagnostics, fusion, quantisers, rotation, splicing, wrappers
+from reference.injection import diagnostics, fusion, quantisers, splicing, wrappers
 from reference.statistics import Interval
 
-__all__ = ["ITEMS", "cosines", "vocabulary"]
+__all__ = ["INJECTION_ITEMS", "cosines", "vocabulary"]
 
 
 def vocabulary(words: Mapping[str, Sequence[int]]) -> wrappers.Vocabulary:
@@ -47,17 +47,8 @@ def resampled(found: Interval) -> Mapping[str, object]:
     return {"interval": [found.low, found.high], "positive": found.positive}
 
 
-ITEMS: dict[str, Callable[[Json], Mapping[str, object]]] = {
-    "IN-SHIFT-ANGLES": lambda i: {
-        "angles": rotation.shift_angles(i["n"], i["start"], floats(i["inverse_frequencies"]))
-    },
-    "IN-REBASE-ANGLES": lambda i: {
-        "angles": rotation.rebase_angles(i["n"], i["start"], floats(i["archived"]), floats(i["live"]))
-    },
-    "IN-HALF-SPLIT": lambda i: {"turned": rotation.turn_half_split(floats(i["x"]), floats(i["angles"]))},
-    "IN-INTERLEAVED": lambda i: {"turned": rotation.turn_interleaved(floats(i["x"]), floats(i["angles"]))},
+INJECTION_ITEMS: dict[str, Callable[[Json], Mapping[str, object]]] = {
     "IN-SCALE": lambda i: {"step": quantisers.scale(floats(i["x"]), quantisers.SCHEMES[i["scheme"]], i["bits"])},
-    "IN-CODES": lambda i: {"codes": quantisers.codes(floats(i["x"]), floats(i["step"]), i["bits"])},
     "IN-ARMS": region,
     "IN-MARKER": lambda i: {"id": wrappers.marker_id(wrappers.Marker(i["marker"]), words(i))},
     "IN-WRAP": wrapped,
@@ -65,7 +56,6 @@ ITEMS: dict[str, Callable[[Json], Mapping[str, object]]] = {
         "chunks": [list(chunk) for chunk in wrappers.slices(i["ids"], frozenset(i["ends"]), i["size"])]
     },
     "IN-FUSE": fused,
-    "IN-MCNEMAR": lambda i: {"p": statistics.mcnemar(i["b"], i["c"])},
     "IN-WILSON": lambda i: {"interval": list(statistics.wilson(i["correct"], i["n"], i["confidence"]))},
     "IN-BOOTSTRAP": lambda i: resampled(
         statistics.bootstrap(floats(i["differences"]), integers(i["drawn"]), i["confidence"])
@@ -73,21 +63,9 @@ ITEMS: dict[str, Callable[[Json], Mapping[str, object]]] = {
     "IN-CLUSTER-BOOTSTRAP": lambda i: resampled(statistics.cluster_bootstrap(
         floats(i["differences"]), integers(i["clusters"]), integers(i["drawn"]), i["confidence"]
     )),
-    "IN-PLACES": lambda i: named(
-        ["positions", "following"], splicing.placed(i["n"], i["hidden"], i["start"], integers(i["kept"]))
-    ),
     "IN-BASELINES": lambda i: {
         name: list(value) if isinstance(value, tuple) else value for name, value in vars(splicing.held(**i)).items()
     },
-    "IN-LEGOLINK": lambda i: {"positions": splicing.first_tokens(**i)},
-    "IN-CACHEBLEND": lambda i: {
-        "positions": splicing.most_deviating(floats(i["spliced"]), floats(i["fresh"]), i["start"], i["r"])
-    },
-    "IN-ENTROPY": lambda i: {"entropy": diagnostics.entropy(floats(i["weights"]))},
-    "IN-SINK-MASS": lambda i: {
-        "mass": diagnostics.sink_mass(floats(i["weights"]), integers(i["positions"]), i["sinks"])
-    },
     "IN-KEY-COSINE": lambda i: named(["raw", "unrotated"], cosines(i)),
     "IN-BANDS": lambda i: {name: list(band) for name, band in diagnostics.bands(i["depth"]).items()},
-    "IN-POWER": lambda i: {"power": statistics.mcnemar_power(**i)},
 }

@@ -1,50 +1,40 @@
-"""The same operations on the reference's functions, item by item."""
+"""The items on the reference: its function of the table of operations, called by name, or an adapter."""
 
 from collections.abc import Mapping
 from functools import partial
+from pkgutil import resolve_name
 
 import numpy as np
 
-from conformance.assurance.item_vectors import injection
-from conformance.assurance.item_vectors.decode import DECODE_ITEMS
 from conformance.assurance.item_vectors.diversity import DIVERSITY_ITEMS
+from conformance.assurance.item_vectors.injection import INJECTION_ITEMS
 from conformance.assurance.item_vectors.nestedkv import NESTEDKV_ITEMS
 from conformance.assurance.item_vectors.policies import POLICY_ITEMS
-from conformance.vectors.arrays import Item, flags, floats, integers, named
-from conformance.vectors.json_values import Json
-from conformance.vectors.subject import record
-from reference.crystalcache import coattention as s1
-from reference.crystalcache import (
-    compaction,
-    coverage,
-    dissolution,
-    graph,
-    impact,
-    protection,
-    renewal,
-    score,
-    sentences,
-    tiers,
-    trunks,
+from conformance.assurance.vector_writer.expected import OPERATIONS
+from conformance.assurance.vector_writer.operation import Operation
+from conformance.vectors.codec import (
+    Item,
+    call,
+    edges_of,
+    fields_of,
+    flags,
+    floats,
+    integers,
+    named,
+    record,
+    results,
+    state_of,
 )
+from conformance.vectors.files import Json
+from conformance.vectors.subject import STAGES
+from reference.backend import BACKEND
+from reference.crystalcache import activation, coverage, graph, impact, live, prefill, tail, trunks
 from reference.crystalcache.crystallization import crystallization
-from reference.crystalcache.observed_layer import observed_layer
-from reference.memory import kv_bytes
 from spec.budget import parse_budget
 from spec.parameters import CrystalCacheParameters
-from spec.records import Dissolution, Edges
+from spec.records import Dissolution
 
-__all__ = ["ITEMS"]
-
-
-def edges(triples: Json) -> Edges:
-    first, second, weight = zip(*triples, strict=True) if triples else ((), (), ())
-    return Edges(integers(first), integers(second), floats(weight))
-
-
-def attention(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
-    positions = integers(i["query_positions"]), integers(i["key_positions"])
-    return {"A": s1.attention(floats(i["q"]), floats(i["k"]), *positions, i["scaling"], i["softcap"])}
+__all__ = ["BY_ITEM", "ITEMS"]
 
 
 def interface(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
@@ -84,60 +74,48 @@ def crystallized(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
     return {"D": D if p.graph == "degree" else np.zeros_like(D)}
 
 
+def start(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    q, k, ids = floats(i["q"]), floats(i["k"]), integers(i["token_ids"])
+    found = prefill(q, k, ids, frozenset(i["sentence_ends"]), i["budget"], p, scaling=i["scaling"])
+    budget = parse_budget(i["budget"])
+    return fields_of(live.start_state(found, ids, activation.inverse_key_norms(k), budget, p))
+
+
+def chunk_trunks(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    norms = floats(i["chunk_inverse_norms"])
+    return fields_of(call(tail.join_chunk, i, p, inverse_norms=norms, backend=BACKEND))
+
+
+def by_name(one: Operation, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
+    """The reference's function on the inputs; the vectors name what it is called with."""
+    return results(call(resolve_name(f"reference.{one.reference}"), i, p, backend=BACKEND), one.gives)
+
+
 ITEMS: dict[str, Item] = {
-    "CC-MEMORY": lambda i, p: {"bytes": kv_bytes(**i)},
-    "CC-OBSERVED-LAYER": lambda i, p: {"layer": observed_layer(**i)},
+    **{name: partial(by_name, one) for name, one in OPERATIONS.items() if one.reference},
     "CC-BUDGET-FORMS": lambda i, p: {"tokens": parse_budget(i["budget"]).tokens(i["seen"])},
-    "CC-BUDGET": lambda i, p: {
-        "B": protection.effective_budget(parse_budget(i["budget"]), i["n"], p.N_sink, p.W_recent)
-    },
-    "CC-ATTENTION": attention,
-    "CC-SALIENCE": lambda i, p: {"S": s1.salience(floats(i["own"]), p)},
-    "CC-ROW-NORM": lambda i, p: {"rows": s1.row_normalise(floats(i["A"]), p.epsilon)},
-    "CC-INTRA": lambda i, p: named(["index", "weight"], s1.intra_neighbours(floats(i["rows"]), p)),
-    "CC-CROSS": lambda i, p: named(["index", "weight"], s1.cross_neighbours(floats(i["earlier"]), p)),
     "CC-EDGES": lambda i, p: {"edges": [list(edge) for edge in zip(*record(i).edges(), strict=True)]},
-    "CC-SENTENCES": lambda i, p: {"offsets": sentences.sentence_offsets(flags(i["ends"]))},
     "CC-INTERFACE": interface,
     "CC-INTERFACE-EDGES": interface_edges,
-    "CC-MERGE": lambda i, p: {"merges": trunks.merges(floats(i["weights"]), i["size"], i["next_size"], p)},
-    "CC-SPLIT": lambda i, p: {"sizes": trunks.split_sizes(i["size"], i["T_max"])},
-    "CC-COUNT": lambda i, p: {"c": impact.token_counts(integers(i["token_ids"]))},
-    "CC-RARITY": lambda i, p: {"U": impact.rarity(integers(i["c"]))},
     "CC-IMPACT": lambda i, p: {"M": IMPACT[p.impact](floats(i["S"]), floats(i["U"]), p)},
-    "CC-TRUNK-IMPACT": lambda i, p: {"M_bar": impact.trunk_impact(floats(i["M"]), integers(i["offsets"]))},
     "CC-TRUNK-EDGES": lambda i, p: {
-        "pairs": [list(row) for row in zip(*graph.trunk_pairs(edges(i["edges"]), integers(i["offsets"])), strict=True)]
+        "pairs": [list(row) for row in zip(*graph.trunk_pairs(edges_of(i), integers(i["offsets"])), strict=True)]
     },
     "CC-TRUNK-WEIGHT": trunk_weights,
-    "CC-DEGREE": lambda i, p: {"degree": graph.degree(integers(i["indptr"]), floats(i["weights"]))},
     "CC-CRYSTALLIZATION": crystallized,
-    "CC-NORMALISED-IMPACT": lambda i, p: {
-        "M_tilde": score.normalised_impact(floats(i["M_bar"]), flags(i["protected"]), p.epsilon)
-    },
-    "CC-SCORE": lambda i, p: {"score": score.score(floats(i["D"]), floats(i["M_tilde"]), p.alpha)},
-    "CC-PROTECTED": lambda i, p: {
-        "protected": protection.protected_trunks(integers(i["offsets"]), i["n"], p.N_sink, p.W_recent)
-    },
-    "CC-CUT": lambda i, p: {"c_0": protection.cut(integers(i["sizes"]), flags(i["protected"]), i["B"])},
-    "CC-ALLOCATE": lambda i, p: {"r": dissolution.allocate(integers(i["sizes"]), i["c_0"], p.N_min)},
-    "CC-KEEP-COUNT": lambda i, p: {"k": dissolution.keep_count(i["r"], i["size"], p.N_min)},
-    "CC-DISSOLVE-D": lambda i, p: {"D": dissolution.dissolved_D(floats(i["D"]), floats(i["r"]))},
-    "CC-COMPACT": lambda i, p: named(
-        ["K", "V"], compaction.compact(floats(i["K"]), floats(i["V"]), integers(i["R"]))
-    ),
-    "CC-MEAN-SALIENCE": lambda i, p: {"S": s1.mean_salience(floats(i["own"]), p)},
-    "CC-UNIT-IMPACT": lambda i, p: {"M": impact.unit_impact(floats(i["S"]), floats(i["U"]), p)},
-    "CC-UNIT-TRUNK-IMPACT": lambda i, p: {"M_bar": impact.unit_trunk_impact(floats(i["M_bar"]), p.epsilon)},
-    "CC-TIER-COUNT": lambda i, p: {"kept": tiers.tier_counts(integers(i["sizes"]), i["t"], p.N_min)},
-    "CC-TIERS": lambda i, p: {"r": tiers.tier_allocate(integers(i["sizes"]), i["c_0"], p.N_min)},
-    "CC-RENEWAL": lambda i, p: {"D": renewal.renewed_D(floats(i["D"]), flags(i["active"]), i["renewal"])},
     "CC-RARITY-FORMS": lambda i, p: {"U": RARITY[p.rarity](integers(i["c"]))},
     "CC-ADAPTIVE-MERGE": merge_threshold,
     "CC-COVERAGE": covered,
-    **DECODE_ITEMS,
+    "CC-START": start,
+    "CC-LIVE": lambda i, p: fields_of(live.keep(state_of(i), integers(i["slots"]), floats(i["D_after"]))),
+    "CC-CHUNK-TRUNKS": chunk_trunks,
     **{
         name: partial(lambda of, i, p: of(i), of)
-        for name, of in {**POLICY_ITEMS, **NESTEDKV_ITEMS, **DIVERSITY_ITEMS, **injection.ITEMS}.items()
+        for name, of in {**POLICY_ITEMS, **NESTEDKV_ITEMS, **DIVERSITY_ITEMS, **INJECTION_ITEMS}.items()
     },
 }
+BY_ITEM: dict[str, Item] = {
+    **{one.items[0]: partial(STAGES[name], BACKEND) for name, one in OPERATIONS.items() if len(one.items) == 1},
+    **ITEMS,
+}
+"""Every item on the reference, those that are a stage's alone too."""

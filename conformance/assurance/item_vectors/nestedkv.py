@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from conformance.vectors.arrays import floats
-from conformance.vectors.json_values import Json, nestedkv_parameters
+from conformance.vectors.codec import floats
+from conformance.vectors.files import Json, nestedkv_parameters
 from reference import directions, policies
 from reference import nestedkv as nk
 from spec.budget import Budget
@@ -65,8 +65,6 @@ NESTEDKV_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "NK-ROUTE": lambda i: {
         "score": nk.routed_score(scales(i), floats([i["blend"]]), floats([i["s"]]), nestedkv_parameters(i))[0]
     },
-    "NK-SCORE": lambda i: {"score": nk.anomaly_score(floats(i["k"]), nestedkv_parameters(i))},
     "NK-NESTEDKV": lambda i: {"kept": kept(i, policies.nestedkv(nestedkv_parameters(i)))},
-    "NK-TOKENS": lambda i: {"tokens": policies.eviction_budget(i["r"], i["N"])},
     "NK-ABLATIONS": ablations,
 }

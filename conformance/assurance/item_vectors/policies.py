@@ -11,8 +11,8 @@ import numpy as np
 from conformance.assurance.brute import Brute, from_vector
 from conformance.assurance.oracles import brutes
 from conformance.strategies.policy_inputs import decided
-from conformance.vectors.arrays import floats
-from conformance.vectors.json_values import Json
+from conformance.vectors.codec import floats
+from conformance.vectors.files import Json
 from reference import policies
 from reference.calibration import Calibration, Identity
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
@@ -23,10 +23,9 @@ from reference.policies.criticalkv import two_stages
 from reference.policies.kvcrush import scored_or_representative
 from reference.policies.kvzip import rehearsal_chunks
 from reference.policies.kvzip_heads import FullHeads, head_scores
-from reference.policies.official import adakv_official, pyramidkv_official
+from reference.policies.official import adakv_official
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import best_blocks, fill_units, top_units
-from reference.policies.vase import uniform_numbers
 from spec.budget import Budget
 from spec.policy import Budgets, Cadence, LayerView, Observation, Policy, Rehearsal, Repeat, Running, Scores, Selection
 from spec.retention import Granularity
@@ -206,9 +205,6 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-ADAPTIVE-BUDGET": lambda i: shared(i, Adaptive(Fraction(i["safeguard"]))),
     "PO-COMPETITION-BUDGET": lambda i: shared(i, Competition(Fraction(i["safeguard"]))),
     "PO-THRESHOLD": lambda i: shared(i, Above(i["tau"])),
-    "PO-PYRAMID-OFFICIAL": lambda i: {
-        "shares": pyramidkv_official(i["capacity"], i["W"], i["L"], i["n"], i["beta"])
-    },
     "PO-ADAKV-OFFICIAL": lambda i: {"shares": adakv_official(i["wins"], i["base"], Fraction(i["safeguard"]))},
     "PO-STEP": lambda i: {"due": [Cadence(*step[:2]).due(*step[2:]) for step in i["steps"]]},
     "PO-TURN": turned,
@@ -227,6 +223,5 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-FULL-HEADS": full_heads,
     "PO-KVZIP-HEADS": of_heads,
     "PO-PREFERENCE-BUDGET": preferred,
-    "PO-UNIFORM": lambda i: {"numbers": uniform_numbers(i["seed"], i["group"], i["seen"], i["n"])},
     "PO-EPICACHE": lambda i: kept(i, policies.epicache()),
 }

@@ -27,9 +27,8 @@ from time import perf_counter
 
 from conformance.assurance.mutants import operated, results
 from conformance.assurance.mutants.items import read_code, test_modules
-from conformance.assurance.mutants.run import run
-from conformance.assurance.mutants.sample import sample
-from conformance.assurance.mutants.sites import mutants_of_tree
+from conformance.assurance.mutants.results import run
+from conformance.assurance.mutants.sites import mutants_of_tree, sample
 from conformance.assurance.mutants.worker import CHECKED
 
 __all__ = ["main"]

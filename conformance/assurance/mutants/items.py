@@ -24,7 +24,7 @@ OTHERS = (
 )
 # What may stand between a test module and the module that it judges.
 BETWEEN = (
-    "conformance/strategies", "conformance/vectors", "conformance/assurance/strategies", "conformance/own/reference",
+    "conformance/strategies", "conformance/vectors", "conformance/own/reference",
     "conformance/own/models_integration/archive",
 )
 Function = tuple[str, str]  # path, qualified name

@@ -9,7 +9,7 @@ import pytest
 from conformance.assurance.mutants.edits import replace_module
 from conformance.assurance.mutants.items import Judges, Selection
 from conformance.assurance.mutants.operators import Signatures
-from conformance.assurance.mutants.run import Trial
+from conformance.assurance.mutants.results import Trial
 from conformance.assurance.mutants.sites import Mutant, compiled, digest, known_signatures
 from conformance.assurance.mutants.worker import file_of, marked
 

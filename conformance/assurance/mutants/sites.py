@@ -15,7 +15,15 @@ from types import CodeType
 from conformance.assurance.mutants.operators import Place, Signatures, changes, signatures
 
 __all__ = [
-    "SUBJECTS", "Mutant", "compiled", "digest", "known_signatures", "module_name", "mutants_of", "mutants_of_tree",
+    "SUBJECTS",
+    "Mutant",
+    "compiled",
+    "digest",
+    "known_signatures",
+    "module_name",
+    "mutants_of",
+    "mutants_of_tree",
+    "sample",
     "source_files",
 ]
 
@@ -196,3 +204,23 @@ def _left_alone(node: ast.AST, parent: ast.AST) -> bool:
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "TYPE_CHECKING"
     return isinstance(node, ast.AnnAssign) and "TypeAlias" in ast.unparse(node.annotation)
+
+
+def _place(seed: int, mutant: Mutant) -> bytes:
+    return hashlib.sha256(f"{seed} {mutant.key}".encode()).digest()
+
+
+def sample(mutants: Iterable[Mutant], size: int, seed: int) -> list[Mutant]:
+    """At least `size` mutants (all, if there are fewer), stratified by module, with a floor of one per function."""
+    strata: dict[str, list[Mutant]] = {}
+    for mutant in sorted(mutants, key=lambda one: _place(seed, one)):
+        strata.setdefault(mutant.path, []).append(mutant)
+    total = sum(map(len, strata.values()))
+    chosen = []
+    for path in sorted(strata):
+        stratum = strata[path]
+        share = -(-size * len(stratum) // total)
+        first = {mutant.function: mutant for mutant in reversed(stratum)}.values()
+        rest = [mutant for mutant in stratum if mutant not in first]
+        chosen += [*first, *rest][: max(share, len(first))]
+    return sorted(chosen, key=lambda one: _place(seed, one))

@@ -12,10 +12,8 @@ from platform import python_version
 import pytest
 
 from conformance.assurance.mutants.edits import Edit, function_of, replace_code
-from conformance.assurance.mutants.results import PROFILES, Result
-from conformance.assurance.mutants.rows import WrittenMutant
-from conformance.assurance.mutants.run import Trial
-from conformance.assurance.mutants.table import MUTANTS
+from conformance.assurance.mutants.results import PROFILES, Result, Trial
+from conformance.assurance.mutants.table import MUTANTS, WrittenMutant
 from conformance.assurance.mutants.worker import file_of, judges_any_backend, marked
 from conformance.assurance.trace import LOCK, read_lock
 from conformance.paths import ROOT

@@ -14,8 +14,8 @@ __all__ = [
 Matrix = Sequence[Sequence[float]]
 
 
-def shift_angles(n: int, start: int, theta: Sequence[float]) -> list[list[float]]:
-    return [[start * value for value in theta] for _ in range(n)]
+def shift_angles(n: int, start: int, inverse_frequencies: Sequence[float]) -> list[list[float]]:
+    return [[start * value for value in inverse_frequencies] for _ in range(n)]
 
 
 def rebase_angles(n: int, start: int, archived: Sequence[float], live: Sequence[float]) -> list[list[float]]:

@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 from conformance.assurance.brute import BLOCK, HALF, KERNEL, Brute, W, newest, plain
-from conformance.assurance.oracles.blocks import crushed
+from conformance.assurance.oracles.policies import crushed
 from conformance.assurance.oracles.snapkv import snapkv
 from conformance.strategies.policy_inputs import Inputs, Kept
 

@@ -10,7 +10,7 @@ from conformance.assurance.brute import SINK, Brute, by_layer, shared, sinks
 from conformance.assurance.oracles.keydiff import keydiff
 from conformance.assurance.oracles.policies import competition_shares, top
 from conformance.oracles.nestedkv import Row, scores
-from conformance.strategies.keys import NESTED
+from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import Inputs, Kept
 from spec.parameters import NESTEDKV, NestedKVParameters
 from spec.policy import Policy

@@ -10,17 +10,8 @@ from fractions import Fraction
 from typing import Any
 
 __all__ = [
-    "accumulated",
-    "adaptive_shares",
-    "chunk_selection",
-    "chunk_totals",
-    "competition_shares",
-    "epicache",
-    "pool",
-    "pyramid_shares",
-    "top",
-    "weights",
-    "window",
+    "accumulated", "adaptive_shares", "asked", "best_blocks", "best_units", "chunk_selection", "chunk_totals",
+    "competition_shares", "crushed", "epicache", "pool", "pyramid_shares", "top", "two_stages", "weights", "window",
 ]
 
 Row = Sequence[float]
@@ -175,3 +166,89 @@ def competition_shares(scores: Sequence[Sequence[float | None]], B: int, safegua
     held = [pinned + len(f) for f in first]
     more = won(scores, H * min(B, n) - sum(held), first)
     return [a + b for a, b in zip(held, more, strict=True)]
+
+
+def best_blocks(score: Sequence[float | None], b: int, B: int) -> list[int]:
+    """The open block and those with a protected token (None); then one by one the best that is left, while it fits."""
+    runs = [range(first, min(first + b, len(score))) for first in range(0, len(score), b)]
+    kept = [run for run in runs if len(run) < b or any(score[i] is None for i in run)]
+    left = [run for run in runs if run not in kept]
+    while left:
+        best = max(left, key=lambda run: (*worth(score[run.start : run.stop]), -run.start))
+        if sum(map(len, kept)) + len(best) > B:
+            break
+        kept.append(best)
+        left.remove(best)
+    return sorted(i for run in kept for i in run)
+
+
+def worth(scores: Sequence[float | None]) -> tuple[bool, float]:
+    """The sum, rounded after each token; below all others where a token has no score."""
+    total = 0.0
+    for x in scores:
+        total = total + (x or 0.0)
+    return (False, 0.0) if math.isnan(total) else (True, total)
+
+
+def two_stages(first: Score, second: Sequence[float | None], b: int, B: int, share: Fraction) -> list[int]:
+    """CriticalKV's: blocks for a share of the places beside the protected ones, then for all places."""
+    pinned = [i for i, x in enumerate(first) if x is None]
+    early = best_blocks(first, b, len(pinned) + (B - len(pinned)) * share // 1)
+    return best_blocks([None if i in early else x for i, x in enumerate(second)], b, B)
+
+
+def crushed(rows: Sequence[Score], b: int, B: int, share: Fraction, anchor: str) -> list[list[int]]:
+    """KVCrush's of a layer's heads: the best blocks, and of each run of what is left the nearest to the anchor."""
+    n, open_ = len(rows[0]), len(rows[0]) % b
+    runs = [range(first, first + b) for first in range(0, n - open_, b)]
+    free = [run for run in runs if all(rows[0][i] is not None for i in run)]
+    tokens = [i for run in free for i in run]
+    good = [set(sorted(tokens, key=lambda i: (*(-x for x in worth(row[i : i + 1])), i))[: len(tokens) // 2])
+            for row in rows]
+
+    def anchored(g: int, at: int) -> bool:
+        ones = sum(run[at] in good[g] for run in free)
+        return {"alternating": at % 2 == 1, "mean": ones > len(free) - ones, "zeros": False, "ones": True}[anchor]
+
+    far = {run: sum((i in own) is not anchored(g, at) for g, own in enumerate(good) for at, i in enumerate(run))
+           for run in free}
+    places = max(0, (B - open_) // b - (len(runs) - len(free)))
+    few, found = places * share // 1, []
+    for row in rows:
+        kept = set(best_blocks(row, b, B - few * b))
+        left = sorted((run for run in free if run[0] not in kept), key=lambda run: (far[run], run[0]))
+        r = min(few, len(left))
+        found.append(sorted(kept.union(*(left[at * len(left) // r] for at in range(r)))))
+    return found
+
+
+DIGITS = frozenset("0123456789")
+
+
+def asked(text: str, seen: int) -> int | None:
+    """CC-BUDGET-FORMS: the tokens that a text asks for; None where it must be refused."""
+    body = text.strip(" ")
+    number = body.removesuffix("%")
+    whole, point, part = number.partition(".")
+    if len(text) > 64 or not whole + part or not DIGITS.issuperset(whole + part):
+        return None
+    if not point and number == body:
+        return int(whole) if 0 < int(whole) < 2**63 else None
+    hundredths = 100 if number != body else 1
+    share = Fraction(int(whole + part), 10 ** len(part) * hundredths)
+    return -(-share.numerator * seen // share.denominator) if 0 < share <= 1 else None
+
+
+def best_units(values: Sequence[float], bounds: Sequence[int], pinned: Sequence[bool], B: int) -> list[int]:
+    """PO-TOP-UNITS: pinned units, then one by one the best that is left, until it does not fit; NaN is the worst."""
+    units = list(range(len(values)))
+    sizes = [bounds[u + 1] - bounds[u] for u in units]
+    kept = {u for u in units if pinned[u]}
+    left = [u for u in units if not pinned[u]]
+    while left:
+        best = max(left, key=lambda u: (values[u] == values[u], values[u] if values[u] == values[u] else 0.0, -u))
+        if sum(sizes[u] for u in kept) + sizes[best] > B:
+            break
+        kept.add(best)
+        left.remove(best)
+    return [i for u in sorted(kept) for i in range(bounds[u], bounds[u + 1])]

@@ -11,13 +11,22 @@ from itertools import chain
 
 from typer.main import get_command
 
-from conformance.assurance.style.rules import Offence, Passage, offences
-from conformance.assurance.style.texts import of_docstrings, of_errors, of_help, of_options, of_page
+from conformance.assurance.style.rules import (
+    Offence,
+    Passage,
+    of_docstrings,
+    of_errors,
+    of_help,
+    of_options,
+    of_page,
+    offences,
+)
 from conformance.paths import ROOT
 from conformance.verify.request import parser as verify
 from models_integration.cli.app import app
 
 __all__ = ["GROUPS", "found_in", "main"]
+
 
 def _pages(*patterns: str) -> Iterator[Passage]:
     return chain.from_iterable(of_page(path) for pattern in patterns for path in sorted(ROOT.glob(pattern)))

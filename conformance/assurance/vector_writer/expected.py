@@ -1,4 +1,4 @@
-"""What each operation must give, from the oracles; and which of its results are bounded."""
+"""The operations: what each must give, from the oracles, and the reference's function."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,20 +7,23 @@ from fractions import Fraction
 from functools import partial
 
 from conformance.assurance.vector_writer import brute_force as plain
-from conformance.assurance.vector_writer import expected_diversity as diversity
-from conformance.assurance.vector_writer import expected_injection
 from conformance.assurance.vector_writer.expected_decode import DECODE_OPERATIONS
-from conformance.assurance.vector_writer.expected_nestedkv import BOUNDED as NESTEDKV_BOUNDED
-from conformance.assurance.vector_writer.expected_nestedkv import RESULTS as NESTEDKV_RESULTS
-from conformance.assurance.vector_writer.expected_policies import RESULTS
-from conformance.assurance.vector_writer.operation import Operation
+from conformance.assurance.vector_writer.expected_diversity import DIRECT as DIVERSITY_DIRECT
+from conformance.assurance.vector_writer.expected_diversity import RESULTS as DIVERSITY
+from conformance.assurance.vector_writer.expected_injection import OPERATIONS as INJECTION
+from conformance.assurance.vector_writer.expected_nestedkv import DIRECT as NESTEDKV_DIRECT
+from conformance.assurance.vector_writer.expected_nestedkv import RESULTS as NESTEDKV
+from conformance.assurance.vector_writer.expected_policies import DIRECT as POLICIES_DIRECT
+from conformance.assurance.vector_writer.expected_policies import RESULTS as POLICIES
+from conformance.assurance.vector_writer.operation import Operation, direct
 from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
-from conformance.vectors.json_values import Json, Results
+from conformance.vectors.files import Json, Results
 from spec.parameters import CrystalCacheParameters
 
 __all__ = ["OPERATIONS"]
 
 NAN = math.nan
+NEIGHBOURS = ["index", "weight"]
 
 
 def neighbours(rows: Sequence[Mapping[int, float]], k: int, tau: float) -> Results:
@@ -152,34 +155,34 @@ def merge_threshold(i: Json, p: CrystalCacheParameters) -> Results:
 
 ORACLES = "conformance.oracles."
 PLAIN = "conformance.assurance.vector_writer.brute_force."
+HERE = "conformance.assurance.vector_writer.expected_"
+CC = "crystalcache."
 
 OPERATIONS: dict[str, Operation] = {
-    "CC-MEMORY": Operation(PLAIN + "kv_bytes", lambda i, p: {"bytes": plain.kv_bytes(**i)}),
-    "CC-OBSERVED-LAYER": Operation(
-        PLAIN + "observed_layer", lambda i, p: {"layer": plain.observed_layer(**i)}
-    ),
-    "CC-BUDGET-FORMS": Operation(ORACLES + "s6.tokens", lambda i, p: {"tokens": s6.tokens(i["budget"], i["seen"])}),
+    "CC-MEMORY": direct(PLAIN + "kv_bytes", "bytes", "memory.kv_bytes"),
+    "CC-OBSERVED-LAYER": direct(PLAIN + "observed_layer", "layer", CC + "observed_layer.observed_layer"),
+    "CC-BUDGET-FORMS": direct(ORACLES + "s6.tokens", "tokens"),
     "CC-BUDGET": Operation(
         ORACLES + "s6.effective_budget",
         lambda i, p: {"B": s6.effective_budget(share(i), i["n"], p.N_sink, p.W_recent)},
+        reference=CC + "protection.effective_budget", gives=["B"],
     ),
-    "CC-ATTENTION": Operation(ORACLES + "s1.attention", lambda i, p: {"A": s1.attention(**i)}, bounded=("A",)),
-    "CC-SALIENCE": Operation(ORACLES + "s1.salience", lambda i, p: {"S": s1.salience(i["own"], p)}, bounded=("S",)),
-    "CC-ROW-NORM": Operation(
-        ORACLES + "s1.row_normalise", lambda i, p: {"rows": s1.row_normalise(i["A"], p.epsilon)}, bounded=("rows",)
+    "CC-ATTENTION": direct(ORACLES + "s1.attention", "A", CC + "coattention.attention"),
+    "CC-SALIENCE": direct(ORACLES + "s1.salience", "S", CC + "coattention.salience"),
+    "CC-ROW-NORM": direct(ORACLES + "s1.row_normalise", "rows", CC + "coattention.row_normalise"),
+    "CC-INTRA": Operation(
+        ORACLES + "s1.strongest", intra, reference=CC + "coattention.intra_neighbours", gives=NEIGHBOURS,
     ),
-    "CC-INTRA": Operation(ORACLES + "s1.strongest", intra),
     "CC-CROSS": Operation(
         ORACLES + "s1.strongest",
         lambda i, p: neighbours([dict(enumerate(row)) for row in i["earlier"]], p.k_cross, p.tau_cross),
+        reference=CC + "coattention.cross_neighbours", gives=NEIGHBOURS,
     ),
-    "CC-EDGES": Operation(PLAIN + "edge_list", lambda i, p: {"edges": edges(i)}),
-    "coattention": Operation(
-        ORACLES + "s1.coattention", coattention,
-        ("salience", "intra", "intra_weight", "cross", "cross_weight"), ("CC-COATTENTION",),
-    ),
+    "CC-EDGES": direct(PLAIN + "edge_list", "edges"),
+    "coattention": Operation(ORACLES + "s1.coattention", coattention, ["CC-COATTENTION"]),
     "CC-SENTENCES": Operation(
-        ORACLES + "s2.sentences", lambda i, p: {"offsets": offsets_of(s2.sentences(i["ends"]))}
+        ORACLES + "s2.sentences", lambda i, p: {"offsets": offsets_of(s2.sentences(i["ends"]))},
+        reference=CC + "sentences.sentence_offsets", gives=["offsets"],
     ),
     "CC-INTERFACE": Operation(ORACLES + "s2.last5, " + ORACLES + "s2.first5", interface),
     "CC-INTERFACE-EDGES": Operation(
@@ -188,16 +191,18 @@ OPERATIONS: dict[str, Operation] = {
             list(range(*i["current"])), list(range(*i["sentence"])), [tuple(edge) for edge in i["edges"]]
         )},
     ),
-    "CC-MERGE": Operation(
-        ORACLES + "s2.merges", lambda i, p: {"merges": s2.merges(i["weights"], i["size"], i["next_size"], p)}
-    ),
+    "CC-MERGE": direct(ORACLES + "s2.merges", "merges", CC + "trunks.merges"),
     "CC-SPLIT": Operation(
         ORACLES + "s2.split",
         lambda i, p: {"sizes": [len(piece) for piece in s2.split(list(range(i["size"])), i["T_max"])]},
+        reference=CC + "trunks.split_sizes", gives=["sizes"],
     ),
-    "trunks": Operation(ORACLES + "s2.trunks", trunks, items=("CC-TRUNKS", "CC-TRUNK-IMPACT")),
-    "CC-COUNT": Operation(ORACLES + "s3.counts", lambda i, p: {"c": s3.counts(i["token_ids"])}),
-    "CC-RARITY": Operation(ORACLES + "s3.rarity", lambda i, p: {"U": [s3.rarity(c) for c in i["c"]]}, ("U",)),
+    "trunks": Operation(ORACLES + "s2.trunks", trunks, ["CC-TRUNKS", "CC-TRUNK-IMPACT"]),
+    "CC-COUNT": direct(ORACLES + "s3.counts", "c", CC + "impact.token_counts"),
+    "CC-RARITY": Operation(
+        ORACLES + "s3.rarity", lambda i, p: {"U": [s3.rarity(c) for c in i["c"]]},
+        reference=CC + "impact.rarity", gives=["U"],
+    ),
     "CC-IMPACT": Operation(
         ORACLES + "s3.token_impact",
         lambda i, p: {"M": [s3.token_impact(S, U, p) for S, U in zip(i["S"], i["U"], strict=True)]},
@@ -205,98 +210,91 @@ OPERATIONS: dict[str, Operation] = {
     "CC-TRUNK-IMPACT": Operation(
         ORACLES + "s3.trunk_impact",
         lambda i, p: {"M_bar": [s3.trunk_impact(i["M"], g) for g in plain.trunk_lists(i["offsets"])]},
+        reference=CC + "impact.trunk_impact", gives=["M_bar"],
     ),
     "impact": Operation(
-        ORACLES + "s3.impact", lambda i, p: {"M": s3.impact(i["salience"], i["token_ids"], p)}, ("M",),
-        ("CC-COUNT", "CC-RARITY", "CC-IMPACT"),
+        ORACLES + "s3.impact", lambda i, p: {"M": s3.impact(i["salience"], i["token_ids"], p)},
+        ["CC-COUNT", "CC-RARITY", "CC-IMPACT"],
     ),
     "CC-TRUNK-EDGES": Operation(
         ORACLES + "s4.cross_weights",
         lambda i, p: {"pairs": plain.pairs([tuple(edge) for edge in i["edges"]], i["offsets"])},
     ),
-    "CC-TRUNK-WEIGHT": Operation(ORACLES + "s4.trunk_weight", trunk_weight, ("weights",)),
-    "CC-DEGREE": Operation(ORACLES + "s4.degree", csr_degree),
+    "CC-TRUNK-WEIGHT": Operation(ORACLES + "s4.trunk_weight", trunk_weight),
+    "CC-DEGREE": Operation(ORACLES + "s4.degree", csr_degree, reference=CC + "graph.degree", gives=["degree"]),
     "CC-CRYSTALLIZATION": Operation(
-        ORACLES + "s4.crystallization", lambda i, p: {"D": s4.crystallization(i["degree"], p)}, ("D",)
+        ORACLES + "s4.crystallization", lambda i, p: {"D": s4.crystallization(i["degree"], p)},
     ),
     "graph": Operation(
-        ORACLES + "s4.weight_matrix, " + ORACLES + "s4.crystallization", graph, ("weights", "degree", "D"),
-        ("CC-TRUNK-EDGES", "CC-TRUNK-WEIGHT", "CC-DEGREE", "CC-CRYSTALLIZATION"),
+        ORACLES + "s4.weight_matrix, " + ORACLES + "s4.crystallization", graph,
+        ["CC-TRUNK-EDGES", "CC-TRUNK-WEIGHT", "CC-DEGREE", "CC-CRYSTALLIZATION"],
     ),
     "CC-NORMALISED-IMPACT": Operation(
         ORACLES + "s5.normalised_impact",
         lambda i, p: {"M_tilde": spread(s5.normalised_impact(i["M_bar"], alive(i), p.epsilon), len(i["M_bar"]))},
-        ("M_tilde",),
+        reference=CC + "score.normalised_impact", gives=["M_tilde"],
     ),
-    "CC-SCORE": Operation(PLAIN + "score", lambda i, p: {"score": plain.score(i["D"], i["M_tilde"], p.alpha)}),
+    "CC-SCORE": direct(PLAIN + "score", "score", CC + "score.score"),
     "score": Operation(
         ORACLES + "s5.score", lambda i, p: {"score": spread(s5.score(i["D"], i["impact"], alive(i), p), len(i["D"]))},
-        ("score",), ("CC-NORMALISED-IMPACT", "CC-SCORE"),
+        ["CC-NORMALISED-IMPACT", "CC-SCORE"],
     ),
     "CC-PROTECTED": Operation(
         ORACLES + "s6.protected",
         lambda i, p: {"protected": s6.protected(plain.trunk_lists(i["offsets"]), i["n"], p.N_sink, p.W_recent)},
+        reference=CC + "protection.protected_trunks", gives=["protected"],
     ),
-    "CC-CUT": Operation(PLAIN + "cut", lambda i, p: {"c_0": plain.cut(**i)}),
+    "CC-CUT": direct(PLAIN + "cut", "c_0", CC + "protection.cut"),
     "CC-ALLOCATE": Operation(
-        ORACLES + "s6.allocate", lambda i, p: {"r": [float(r) for r in s6.allocate(i["sizes"], i["c_0"], p.N_min)[0]]}
+        ORACLES + "s6.allocate", lambda i, p: {"r": [float(r) for r in s6.allocate(i["sizes"], i["c_0"], p.N_min)[0]]},
+        reference=CC + "dissolution.allocate", gives=["r"],
     ),
     "CC-KEEP-COUNT": Operation(
-        ORACLES + "s6.keep_count", lambda i, p: {"k": s6.keep_count(Fraction(i["r"]), i["size"], p.N_min)}
+        ORACLES + "s6.keep_count", lambda i, p: {"k": s6.keep_count(Fraction(i["r"]), i["size"], p.N_min)},
+        reference=CC + "dissolution.keep_count", gives=["k"],
     ),
-    "CC-DISSOLVE-D": Operation(PLAIN + "dissolved_D", lambda i, p: {"D": plain.dissolved_D(**i)}),
+    "CC-DISSOLVE-D": direct(PLAIN + "dissolved_D", "D", CC + "dissolution.dissolved_D"),
     "dissolve": Operation(
         ORACLES + "s6.dissolve", dissolve,
-        items=("CC-DISSOLVE", "CC-CUT", "CC-ALLOCATE", "CC-KEEP-COUNT", "CC-DISSOLVE-D"),
+        ["CC-DISSOLVE", "CC-CUT", "CC-ALLOCATE", "CC-KEEP-COUNT", "CC-DISSOLVE-D"],
     ),
     "CC-MEAN-SALIENCE": Operation(
-        ORACLES + "s1.salience", lambda i, p: {"S": s1.salience(i["own"], replace(p, heads="mean"))}, bounded=("S",)
+        ORACLES + "s1.salience", lambda i, p: {"S": s1.salience(i["own"], replace(p, heads="mean"))},
+        reference=CC + "coattention.mean_salience", gives=["S"],
     ),
     "CC-UNIT-IMPACT": Operation(
         ORACLES + "s3.token_impact",
         lambda i, p: {"M": [s3.token_impact(S, U, p, max(i["S"])) for S, U in zip(i["S"], i["U"], strict=True)]},
+        reference=CC + "impact.unit_impact", gives=["M"],
     ),
     "CC-UNIT-TRUNK-IMPACT": Operation(
         ORACLES + "s3.unit_trunk_impact",
         lambda i, p: {"M_bar": s3.unit_trunk_impact(i["M_bar"], replace(p, trunk_impact="unit"))},
+        reference=CC + "impact.unit_trunk_impact", gives=["M_bar"],
     ),
-    "CC-TIER-COUNT": Operation(
-        ORACLES + "s6.tier_counts", lambda i, p: {"kept": s6.tier_counts(i["sizes"], i["t"], p.N_min)}
-    ),
+    "CC-TIER-COUNT": direct(ORACLES + "s6.tier_counts", "kept", CC + "tiers.tier_counts"),
     "CC-TIERS": Operation(
         ORACLES + "s6.tier_allocate",
         lambda i, p: {"r": [float(r) for r in s6.tier_allocate(i["sizes"], i["c_0"], p.N_min)[0]]},
+        reference=CC + "tiers.tier_allocate", gives=["r"],
     ),
-    "CC-RENEWAL": Operation(PLAIN + "renewed_D", lambda i, p: {"D": plain.renewed_D(**i)}),
+    "CC-RENEWAL": direct(PLAIN + "renewed_D", "D", CC + "renewal.renewed_D"),
     "CC-RARITY-FORMS": Operation(
-        ORACLES + "s3.rarity_of", lambda i, p: {"U": [s3.rarity_of(c, p) for c in i["c"]]}, ("U",)
+        ORACLES + "s3.rarity_of", lambda i, p: {"U": [s3.rarity_of(c, p) for c in i["c"]]},
     ),
     "CC-ADAPTIVE-MERGE": Operation(ORACLES + "s2.median_strength", merge_threshold),
     "CC-COVERAGE": Operation(ORACLES + "s6.backfill", covered),
-    "CC-COMPACT": Operation(PLAIN + "compact", lambda i, p: plain.compact(**i)),
-    "prefill": Operation(ORACLES + "pipeline.prefill", prefill, ("scores", "D"), ("CC-PREFILL",)),
+    "CC-COMPACT": direct(PLAIN + "compact", "K V", CC + "compaction.compact"),
+    "prefill": Operation(ORACLES + "pipeline.prefill", prefill, ["CC-PREFILL"]),
     **DECODE_OPERATIONS,
     **{
-        item: Operation("conformance.assurance.vector_writer.expected_policies", lambda i, p, run=run: run(i))  # type: ignore[misc]
-        for item, run in RESULTS.items()
-    },
-    **{
-        item: Operation(
-            "conformance.assurance.vector_writer.expected_diversity", lambda i, p, run=run: run(i),  # type: ignore[misc]
-            diversity.BOUNDED.get(item, ()),
+        item: Operation(HERE + room, partial(lambda of, i, p: of(i), of), reference=name, gives=gives.split())
+        for room, rows, of_reference in (
+            ("policies", POLICIES, POLICIES_DIRECT), ("diversity", DIVERSITY, DIVERSITY_DIRECT),
+            ("nestedkv", NESTEDKV, NESTEDKV_DIRECT),
         )
-        for item, run in diversity.RESULTS.items()
+        for item, of in rows.items() for name, gives in [of_reference.get(item, ("", ""))]
     },
-    **{
-        item: Operation(
-            "conformance.assurance.vector_writer.expected_nestedkv", lambda i, p, run=run: run(i),  # type: ignore[misc]
-            [NESTEDKV_BOUNDED[item]] if item in NESTEDKV_BOUNDED else [],
-        )
-        for item, run in NESTEDKV_RESULTS.items()
-    },
-    "anomaly_score": Operation(
-        ORACLES + "nestedkv.scores", lambda i, p: NESTEDKV_RESULTS["NK-SCORE"](i), ("score",), ("NK-SCORE",),
-    ),
+    "anomaly_score": Operation(ORACLES + "nestedkv.scores", lambda i, p: NESTEDKV["NK-SCORE"](i), ["NK-SCORE"]),
+    **INJECTION,
 }
-for name, (oracle, of, bounded) in expected_injection.OPERATIONS.items():
-    OPERATIONS[name] = Operation(oracle, partial(lambda of, i, p: of(i), of), bounded)

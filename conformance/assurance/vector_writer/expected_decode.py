@@ -3,10 +3,10 @@
 from collections.abc import Sequence, Set
 
 from conformance.assurance.vector_writer.brute_force import trunk_lists
-from conformance.assurance.vector_writer.operation import Operation
+from conformance.assurance.vector_writer.operation import Operation, direct
 from conformance.oracles import decode, pipeline, s1, s4, s6
 from conformance.oracles.decode import Model, Trunk
-from conformance.vectors.json_values import Json, Results
+from conformance.vectors.files import Json, Results
 from conformance.vectors.models import budget_of, csr_of, model_of, pairs_of, results_of
 from spec.parameters import CrystalCacheParameters
 
@@ -75,10 +75,6 @@ def tail(i: Json, p: CrystalCacheParameters) -> Results:
     now = model_of(i)
     decode.append(now, i["token_id"], i["inverse_norm"])
     return results_of(now)
-
-
-def tail_D(i: Json, p: CrystalCacheParameters) -> Results:
-    return {"D": decode.edgeless_D(i["mu"], i["sigma"], p)}
 
 
 def tail_trunks(i: Json, p: CrystalCacheParameters) -> Results:
@@ -165,41 +161,48 @@ def seen_count(i: Json, p: CrystalCacheParameters) -> Results:
 
 ORACLE = "conformance.oracles.decode."
 OWN = "conformance.assurance.vector_writer.expected_decode."
-FLOATS = ("impact", "trunk_impact", "D", "weights", "mu", "sigma")
+CC = "crystalcache."
 
 DECODE_OPERATIONS: dict[str, Operation] = {
-    "CC-START": Operation(OWN + "extend", start, FLOATS),
+    "CC-START": Operation(OWN + "extend", start),
     "CC-LIVE": Operation(ORACLE + "keep", live),
-    "CC-SEEN-COUNT": Operation("conformance.assurance.vector_writer.expected_decode.seen_count", seen_count),
-    "CC-TAIL": Operation(ORACLE + "append", tail),
-    "CC-TAIL-D": Operation(ORACLE + "edgeless_D", tail_D, ("D",)),
-    "CC-CHUNK-TRUNKS": Operation(ORACLE + "join_chunk", chunk_trunks, FLOATS),
-    "CC-TAIL-TRUNKS": Operation(ORACLE + "join_tail", tail_trunks, FLOATS),
-    "CC-ETA": Operation(ORACLE + "eta", lambda i, p: {"eta": decode.eta(i["inverse_norms"])}),
-    "CC-PULSE": Operation(ORACLE + "pulses", pulses),
+    "CC-SEEN-COUNT": Operation(
+        OWN + "seen_count", seen_count, reference=CC + "live.count_seen", gives=["ids", "counts", "c"],
+    ),
+    "CC-TAIL": Operation(ORACLE + "append", tail, reference=CC + "tail.append"),
+    "CC-TAIL-D": direct(ORACLE + "edgeless_D", "D", CC + "tail.edgeless_D"),
+    "CC-CHUNK-TRUNKS": Operation(ORACLE + "join_chunk", chunk_trunks),
+    "CC-TAIL-TRUNKS": Operation(ORACLE + "join_tail", tail_trunks, reference=CC + "tail.join_tail"),
+    "CC-ETA": direct(ORACLE + "eta", "eta", CC + "activation.normalised_inverse_norms"),
+    "CC-PULSE": Operation(ORACLE + "pulses", pulses, reference=CC + "resonance.pulses", gives=["pulse"]),
     "CC-RAISE": Operation(
         ORACLE + "raise_D",
         lambda i, p: {"D": [decode.raise_D(D, pulse, p) for D, pulse in zip(i["D"], i["pulse"], strict=True)]},
+        reference=CC + "resonance.raised", gives=["D"],
     ),
-    "CC-LIVE-PROTECTED": Operation("conformance.oracles.s6.protected", live_protected),
-    "CC-BREATH-PROTECTED": Operation(ORACLE + "protected", breath_protected),
-    "CC-REEVICT": Operation(ORACLE + "evict", reevict, FLOATS),
+    "CC-LIVE-PROTECTED": Operation(
+        "conformance.oracles.s6.protected", live_protected, reference=CC + "breath.protected_trunks_of",
+        gives=["protected"],
+    ),
+    "CC-BREATH-PROTECTED": Operation(
+        ORACLE + "protected", breath_protected, reference=CC + "breath.breath_protection", gives=["protected"],
+    ),
+    "CC-REEVICT": Operation(ORACLE + "evict", reevict, reference=CC + "breath.evict"),
     "CC-BREATH": Operation(
-        ORACLE + "breath", lambda i, p: results_of(decode.breath(model_of(i), set(i["sentence_ends"]), p)), FLOATS
+        ORACLE + "breath", lambda i, p: results_of(decode.breath(model_of(i), set(i["sentence_ends"]), p)),
+        reference=CC + "breath.breath",
     ),
-    "inverse_key_norms": Operation(ORACLE + "inverse_norm", key_norms, ("inverse_norms",), ("CC-KEY-NORM",)),
+    "inverse_key_norms": Operation(ORACLE + "inverse_norm", key_norms, ["CC-KEY-NORM"]),
     "decay": Operation(
         ORACLE + "decay",
         lambda i, p: {"D": [decode.decay(D, M, p) for D, M in zip(i["D"], i["trunk_impact"], strict=True)]},
-        ("D",), ("CC-DECAY",),
+        ["CC-DECAY"],
     ),
-    "activation": Operation(ORACLE + "active", activation, items=("CC-ACTIVATION",)),
-    "resonance": Operation(ORACLE + "resonance", resonance, items=("CC-RESONANCE",)),
-    "hebbian": Operation(ORACLE + "hebb", hebbian, items=("CC-HEBB",)),
-    "segment_graph": Operation(
-        "conformance.oracles.s4.trunk_weight", segment_graph, ("weights",), ("CC-SEGMENT-GRAPH",)
-    ),
-    "segment_crystallization": Operation(ORACLE + "settle", segment_crystallization, ("D",), ("CC-SEGMENT-D",)),
-    "decode_step": Operation(ORACLE + "decode_step", step, FLOATS, ("CC-STEP",)),
-    "extend": Operation(OWN + "extend", segment, (*FLOATS, "inverse_norms"), ("CC-SEGMENT",)),
+    "activation": Operation(ORACLE + "active", activation, ["CC-ACTIVATION"]),
+    "resonance": Operation(ORACLE + "resonance", resonance, ["CC-RESONANCE"]),
+    "hebbian": Operation(ORACLE + "hebb", hebbian, ["CC-HEBB"]),
+    "segment_graph": Operation("conformance.oracles.s4.trunk_weight", segment_graph, ["CC-SEGMENT-GRAPH"]),
+    "segment_crystallization": Operation(ORACLE + "settle", segment_crystallization, ["CC-SEGMENT-D"]),
+    "decode_step": Operation(ORACLE + "decode_step", step, ["CC-STEP"]),
+    "extend": Operation(OWN + "extend", segment, ["CC-SEGMENT"]),
 }

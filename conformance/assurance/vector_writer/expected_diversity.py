@@ -10,9 +10,9 @@ from conformance.assurance.oracles import signatures as signed
 from conformance.assurance.oracles import triattention as tri
 from conformance.assurance.oracles.knorm import knorm
 from conformance.oracles import diversity as alpha
-from conformance.vectors.json_values import Json
+from conformance.vectors.files import Json
 
-__all__ = ["BOUNDED", "RESULTS"]
+__all__ = ["DIRECT", "RESULTS"]
 
 OFFSETS = [1 << e for e in range(17)]
 
@@ -84,7 +84,11 @@ def kept(i: Json) -> Json:
     return {"kept": [oracle.top(row, i["B"]) for row in tri.joined(Z, i["mode"])]}
 
 
-BOUNDED: Mapping[str, list[str]] = {"TA-SCORE": ["score"]}
+DIRECT = {
+    "DV-GREEDY": ("diversity.diverse", "kept"), "DV-SCHEDULE": ("policies.scheduled", "budgets"),
+    "TA-STATISTICS": ("triattention.band_statistics", "mean magnitude"),
+}
+"""The reference's function of an item that is called with the inputs by name, and the names of its results."""
 RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "DV-COSINE": cosines,
     "DV-SIGNATURE": lambda i: {"signatures": signed.signatures(i["values"], i["mode"])},

@@ -1,11 +1,13 @@
 """What each operation of injection must give, from the oracles."""
 
 import struct
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from statistics import NormalDist
 
 from conformance.assurance.oracles import injection, statistics
-from conformance.vectors.json_values import Json
+from conformance.assurance.vector_writer.operation import Operation, direct
+from conformance.vectors.files import Json
 
 __all__ = ["OPERATIONS"]
 
@@ -48,7 +50,7 @@ def scales(i: Json) -> list[list[list[float]]]:
     return shapes[scheme]()
 
 
-def turned(interleaved: bool) -> object:
+def turned(interleaved: bool) -> Callable[[Json], Json]:
     def run(i: Json) -> Json:
         still = all(angle == 0 for row in i["angles"] for angle in row)  # i times 0 loses a negative zero
         return {"turned": i["x"] if still else injection.moved(i["x"], i["angles"], interleaved)}
@@ -92,59 +94,66 @@ def fractions(i: Json) -> Json:
 
 HERE, COUNTED = "conformance.assurance.oracles.injection.", "conformance.assurance.oracles.statistics."
 
-# Item: the oracle's name, the results, which of them are bounded.
-OPERATIONS = {
-    "IN-SHIFT-ANGLES": (
-        HERE + "shift_angles",
-        lambda i: {"angles": injection.shift_angles(i["n"], i["start"], i["inverse_frequencies"])}, (),
-    ),
-    "IN-REBASE-ANGLES": (HERE + "rebase_angles", lambda i: {"angles": injection.rebase_angles(**i)}, ()),
-    "IN-HALF-SPLIT": (HERE + "moved", turned(interleaved=False), ("turned",)),
-    "IN-INTERLEAVED": (HERE + "moved", turned(interleaved=True), ("turned",)),
-    "IN-SCALE": (HERE + "scale_of", lambda i: {"step": scales(i)}, ()),
-    "IN-CODES": (
+ROTATION, SPLICING = "injection.rotation.", "injection.splicing."
+
+
+def of(
+    oracle: str, results: Callable[[Json], Json], reference: str = "", gives: Sequence[str] = (),
+) -> Operation:
+    """An operation without parameters."""
+    return Operation(oracle, lambda i, p: results(i), (), reference, gives)
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    "IN-SHIFT-ANGLES": direct(HERE + "shift_angles", "angles", ROTATION + "shift_angles"),
+    "IN-REBASE-ANGLES": direct(HERE + "rebase_angles", "angles", ROTATION + "rebase_angles"),
+    "IN-HALF-SPLIT": of(HERE + "moved", turned(interleaved=False), ROTATION + "turn_half_split", ["turned"]),
+    "IN-INTERLEAVED": of(HERE + "moved", turned(interleaved=True), ROTATION + "turn_interleaved", ["turned"]),
+    "IN-SCALE": of(HERE + "scale_of", lambda i: {"step": scales(i)}),
+    "IN-CODES": of(
         HERE + "code",
         lambda i: {"codes": [
             [[injection.code(value, i["step"][0][0][0], i["bits"]) for value in token] for token in head]
             for head in i["x"]
-        ]}, (),
+        ]}, "injection.quantisers.codes", ["codes"],
     ),
-    "IN-ARMS": (HERE + "quantised_region", region, ()),
-    "IN-MARKER": (HERE + "wrapped", lambda i: {"id": i["ids"][i["texts"].index(i["marker"])][0]}, ()),
-    "IN-WRAP": (HERE + "wrapped", wrapped, ()),
-    "IN-SLICES": (HERE + "cuts", lambda i: {"chunks": injection.cuts(i["ids"], i["ends"], i["size"])}, ()),
-    "IN-FUSE": (HERE + "fused", fused, ()),
-    "IN-MCNEMAR": (COUNTED + "mcnemar", lambda i: {"p": float(statistics.mcnemar(i["b"], i["c"]))}, ()),
-    "IN-WILSON": (
+    "IN-ARMS": of(HERE + "quantised_region", region),
+    "IN-MARKER": of(HERE + "wrapped", lambda i: {"id": i["ids"][i["texts"].index(i["marker"])][0]}),
+    "IN-WRAP": of(HERE + "wrapped", wrapped),
+    "IN-SLICES": direct(HERE + "cuts", "chunks"),
+    "IN-FUSE": of(HERE + "fused", fused),
+    "IN-MCNEMAR": of(
+        COUNTED + "mcnemar", lambda i: {"p": float(statistics.mcnemar(i["b"], i["c"]))}, "statistics.mcnemar", ["p"],
+    ),
+    "IN-WILSON": of(
         COUNTED + "wilson",
         lambda i: {"interval": statistics.wilson(
             i["correct"], i["n"], NormalDist().inv_cdf(0.5 + i["confidence"] / 2)
-        )}, ("interval",),
+        )},
     ),
-    "IN-BOOTSTRAP": (COUNTED + "bootstrap", lambda i: resampled(statistics.bootstrap(**i)), ("interval",)),
-    "IN-CLUSTER-BOOTSTRAP": (
-        COUNTED + "cluster_bootstrap", lambda i: resampled(statistics.cluster_bootstrap(**i)), ("interval",),
+    "IN-BOOTSTRAP": of(COUNTED + "bootstrap", lambda i: resampled(statistics.bootstrap(**i))),
+    "IN-CLUSTER-BOOTSTRAP": of(
+        COUNTED + "cluster_bootstrap", lambda i: resampled(statistics.cluster_bootstrap(**i)),
     ),
-    "IN-PLACES": (
-        HERE + "placed",
-        lambda i: dict(zip(["positions", "following"], injection.placed(
-            i["n"], i["hidden"], i["start"], i["kept"]
-        ), strict=True)), (),
-    ),
-    "IN-BASELINES": (HERE + "held", lambda i: injection.held(**i), ()),
-    "IN-LEGOLINK": (HERE + "first_tokens", lambda i: {"positions": injection.first_tokens(**i)}, ()),
-    "IN-CACHEBLEND": (HERE + "most_deviating", lambda i: {"positions": injection.most_deviating(**i)}, ()),
-    "IN-ENTROPY": (
+    "IN-PLACES": direct(HERE + "placed", "positions following", SPLICING + "placed"),
+    "IN-BASELINES": direct(HERE + "held", ""),
+    "IN-LEGOLINK": direct(HERE + "first_tokens", "positions", SPLICING + "first_tokens"),
+    "IN-CACHEBLEND": direct(HERE + "most_deviating", "positions", SPLICING + "most_deviating"),
+    "IN-ENTROPY": of(
         HERE + "entropy",
-        lambda i: {"entropy": [[injection.entropy(query) for query in head] for head in i["weights"]]}, ("entropy",),
+        lambda i: {"entropy": [[injection.entropy(query) for query in head] for head in i["weights"]]},
+        "injection.diagnostics.entropy", ["entropy"],
     ),
-    "IN-SINK-MASS": (
+    "IN-SINK-MASS": of(
         HERE + "sink_mass",
         lambda i: {"mass": [
             [injection.sink_mass(query, i["positions"], i["sinks"]) for query in head] for head in i["weights"]
-        ]}, (),
+        ]}, "injection.diagnostics.sink_mass", ["mass"],
     ),
-    "IN-KEY-COSINE": (HERE + "cosines", cosines, ("raw", "unrotated")),
-    "IN-BANDS": (HERE + "bands", lambda i: injection.bands(i["depth"]), ()),
-    "IN-POWER": (COUNTED + "power", lambda i: {"power": float(statistics.power(**fractions(i)))}, ("power",)),
+    "IN-KEY-COSINE": of(HERE + "cosines", cosines),
+    "IN-BANDS": direct(HERE + "bands", ""),
+    "IN-POWER": of(
+        COUNTED + "power", lambda i: {"power": float(statistics.power(**fractions(i)))}, "statistics.mcnemar_power",
+        ["power"],
+    ),
 }

@@ -1,22 +1,22 @@
 """What the operations must give for large inputs: the oracles of full size where those in plain Python are too slow."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from conformance.assurance.vector_writer.compact import unsure
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.assurance.vector_writer.operation import Operation
-from conformance.checks.scale_s1 import chosen
+from conformance.checks.scale_checks import chosen
 from conformance.oracles.scale import decode, s1, stages
 from conformance.oracles.scale.s1 import Ranked
-from conformance.vectors.compact import summary
-from conformance.vectors.json_values import Json, Results
+from conformance.vectors.compact import digest, expanded, is_compact, summary, words
+from conformance.vectors.files import Json, Results
 from spec.arrays import IntMatrix, Matrix
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
 
-__all__ = ["LARGE_OPERATIONS", "shortened"]
+__all__ = ["LARGE_OPERATIONS", "made", "shortened", "unsure"]
 
 LONG = 64  # values of a result that is written as it is
 NEAR_TIE = 2.0**-40
@@ -101,7 +101,7 @@ LARGE_OPERATIONS = {
     **OPERATIONS,
     **{
         name: Operation(
-            f"conformance.oracles.scale.{oracle}", results, OPERATIONS[name].bounded, OPERATIONS[name].items
+            f"conformance.oracles.scale.{oracle}", results, OPERATIONS[name].items
         )
         for name, (oracle, results) in FULL_SIZE.items()
     },
@@ -115,3 +115,20 @@ def shortened(value: Any, bits: int | None) -> Json:
         return array.tolist()
     assert bits is None or not unsure(array, bits), "a value too near a step of the grid: take another seed"
     return summary(array, bits)
+
+
+def made(inputs: Mapping[str, Json]) -> dict[str, Json]:
+    """Shape and digest of each compact input but text, for a reader to compare."""
+    arrays = {name: np.array(x) for name, x in expanded(inputs).items() if is_compact(inputs[name])}
+    return {
+        name: [list(x.shape), digest(words(x.ravel(), None))] for name, x in arrays.items() if x.dtype.kind != "U"
+    }
+
+
+def unsure(values: Any, bits: int) -> int:
+    """How many values lie so near a half step of the grid that a bound may reach across: none may be summarised."""
+    x = np.array(values, dtype=np.float64).ravel()
+    x = x[~np.isnan(x)]
+    steps = x * 2.0**bits
+    off = np.abs(steps - np.floor(steps) - 0.5) * 2.0**-bits
+    return int((off <= 2.0 ** (-2 * bits) * np.maximum(1.0, np.abs(x))).sum())

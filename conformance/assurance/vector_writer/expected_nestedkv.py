@@ -8,9 +8,9 @@ from conformance.assurance.oracles.keydiff import keydiff
 from conformance.assurance.oracles.nestedkv import kept as kept_of_a_layer
 from conformance.assurance.oracles.nestedkv import tokens
 from conformance.oracles import nestedkv as oracle
-from conformance.vectors.json_values import Json, nestedkv_parameters
+from conformance.vectors.files import Json, nestedkv_parameters
 
-__all__ = ["BOUNDED", "RESULTS"]
+__all__ = ["DIRECT", "RESULTS"]
 
 
 def memories(i: Json, which: int) -> Json:
@@ -43,12 +43,8 @@ def ablations(i: Json) -> Json:
     return without
 
 
-BOUNDED: Mapping[str, str] = {
-    "NK-UNIT-KEYS": "unit", "NK-STABLE": "mu", "NK-EPISODIC": "mu", "NK-CURRENT": "mu", "NK-ANOMALY": "a",
-    "NK-MIN-MAX": "a", "NK-GAP": "delta", "NK-BLEND": "blend", "NK-SURPRISE": "s", "NK-ROUTE": "score",
-    "NK-SCORE": "score",
-}
-"""Which result of an item has a bound."""
+DIRECT = {"NK-SCORE": ("nestedkv.anomaly_score", "score"), "NK-TOKENS": ("policies.eviction_budget", "tokens")}
+"""The reference's function of an item that is called with the inputs by name, and the names of its results."""
 
 RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "NK-UNIT-KEYS": lambda i: {"unit": oracle.unit(i["k"])},

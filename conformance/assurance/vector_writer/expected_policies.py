@@ -9,13 +9,13 @@ from conformance.assurance.brute import Brute, from_vector
 from conformance.assurance.oracles import brutes, kvzip, weighed
 from conformance.assurance.oracles import cake as cake_oracle
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles.blocks import best_blocks, crushed
 from conformance.assurance.oracles.knorm import knorm
+from conformance.assurance.oracles.policies import best_blocks, crushed
 from conformance.assurance.oracles.snapkv import snapkv
 from conformance.assurance.oracles.vase import uniforms
-from conformance.vectors.json_values import Json
+from conformance.vectors.files import Json
 
-__all__ = ["RESULTS"]
+__all__ = ["DIRECT", "RESULTS"]
 
 Shares = Callable[[list[oracle.Score], int], Sequence[int]]
 HALF = Fraction(1, 2)
@@ -126,6 +126,12 @@ def of_policy(brute: Brute, i: Json) -> Json:
     given, B, constants = from_vector(i)
     return {"kept": brute.kept(given, B, **constants)}
 
+
+DIRECT = {
+    "PO-PYRAMID-OFFICIAL": ("policies.official.pyramidkv_official", "shares"),
+    "PO-UNIFORM": ("policies.vase.uniform_numbers", "numbers"),
+}
+"""The reference's function of an item that is called with the inputs by name, and the names of its results."""
 
 RESULTS: Mapping[str, Callable[[Any], Json]] = {
     **{brute.item: partial(of_policy, brute) for brute in reversed(brutes()) if brute.item.startswith("PO-")},

@@ -1,23 +1,44 @@
-"""What an operation is: its oracle, and how its values are written."""
+"""An operation: its oracle, the reference's function, and how values are written in JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
-from conformance.vectors.json_values import Json, Results
+from conformance.vectors.codec import call, results
+from conformance.vectors.files import Json, Results
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["Operation", "encoded"]
+__all__ = ["Operation", "direct", "encoded"]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An item's id, or a stage's name: its oracle, which results are bounded, and the items that a stage covers."""
+    """An operation, under the id of an item or the name of a stage. `conformance.checks.bounds` has its bound.
+
+    Attributes:
+        oracle: The names of the functions that confirm it.
+        results: What they give for inputs and parameters.
+        items: The items that a stage covers.
+        reference: The name in the package `reference` of the function that is called with the inputs by name; empty of
+            a stage, and of an item that has an adapter in `item_vectors`.
+        gives: The names of what this function returns; none of a record.
+    """
 
     oracle: str
     results: Callable[[Any, CrystalCacheParameters], Results]
-    bounded: Sequence[str] = ()
     items: Sequence[str] = ()
+    reference: str = ""
+    gives: Sequence[str] = ()
+
+
+def direct(oracle: str, gives: str, reference: str = "", items: Sequence[str] = ()) -> Operation:
+    """An operation whose oracle is called with the inputs by name, too; names of results have spaces between."""
+    def run(i: Json, p: CrystalCacheParameters) -> Results:
+        found = call(resolve_name(oracle), i, p)
+        return found if isinstance(found, Mapping) else results(found, gives.split())
+
+    return Operation(oracle, run, items, reference, gives.split())
 
 
 def encoded(value: Json) -> Json:

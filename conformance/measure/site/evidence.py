@@ -5,11 +5,9 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from conformance.assurance.mutants.rows import WrittenMutant
-from conformance.assurance.mutants.table import MUTANTS
+from conformance.assurance.mutants.table import MUTANTS, WrittenMutant
 from conformance.assurance.proofs.claims import Claim
-from conformance.assurance.proofs.coq.build import HERE
-from conformance.assurance.proofs.coq.theorems import Theorem, theorems
+from conformance.assurance.proofs.coq.build import HERE, Theorem, theorems
 from conformance.assurance.proofs.report import source_claims
 from conformance.assurance.proofs.source import Code
 from conformance.assurance.trace import IMPLEMENTING, Documented, implementing, markers, vector_items

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis.errors import UnsatisfiedAssumption
 
-from conformance.checks.boundary import SubjectFailure, boundary, guarded
+from conformance.checks.refusals import SubjectFailure, boundary, guarded
 from conformance.policy_suite import test_promises
-from conformance.verify import texts
+from conformance.verify import outcomes
 from conformance.verify.outcomes import failure
 from reference.backend import BACKEND
 from reference.policies import policy_from_score
@@ -120,7 +120,8 @@ def test_a_bare_assertion_tells_what_must_hold_and_the_values_in_it() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_the_sentence_of_a_refusal_is_told_where_a_refusal_fails() -> None:
-    refusal = texts.must("CC-COATTENTION", {"test": "test_x.py::test_a_bad_lse_is_refused_by_name", "found": ""})
+    refusal = outcomes.must("CC-COATTENTION", {"test": "test_x.py::test_a_bad_lse_is_refused_by_name", "found": ""})
     assert refusal.startswith("refuse with `SpecError`")
-    assert texts.must("CC-COATTENTION", {"test": "test_x.py::test_y", "found": "DID NOT RAISE"}) == refusal
-    assert texts.must("CC-COATTENTION", {"test": "test_x.py::test_y", "found": "1, not 2"}).startswith("take `q (H, n")
+    assert outcomes.must("CC-COATTENTION", {"test": "test_x.py::test_y", "found": "DID NOT RAISE"}) == refusal
+    asked = outcomes.must("CC-COATTENTION", {"test": "test_x.py::test_y", "found": "1, not 2"})
+    assert asked.startswith("take `q (H, n")

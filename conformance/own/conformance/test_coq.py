@@ -12,11 +12,11 @@ import pytest
 from conformance.assurance.mutants.edits import replaced
 from conformance.assurance.mutants.table import MUTANTS
 from conformance.assurance.proofs.coq import __main__ as command
-from conformance.assurance.proofs.coq import assumptions, build, judge, questions, three_way
+from conformance.assurance.proofs.coq import build, judge, questions, three_way
 from conformance.assurance.proofs.coq import engine as wrapper
+from conformance.assurance.proofs.coq.build import stated, theorems
 from conformance.assurance.proofs.coq.engine import modelled
 from conformance.assurance.proofs.coq.planted import ROWS, found_by, read_rows
-from conformance.assurance.proofs.coq.theorems import stated, theorems
 from conformance.assurance.proofs.coq.vectors import STAGES, written
 from conformance.engine.process import Engine
 from conformance.items import known_items
@@ -45,7 +45,7 @@ def test_every_file_is_compiled_and_no_proof_is_left_out() -> None:
     assert {path.stem for path in sources} == set(build.FILES)
     for path in sources:
         text = path.read_text(encoding="utf-8")
-        assert assumptions.unsafe(text) == [], path
+        assert build.unsafe(text) == [], path
 
 
 def test_each_planted_error_is_one_edit_of_an_item_of_the_specification() -> None:
@@ -101,7 +101,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.spec("CC-ALLOCATE", "CC-CUT", "CC-PROTECTED", "CC-KEEP-COUNT")
 def test_theorems_of_dissolution_rest_on_nothing(compiled: Path) -> None:
     names = [name for path, _, name in stated(PROOFS) if path.stem == "DissolutionTheorems"]
-    assert assumptions.rests_on(compiled, "DissolutionTheorems", names) == frozenset()
+    assert build.rests_on(compiled, "DissolutionTheorems", names) == frozenset()
 
 
 THEOREM = "Theorem CC_CUT_odd : False. Proof. exact (odd 0%nat). Qed.\n"
@@ -133,9 +133,9 @@ def test_whatever_a_theorem_assumes_is_seen_by_each_judge(compiled: Path, kind: 
     text, said = ODD[kind]
     (compiled / "Odd.v").write_text(text, encoding="utf-8")
     build.run_coq(compiled, "Odd")
-    assert said in assumptions.rests_on(compiled, "Odd", ["CC_CUT_odd"])
-    assert any("Odd." in line for line in assumptions.checked(compiled, ("Odd",)))
-    assert len(assumptions.unsafe(text)) >= 1
+    assert said in build.rests_on(compiled, "Odd", ["CC_CUT_odd"])
+    assert any("Odd." in line for line in build.checked(compiled, ("Odd",)))
+    assert len(build.unsafe(text)) >= 1
 
 
 @needs_coq
@@ -145,8 +145,8 @@ def test_a_type_in_type_of_the_command_line_is_seen(compiled: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(build, "COQC", (*build.COQC, "-type-in-type"))
         build.run_coq(compiled, "Odd")
-    assert "CC_CUT_odd relies on an unsafe hierarchy." in assumptions.rests_on(compiled, "Odd", ["CC_CUT_odd"])
-    assert any("Odd." in line for line in assumptions.checked(compiled, ("Odd",)))
+    assert "CC_CUT_odd relies on an unsafe hierarchy." in build.rests_on(compiled, "Odd", ["CC_CUT_odd"])
+    assert any("Odd." in line for line in build.checked(compiled, ("Odd",)))
     assert not {"-type-in-type", "-noinit", "-l", "-load-vernac-source"} & set(build.COQC)
 
 
@@ -155,13 +155,13 @@ def test_a_type_in_type_of_the_command_line_is_seen(compiled: Path, monkeypatch:
     "Conjecture c : False.", "Set Positivity  Checking.", "Declare ML Module x.", "Load other.",
 ])
 def test_a_command_that_assumes_is_refused_in_a_source_and_not_in_a_comment(line: str) -> None:
-    assert len(assumptions.unsafe(f"Theorem a : True.\n{line}\n")) == 1
-    assert assumptions.unsafe(f"(* (* {line} *)\n{line}\n *)\nLemma admitted_least : True.\n") == []
+    assert len(build.unsafe(f"Theorem a : True.\n{line}\n")) == 1
+    assert build.unsafe(f"(* (* {line} *)\n{line}\n *)\nLemma admitted_least : True.\n") == []
 
 
 @needs_coq
 def test_a_file_without_assumptions_has_no_surprise_and_a_false_theorem_is_refused(compiled: Path) -> None:
-    assert list(assumptions.checked(compiled, NEEDED)) == []
+    assert list(build.checked(compiled, NEEDED)) == []
     (compiled / "Wrong.v").write_text("Theorem CC_CUT_wrong : 1 = 2.\nProof. reflexivity. Qed.\n", encoding="utf-8")
     with pytest.raises(build.ProofFailure, match="CC_CUT_wrong does not hold"):
         build.run_coq(compiled, "Wrong")

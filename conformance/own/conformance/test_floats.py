@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from conformance import tolerances
-from conformance.assurance.proofs.floats import figures, gappa
+from conformance.assurance.proofs.floats import gappa
 from conformance.oracles import s1
 from conformance.tolerances import Interval, list_is_realisable
 
@@ -87,13 +87,13 @@ def test_a_list_is_realisable_where_some_float32_of_the_boxes_choose_it() -> Non
 
 @pytest.mark.law("figures-are-counted-right")
 def test_the_pages_figures_are_those_of_the_command() -> None:
-    text = figures.README.read_text(encoding="utf-8")
+    text = gappa.README.read_text(encoding="utf-8")
     found = {("CC-TAIL-D", "BOUNDS"): 0.125, ("CC-SCORE", "normalised_radius"): 4.04e-5}
-    page = figures.rewritten(text, found)
+    page = gappa.rewritten(text, found)
     changed = [line for line in page.splitlines() if line not in text.splitlines()]
     assert [line.split("|")[-2] for line in changed] == [" 0.12 ", " 4e-05 "]
-    assert list(figures.stale(page, found)) == []
-    assert [line.partition(":")[0] for line in figures.stale(text, found)] == ["CC-TAIL-D", "CC-SCORE"]
+    assert list(gappa.stale(page, found)) == []
+    assert [line.partition(":")[0] for line in gappa.stale(text, found)] == ["CC-TAIL-D", "CC-SCORE"]
 
 
 @pytest.mark.spec("CC-TAIL-D")

@@ -21,10 +21,11 @@ from conformance.suite import (
     test_graph,
     test_nestedkv,
     test_policy_stages,
+    test_resonance,
     test_score,
 )
 from conformance.vectors import files
-from conformance.vectors.json_values import decoded
+from conformance.vectors.files import decoded
 from reference import backend, nestedkv
 from reference.backend import BACKEND
 from reference.crystalcache import coverage
@@ -166,13 +167,13 @@ TOLD: Mapping[str, tuple[Wrong, Callable[[Wrong], None]]] = {
         with_stage(CRYSTAL, coattention=wrong), 11, [19.0, 8.0])),
     "degree": (backwards, lambda wrong: test_graph.test_a_degree_is_added_from_the_left(
         with_stage(CRYSTAL, graph=wrong), 150)),
-    "one pass": (one_pass, lambda wrong: test_activation.test_degrees_of_all_trunks_that_are_close_have_a_spread(
+    "one pass": (one_pass, lambda wrong: test_resonance.test_degrees_of_all_trunks_that_are_close_have_a_spread(
         with_stage(BREATH, segment_crystallization=wrong))),
-    "pulse": (strictly_above, lambda wrong: test_activation.test_a_pulse_at_the_threshold_arrives(
+    "pulse": (strictly_above, lambda wrong: test_resonance.test_a_pulse_at_the_threshold_arrives(
         with_stage(BREATH, resonance=wrong), 2)),
     "negative zeros": (signs_of_zeros, lambda wrong: test_activation.test_a_key_of_negative_zeros_is_zero(
         with_stage(BREATH, inverse_key_norms=wrong), np.float32)),
-    "5000 calls": (counted(5_000), lambda wrong: test_activation.test_the_number_of_calls_says_nothing(
+    "5000 calls": (counted(5_000), lambda wrong: test_resonance.test_the_number_of_calls_says_nothing(
         with_stage(BREATH, decay=wrong), 1)),
     "fused": (fused, lambda wrong: test_diversity.test_what_redundancy_costs_is_rounded(
         with_stage(DIVERSITY, diverse=wrong), 0.01)),

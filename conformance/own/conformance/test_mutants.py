@@ -19,9 +19,7 @@ import pytest
 from conformance.assurance.mutants import plugin, written
 from conformance.assurance.mutants.edits import ORIGINAL, Edit, function_of, replaced
 from conformance.assurance.mutants.results import Result
-from conformance.assurance.mutants.rows import ROWS, read_rows
-from conformance.assurance.mutants.sizes import sized_mutants
-from conformance.assurance.mutants.table import MUTANTS
+from conformance.assurance.mutants.table import MUTANTS, ROWS, read_rows, sized_mutants
 from conformance.items import known_items
 from conformance.paths import ROOT
 from reference.crystalcache import impact

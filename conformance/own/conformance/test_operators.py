@@ -15,8 +15,7 @@ from conformance.assurance.mutants.items import read_code
 from conformance.assurance.mutants.operators import signatures
 from conformance.assurance.mutants.report import LIST, explanations, problems, table
 from conformance.assurance.mutants.results import Result, append, read
-from conformance.assurance.mutants.sample import sample
-from conformance.assurance.mutants.sites import Mutant, compiled, digest, mutants_of, mutants_of_tree
+from conformance.assurance.mutants.sites import Mutant, compiled, digest, mutants_of, mutants_of_tree, sample
 from conformance.paths import ROOT
 
 SOURCE = '''"""A docstring with 1 < 2."""

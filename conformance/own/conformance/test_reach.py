@@ -9,11 +9,17 @@ from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis import strategies as st
 
 from conformance.oracles import s1, s2
-from conformance.strategies.attention import GROUPS, AttentionInputs, attention_inputs, hot_sets, later_segments
-from conformance.strategies.eviction import CORNERS, EvictionProblem, corners, evictions, random_evictions
-from conformance.strategies.parameters import ablations, small_parameters
-from conformance.strategies.prompts import Prompt, prompts
-from conformance.strategies.trunks import Text, texts
+from conformance.strategies.numbers import ablations, small_parameters
+from conformance.strategies.prompts import (
+    GROUPS,
+    AttentionInputs,
+    Prompt,
+    attention_inputs,
+    hot_sets,
+    later_segments,
+    prompts,
+)
+from conformance.strategies.trunks import CORNERS, EvictionProblem, Text, corners, evictions, random_evictions, texts
 
 # Reach is a question of existence: no shrinking, fixed cases.
 SEARCH = settings(

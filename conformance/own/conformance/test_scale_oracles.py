@@ -24,12 +24,11 @@ from conformance.oracles.decode import Model, Trunk
 from conformance.oracles.scale import decode, selectors, stages
 from conformance.oracles.scale import s1 as scale_s1
 from conformance.paths import ROOT
-from conformance.strategies.attention import AttentionInputs, attention_inputs, later_segments
 from conformance.strategies.decoding import decode_parameters, flags, graphs, inverse_norms
-from conformance.strategies.eviction import EvictionProblem, evictions
+from conformance.strategies.numbers import Numbers
 from conformance.strategies.policy_inputs import drawn
-from conformance.strategies.scale_numbers import Numbers
-from conformance.strategies.trunks import Text, degrees, partitions, texts
+from conformance.strategies.prompts import AttentionInputs, attention_inputs, later_segments
+from conformance.strategies.trunks import EvictionProblem, Text, degrees, evictions, partitions, texts
 from conformance.vectors.models import pairs_of
 from spec.arrays import Vector
 from spec.parameters import NESTEDKV, PAPER, NestedKVParameters

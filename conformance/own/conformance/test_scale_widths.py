@@ -14,15 +14,13 @@ from conformance.own.reference import test_scale_scores as scores
 from conformance.own.reference import test_scale_shares as shares
 from conformance.own.reference import test_scale_tables as tables
 from conformance.strategies.scale_attention import RANKS, Shape
-from conformance.strategies.scale_states import FAR_IDS
+from conformance.strategies.scale_tables import FAR_IDS
 from conformance.suite import test_scale_decode as decode
 from conformance.suite import test_scale_dissolution as dissolution
 from conformance.suite import test_scale_graph as graph
-from conformance.suite import test_scale_impact as impact
+from conformance.suite import test_scale_policies as policies
 from conformance.suite import test_scale_prefill as prefill
 from conformance.suite import test_scale_s1 as s1
-from conformance.suite import test_scale_selectors as selectors
-from conformance.suite import test_scale_steps as steps
 from conformance.suite import test_scale_trunks as trunks
 
 WIDTHS = (16, 32, 64, 128, 256, 1_024, 2**16, 2**24, 2**31, 2**32)
@@ -79,7 +77,7 @@ QUANTITIES = [
     Quantity("S2: positions", over(case.lists.start + case.lists.n for case in trunks.CASES), 2**32, ""),
     Quantity("S3: ids", over([2**62, *FAR_IDS.tolist()]), 2**32, ""),
     Quantity("S3: occurrences, counted", over([65_537]), 2**16, "2^24 tokens: nightly"),
-    Quantity("S3: occurrences, given", over(impact.widths().tolist()), 2**32, ""),
+    Quantity("S3: occurrences, given", over(graph.widths().tolist()), 2**32, ""),
     Quantity("S4: trunks", over(case.lists.n // case.largest for case in graph.CASES), 2**16, OFFSETS),
     Quantity("S4: pair keys", over((case.lists.n // case.largest) ** 2 for case in graph.CASES), 2**32, ""),
     Quantity("S4: tokens of a trunk", over([70_000]), 2**16, OFFSETS),
@@ -87,7 +85,7 @@ QUANTITIES = [
     Quantity("S4: neighbours of a trunk", over([70_000]), 2**16, OFFSETS),
     Quantity("S4: edges between two trunks", over([140_000, 32**2 + 1]), 2**16, OFFSETS),
     Quantity("S4: positions", over(case.lists.start + case.lists.n for case in graph.CASES), 2**32, ""),
-    Quantity("S5: trunks", over(impact.TRUNKS), 2**16, HOST),
+    Quantity("S5: trunks", over(graph.TRUNKS), 2**16, HOST),
     Quantity("S6: trunks", over(case.m for case in dissolution.CASES), 2**16, HOST),
     Quantity("S6: tied scores", over(dissolution.SIZES), 2**16, HOST),
     Quantity("S6: tied members", over(dissolution.SIZES), 2**16, OFFSETS),
@@ -100,15 +98,15 @@ QUANTITIES = [
     Quantity("decode: hops", over([17, 33, 65, 129, 257, 299]), 256, "the paper's pulse ends after seven hops"),
     Quantity("decode: senders to a trunk", over([65_537]), 2**16, OFFSETS),
     Quantity("decode: pulses to a trunk", over([1_025]), 1_024, "each source is a search of its own in the reference"),
-    Quantity("decode: steps", over(steps.STEPS), 2**32, ""),
+    Quantity("decode: steps", over(decode.STEPS), 2**32, ""),
     Quantity("decode: live tokens", over(m for m, _ in tables.TABLES), 2**16, OFFSETS),
     Quantity("decode: positions", over(case.start + case.n for case in decode.SEGMENTS), 2**32, ""),
     Quantity("diversity: tokens", over([70_000]), 2**16, "in the reference 5 000: it holds all pairs"),
     Quantity("diversity: channels", over([257, 1_025]), 1_024, "a signature is a head's values"),
     Quantity("diversity: tokens kept", over([1_100]), 1_024, "each pick looks at all tokens in the oracle"),
-    Quantity("NestedKV: tokens", over(n for _, n, _ in selectors.KEYS), 1_024, "12 000 tokens; the oracle walks"),
-    Quantity("NestedKV: channels", over(d for _, _, d in selectors.KEYS), 256, "no layer has more than 512"),
-    Quantity("NestedKV: W", over(p.W for _, p in selectors.CASES), 1_024, "no more than the tokens"),
+    Quantity("NestedKV: tokens", over(n for _, n, _ in policies.KEYS), 1_024, "12 000 tokens; the oracle walks"),
+    Quantity("NestedKV: channels", over(d for _, _, d in policies.KEYS), 256, "no layer has more than 512"),
+    Quantity("NestedKV: W", over(p.W for _, p in policies.CASES), 1_024, "no more than the tokens"),
     Quantity("policies: units", over([66_000, *shares.SIZES]), 2**16, OFFSETS),
     Quantity("policies: layers", over([33, 80, 126, 257]), 256, "no model has more than 126"),
     Quantity("policies: protected tokens", over([33, 70_000]), 2**16, OFFSETS),

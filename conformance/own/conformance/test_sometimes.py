@@ -17,8 +17,7 @@ from conformance.assurance.sometimes import plugin, states
 from conformance.checks.refusals import refused
 from conformance.items import known_items
 from conformance.paths import ROOT
-from conformance.strategies.eviction import EvictionProblem
-from conformance.strategies.trunks import record
+from conformance.strategies.trunks import EvictionProblem, record
 from reference.backend import BACKEND
 from spec.parameters import PAPER
 from spec.records import Trunks

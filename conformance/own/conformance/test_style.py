@@ -9,8 +9,7 @@ pytest.importorskip("griffe", reason="reads docstrings")
 pytest.importorskip("typer", reason="has the help of the commands")
 
 from conformance.assurance.style.__main__ import GROUPS, found_in
-from conformance.assurance.style.rules import offences
-from conformance.assurance.style.texts import of_markdown, of_options
+from conformance.assurance.style.rules import of_markdown, of_options, offences
 
 pytestmark = pytest.mark.law("as-it-is-described")
 

@@ -23,7 +23,7 @@ def test_a_file_is_what_the_oracles_give(stage: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "vectors.json_values", "assurance.vector_writer.brute_force",
+        "vectors.files", "assurance.vector_writer.brute_force",
         "assurance.vector_writer.operation", "assurance.vector_writer.expected",
         "assurance.vector_writer.expected_decode", "assurance.vector_writer.expected_diversity",
         "assurance.vector_writer.expected_injection", "assurance.vector_writer.expected_nestedkv",
@@ -38,7 +38,7 @@ def test_expected_values_share_nothing_with_what_they_judge(module: str) -> None
 
 @pytest.mark.parametrize(
     "module",
-    ["assurance.vector_writer.expected_large", "vectors.compact", "strategies.scale_numbers", "checks.scale_s1",
+    ["assurance.vector_writer.expected_large", "vectors.compact", "strategies.numbers", "checks.scale_checks",
      "oracles.scale.s1", "oracles.scale.stages", "oracles.scale.decode"],
 )
 def test_what_large_vectors_expect_comes_from_no_implementation(module: str) -> None:

@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 
 from conformance.paths import SPEC
 from conformance.verify import __main__ as door
-from conformance.verify import check, texts
-from conformance.verify.badge import GREEN, RED, YELLOW, badge
-from conformance.verify.certificate import certificate, write
-from conformance.verify.page import page
+from conformance.verify import certificate as certificate_module
+from conformance.verify import outcomes
+from conformance.verify.certificate import GREEN, RED, YELLOW, badge, certificate, write, written
+from conformance.verify.outcomes import Verdicts, verdicts_of
+from conformance.verify.page import headline, junit, markdown, page, summary
 from conformance.verify.request import parsed
 from conformance.verify.subject import Subject, digest_of, of_backend, of_command
-from conformance.verify.summary import headline, junit, markdown, summary
-from conformance.verify.toml import written
-from conformance.verify.verdicts import Verdicts, verdicts_of
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
 
@@ -144,7 +142,7 @@ def test_a_certificate_is_of_its_schema_and_is_read_as_it_was_written(
     (tmp_path / "known.toml").write_text(EXCEPTION, encoding="utf-8")
     told = made(verdicts, "--exceptions", str(tmp_path / "known.toml"), *options)
     write(told, tmp_path / "certificate.toml")
-    found = check.read(tmp_path / "certificate.toml")
+    found = certificate_module.read(tmp_path / "certificate.toml")
     assert found == told
     schema = json.loads((SPEC / "certificate.schema.json").read_text(encoding="utf-8"))
     validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
@@ -211,7 +209,8 @@ def test_the_page_says_what_the_certificate_says_and_loads_nothing(tmp_path: Pat
     assert '<h1 class="fail">not certified</h1><p>mine 1.0 does not conform' in shown
     reader.feed(shown)
     assert reader.loads == []
-    said = ("mine 1.0 does not conform", "b is wrong", "-- b", 'a "known" <one>', texts.must("DV-COSINE"), "CC-PREFILL")
+    must = outcomes.must("DV-COSINE")
+    said = ("mine 1.0 does not conform", "b is wrong", "-- b", 'a "known" <one>', must, "CC-PREFILL")
     assert [words for words in said if words not in reader.text] == []
 
 
@@ -286,12 +285,12 @@ def test_the_quick_profile_is_passed_and_nothing_is_certified() -> None:
 
 
 def test_items_are_of_the_families_that_the_text_gives_them() -> None:
-    assert texts.families_of("CC-RARITY") == ["crystal", "breath"]
-    assert texts.families_of("DV-GREEDY") == ["diversity"]
-    assert texts.families_of("CC-PREFILL") == [texts.COMPOSED]
-    assert list(texts.families()) == ["crystal", "breath", "diversity", "nestedkv", "policies"]
-    assert texts.must("CC-SCORE") == "give the maximum, and NaN where `Mtilde` is NaN. `alpha` = 0 gives D itself."
-    assert [item for items in texts.families().values() for item in items if not texts.must(item)] == []
+    assert outcomes.families_of("CC-RARITY") == ["crystal", "breath"]
+    assert outcomes.families_of("DV-GREEDY") == ["diversity"]
+    assert outcomes.families_of("CC-PREFILL") == [outcomes.COMPOSED]
+    assert list(outcomes.families()) == ["crystal", "breath", "diversity", "nestedkv", "policies"]
+    assert outcomes.must("CC-SCORE") == "give the maximum, and NaN where `Mtilde` is NaN. `alpha` = 0 gives D itself."
+    assert [item for items in outcomes.families().values() for item in items if not outcomes.must(item)] == []
 
 
 @pytest.mark.law("an-identity-tells-apart")

@@ -12,7 +12,7 @@ import pytest
 from conformance.own.conformance.test_verify import EXCEPTION, RIGHT, WRONG, made
 from conformance.paths import SPEC
 from conformance.verify import __main__ as door
-from conformance.verify import check
+from conformance.verify import certificate
 from conformance.verify.certificate import write
 from conformance.verify.request import parsed
 
@@ -38,14 +38,14 @@ def test_a_difference_is_named(change: dict[str, Any], named: str) -> None:
         return {**a, **{key: merged(a[key], value) if isinstance(value, dict) else value for key, value in b.items()}}
 
     first = made(RIGHT)
-    (line,) = check.differences(first, merged(first, change))
+    (line,) = certificate.differences(first, merged(first, change))
     assert line.partition(":")[0] == named
 
 
 def test_day_machine_and_number_of_examples_are_no_difference() -> None:
     first = made(RIGHT)
     other = {**first, "date": "2000-01-01", "device": {}, "counts": {**first["counts"], "examples": 1}}
-    assert check.differences(first, other) == []
+    assert certificate.differences(first, other) == []
 
 
 def test_a_check_repeats_the_run_that_the_certificate_tells_of(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_check_repeats_the_run_that_the_certificate_tells_of(tmp_path: Path) -
     options = ["--seed", "7", "--precision", "float64", "--profile", "few"]
     told = made(RIGHT, "--exceptions", str(tmp_path / "known.toml"), *options)
     asked = parsed(["--check", "c.toml"])
-    found = check.repeated(asked, Path("c.toml"), told)
+    found = certificate.repeated(asked, Path("c.toml"), told)
     assert replace(found, check=None) == parsed(
         ["--backend", "mine:MINE", *options, "--exceptions", "c.toml", "--out", str(asked.out)]
     )
@@ -62,8 +62,8 @@ def test_a_check_repeats_the_run_that_the_certificate_tells_of(tmp_path: Path) -
 def test_other_examples_are_checked_as_well() -> None:
     """What fails on them alone is a difference; what they find less is none."""
     told, other = made(RIGHT, "--seed", "7"), made(WRONG, "--seed", "8")
-    assert check.new_failures(told, made(RIGHT, "--seed", "8")) == check.new_failures(other, told) == []
-    found = check.new_failures(told, other)
+    assert certificate.new_failures(told, made(RIGHT, "--seed", "8")) == certificate.new_failures(other, told) == []
+    found = certificate.new_failures(told, other)
     assert [line.partition(" ")[0] for line in found] == ["DV-COSINE", "DV-GREEDY"]
     assert "b is wrong\nx=0\nrepeat: kvspec verify --backend mine:MINE --seed 8 -- b" in found[0]
 
@@ -139,8 +139,8 @@ def test_a_certificate_of_schema_1_is_read_in_the_words_of_this_one(kind: str, v
     old["items"] = {item: {name: value for name, value in row.items() if name != "not_run"}
                     for item, row in told["items"].items()}
     write(old, tmp_path / "old.toml")
-    found = check.read(tmp_path / "old.toml")
+    found = certificate.read(tmp_path / "old.toml")
     assert (found["schema"], found["verdict"]) == (2, verdict)
-    assert [line for line in check.differences(found, told) if kind == "backend"] == []
+    assert [line for line in certificate.differences(found, told) if kind == "backend"] == []
     schema = json.loads((SPEC / "certificate.schema.json").read_text(encoding="utf-8"))
     pytest.importorskip("jsonschema").validate(found, schema)

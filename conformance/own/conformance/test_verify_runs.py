@@ -92,7 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")  # the user's own, which are not for this
     monkeypatch.setattr(runs, "SUITE", tmp_path / "suite")
     monkeypatch.setattr(runs, "SCALE", tmp_path / "suite/test_scale_*.py")
-    monkeypatch.setattr("conformance.verify.preparation.SUITE", tmp_path / "suite")
+    monkeypatch.setattr("conformance.verify.runs.SUITE", tmp_path / "suite")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "engines", raising=False)
     monkeypatch.chdir(tmp_path)

@@ -19,8 +19,15 @@ import pytest
 
 from conformance import plugin
 from conformance.engine import process
-from conformance.engine.backend import backend_of
-from conformance.engine.process import Engine, EngineCrash, EngineError, EngineFailure, EngineGarbage, EngineTimeout
+from conformance.engine.process import (
+    Engine,
+    EngineCrash,
+    EngineError,
+    EngineFailure,
+    EngineGarbage,
+    EngineTimeout,
+    backend_of,
+)
 from conformance.own.conformance.test_plugin import run
 from conformance.own.engine import scripted
 from conformance.paths import ROOT

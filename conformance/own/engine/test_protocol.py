@@ -16,7 +16,7 @@ from conformance.engine import ops
 from conformance.engine.serve import answer
 from conformance.engine.wire import CLASSES, as_it_is, checked, decode, encode, sizes
 from conformance.paths import SPEC
-from conformance.strategies.keys import NESTED
+from conformance.strategies.numbers import NESTED
 from reference.backend import BACKEND
 from spec import SPEC_VERSION
 from spec.backend import Backend

@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.assurance.brute import BLOCK, KERNEL, SAFEGUARD, W, plain
-from conformance.assurance.oracles import blocks as oracle
+from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import policies as scored
 from conformance.assurance.oracles import weighed
 from conformance.assurance.oracles.adakv import adakv as brute_adakv
-from conformance.assurance.strategies.policy_segments import SEEN, N, sets, turned
-from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
+from conformance.assurance.policy_steps import PROMPT, SEEN, STEPS, N, decoded, long, sets, turned
 from conformance.plugin import sparingly
+from conformance.strategies.numbers import Numbers
 from conformance.strategies.policy_inputs import decided, drawn, named, retained
-from conformance.strategies.scale_numbers import Numbers
 from reference import policies
 from reference.policies.names import BLOCK as CONSTANT
 from reference.policies.names import POLICIES, constants_of, make_policy

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from conformance.assurance.brute import KERNEL, plain
 from conformance.assurance.oracles import cake as oracle
 from conformance.plugin import sparingly
+from conformance.strategies.numbers import Numbers
 from conformance.strategies.policy_inputs import drawn, observation
-from conformance.strategies.scale_numbers import Numbers
 from conformance.tolerances import scores_agree
 from reference import policies
 from reference.policies.attention import observed_attention

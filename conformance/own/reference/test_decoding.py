@@ -14,7 +14,7 @@ from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles.caote import caote as brute_caote
 from conformance.assurance.oracles.rkv import rkv as brute_rkv
 from conformance.assurance.oracles.tova import tova as brute_tova
-from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long, shown
+from conformance.assurance.policy_steps import PROMPT, STEPS, decoded, long, shown
 from conformance.strategies.policy_inputs import Inputs, drawn, groups_of
 from reference import policies
 from spec.budget import Budget

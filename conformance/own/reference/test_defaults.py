@@ -10,7 +10,7 @@ import pytest
 
 from conformance.assurance.brute import Brute
 from conformance.assurance.oracles import brutes
-from conformance.assurance.strategies.policy_cases import CASES
+from conformance.assurance.policy_cases import CASES
 from conformance.strategies.policy_inputs import Inputs, decided, drawn
 from reference.policies.adakv import with_adaptive_budgets
 from reference.policies.budgets import Pyramid

@@ -15,9 +15,8 @@ from conformance.assurance.oracles import signatures as signed
 from conformance.assurance.oracles.knorm import knorm as brute_knorm
 from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv
 from conformance.assurance.oracles.triattention import rows as tri_rows
-from conformance.assurance.strategies.policy_cases import CASES
-from conformance.assurance.strategies.policy_expected import LAM, alpha_kept, plain_values, triattention
-from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long, shown
+from conformance.assurance.policy_cases import CASES, LAM, alpha_kept, plain_values, triattention
+from conformance.assurance.policy_steps import PROMPT, STEPS, decoded, long, shown
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
 from reference import diversity, policies

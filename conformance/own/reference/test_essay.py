@@ -13,11 +13,10 @@ from conformance import tolerances
 from conformance.checks import stage_checks
 from conformance.checks.refusals import refused
 from conformance.oracles import s2, s3, s6
-from conformance.strategies.text import token_ids
+from conformance.strategies.numbers import token_ids
 from conformance.strategies.trunks import Text, dyadic_impacts, texts
 from conformance.suite.test_dissolution import partitions_of
-from conformance.suite.test_essay import salient_tokens
-from conformance.suite.test_extensions import RARITIES
+from conformance.suite.test_extensions import RARITIES, salient_tokens
 from reference.crystalcache import coverage, impact, renewal, tiers
 from reference.crystalcache.impact import unit_impact, unit_trunk_impact
 from reference.crystalcache.trunks import median_strength

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.assurance.brute import BLOCK, KERNEL, W
-from conformance.assurance.oracles.blocks import best_blocks, crushed
+from conformance.assurance.oracles.policies import best_blocks, crushed
 from conformance.plugin import sparingly
+from conformance.strategies.numbers import Numbers
 from conformance.strategies.policy_inputs import decided, drawn
-from conformance.strategies.scale_numbers import Numbers
 from reference import policies
 from reference.policies.kvcrush import ANCHORS, anchor_distances, scored_or_representative
 from spec.arrays import BoolVector, Matrix

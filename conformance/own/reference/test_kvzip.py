@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from conformance.assurance.brute import REHEARSED, rehearsed
 from conformance.assurance.oracles import kvzip as oracle
 from conformance.assurance.oracles.policies import Score
-from conformance.assurance.strategies.policy_cases import CASES
+from conformance.assurance.policy_cases import CASES
 from conformance.plugin import sparingly
+from conformance.strategies.numbers import Numbers
 from conformance.strategies.policy_inputs import TEMPLATE, Inputs, decided, drawn, observation
-from conformance.strategies.scale_numbers import Numbers
 from conformance.tolerances import scores_agree
 from reference import policies
 from reference.policies.budgets import across_layers

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import kvzip as brute
-from conformance.assurance.strategies.policy_cases import CASES
+from conformance.assurance.policy_cases import CASES
+from conformance.strategies.numbers import Numbers
 from conformance.strategies.policy_inputs import calibrated, decided, drawn, identity
-from conformance.strategies.scale_numbers import Numbers
 from reference import policies
 from reference.calibration import load_calibration, save_calibration
 from reference.policies.kvzip_heads import FullHeads, head_scores

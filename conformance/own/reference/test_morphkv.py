@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from conformance.assurance.brute import W, plain
 from conformance.assurance.oracles.morphkv import morphkv
-from conformance.assurance.strategies.policy_steps import decoded, long
+from conformance.assurance.policy_steps import decoded, long
 from conformance.own.reference.test_decoding import by_head, memoryless
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import drawn

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.oracles import nestedkv as oracle
-from conformance.strategies.keys import NESTED, keys, seeds
+from conformance.strategies.numbers import NESTED, keys, seeds
 from conformance.suite.test_nestedkv import lengths
 from conformance.tolerances import scores_agree
 from reference import nestedkv as nk

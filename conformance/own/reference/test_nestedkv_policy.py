@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import nestedkv as oracle
-from conformance.assurance.strategies.policy_cases import CASES
-from conformance.strategies.keys import keys, seeds
+from conformance.assurance.policy_cases import CASES
+from conformance.strategies.numbers import keys, seeds
 from conformance.strategies.policy_inputs import decided, drawn
 from reference import policies
 from spec.backend import Backend, resolve

@@ -45,7 +45,7 @@ BRUTES = [Brute("PO-LOUDKEYS", "loudkeys", by_layer(loudkeys))]
 '''
 TEST = '''
 import pytest
-from conformance.assurance.strategies.policy_cases import CASES
+from conformance.assurance.policy_cases import CASES
 from conformance.strategies.policy_inputs import decided, drawn
 @pytest.mark.spec("PO-LOUDKEYS")
 def test_kept_sets_are_those_of_brute_force():
@@ -67,7 +67,7 @@ from conformance.assurance.vector_writer.store import built, differences
 from conformance.checks.promises import PROPERTIES
 from conformance.strategies.policy_inputs import drawn, named
 from conformance.vectors import files
-from conformance.vectors.json_values import decoded, parameters_of
+from conformance.vectors.files import decoded, parameters_of
 from reference.policies.describe import describe_policy
 from reference.policies.names import NAMES
 from spec.policy import Promises

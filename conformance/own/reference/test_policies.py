@@ -21,7 +21,7 @@ from conformance.assurance.oracles.lagkv import lagkv_information as brute_lagkv
 from conformance.assurance.oracles.rkv import rkv as brute_rkv
 from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv
 from conformance.assurance.oracles.tova import tova as brute_tova
-from conformance.assurance.strategies.policy_cases import CASES
+from conformance.assurance.policy_cases import CASES
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
 from conformance.tolerances import scores_agree

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.assurance.strategies.policy_cases import CASES
+from conformance.assurance.policy_cases import CASES
 from conformance.strategies.policy_inputs import decided, drawn
 from reference import policies
 from reference.policies.attention import received_attention

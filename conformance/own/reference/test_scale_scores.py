@@ -8,8 +8,8 @@ from conformance.assurance.oracles import signatures as signed
 from conformance.assurance.oracles import triattention
 from conformance.assurance.oracles.lagkv import lagkv as brute_lagkv
 from conformance.oracles.scale import selectors
+from conformance.strategies.numbers import Numbers
 from conformance.strategies.scale_attention import Shape, laddered
-from conformance.strategies.scale_numbers import Numbers
 from conformance.tolerances import scores_agree
 from reference.diversity import Signature, signatures
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention

@@ -7,7 +7,7 @@ import pytest
 
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles.scale import at_size
-from conformance.strategies.scale_numbers import Numbers
+from conformance.strategies.numbers import Numbers
 from reference.crystalcache.protection import effective_budget
 from reference.memory import kv_bytes
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder

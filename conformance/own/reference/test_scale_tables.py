@@ -9,11 +9,10 @@ import pytest
 from conformance.assurance.oracles.scale import at_size
 from conformance.oracles import s6
 from conformance.oracles.scale import decode, stages
-from conformance.strategies.scale_numbers import Numbers
-from conformance.strategies.scale_states import state_at
-from conformance.strategies.scale_tables import lists, of_sizes
+from conformance.strategies.numbers import Numbers
+from conformance.strategies.scale_tables import lists, of_sizes, state_at
+from conformance.suite.test_scale_decode import QUIET
 from conformance.suite.test_scale_dissolution import SIZES
-from conformance.suite.test_scale_steps import QUIET
 from conformance.suite.test_scale_trunks import CASES, Case
 from reference.crystalcache.breath import protected_trunks_of
 from reference.crystalcache.compaction import compact

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.strategies.policy_cases import CASES
+from conformance.assurance.policy_cases import CASES
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import decided, drawn, observation, retained
 from reference.policies import adakv, keydiff, retain, snapkv, tova, with_adaptive_budgets

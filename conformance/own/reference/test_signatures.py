@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.assurance.oracles import signatures as signed
-from conformance.assurance.strategies.policy_expected import plain_values
+from conformance.assurance.policy_cases import plain_values
 from conformance.oracles import diversity as brute
 from conformance.plugin import sparingly
-from conformance.strategies.keys import seeds
+from conformance.strategies.numbers import seeds
 from conformance.strategies.policy_inputs import drawn
 from reference import diversity
 

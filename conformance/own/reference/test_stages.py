@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from conformance import tolerances
 from conformance.checks import stage_checks
 from conformance.oracles import s1, s2, s3, s4, s5, s6
-from conformance.strategies.attention import AttentionInputs, attention_inputs
-from conformance.strategies.eviction import EvictionProblem, evictions
-from conformance.strategies.parameters import small_parameters
-from conformance.strategies.text import end_masks, token_ids
-from conformance.strategies.trunks import degrees, partitions
+from conformance.strategies.numbers import end_masks, small_parameters, token_ids
+from conformance.strategies.prompts import AttentionInputs, attention_inputs
+from conformance.strategies.trunks import EvictionProblem, degrees, evictions, partitions
 from conformance.suite.test_dissolution import partitions_of
 from conformance.tolerances import gamma
 from reference.crystalcache import coattention, dissolution, impact, protection, trunks

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import triattention as brute
 from conformance.assurance.oracles.triattention import rows as tri_rows
-from conformance.assurance.strategies.policy_cases import CASES
-from conformance.assurance.strategies.policy_expected import triattention
-from conformance.assurance.strategies.policy_steps import PROMPT, decoded, long
+from conformance.assurance.policy_cases import CASES, triattention
+from conformance.assurance.policy_steps import PROMPT, decoded, long
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import calibrated, decided, drawn, identity, observation
 from conformance.tolerances import scores_agree

@@ -16,8 +16,8 @@ from conformance.assurance.oracles.adakv import adakv as brute_adakv
 from conformance.assurance.oracles.keydiff import keydiff as brute_keydiff
 from conformance.assurance.oracles.knorm import knorm as brute_knorm
 from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv
-from conformance.assurance.strategies.policy_cases import CASES
-from conformance.assurance.strategies.policy_segments import (
+from conformance.assurance.policy_cases import CASES
+from conformance.assurance.policy_steps import (
     KERNEL,
     POLICIES,
     READ,
@@ -29,10 +29,10 @@ from conformance.assurance.strategies.policy_segments import (
     after_reading,
     after_records,
     sets,
+    shown,
     stored,
     turned,
 )
-from conformance.assurance.strategies.policy_steps import shown
 from conformance.own.reference.test_decoding import one_head
 from conformance.strategies.policy_inputs import Inputs, drawn, observation
 from reference import policies

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from conformance.assurance.brute import HALF, KERNEL, N_SINK, SEED, W, plain
 from conformance.assurance.oracles import vase as brute
 from conformance.assurance.oracles.policies import window
-from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
+from conformance.assurance.policy_steps import PROMPT, STEPS, decoded, long
 from conformance.own.reference.test_decoding import one_head
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import decided, drawn

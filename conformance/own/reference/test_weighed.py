@@ -13,10 +13,10 @@ from conformance.assurance.brute import KERNEL, SINK, W, plain
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import weighed
 from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv
-from conformance.assurance.strategies.policy_steps import PROMPT, STEPS, decoded, long
+from conformance.assurance.policy_steps import PROMPT, STEPS, decoded, long
 from conformance.plugin import sparingly
+from conformance.strategies.numbers import Numbers
 from conformance.strategies.policy_inputs import drawn, observation
-from conformance.strategies.scale_numbers import Numbers
 from conformance.tolerances import scores_agree
 from reference import policies
 from reference.policies.criticalkv import two_stages

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.assurance.vector_writer.compact import made, unsure
-from conformance.strategies.scale_numbers import Numbers
+from conformance.assurance.vector_writer.expected_large import made, unsure
+from conformance.strategies.numbers import Numbers
 from conformance.vectors import files
 from conformance.vectors.compact import expanded, mismatches, summary
-from conformance.vectors.json_values import decoded
+from conformance.vectors.files import decoded
 
 PAGE = (files.HOME / "README.md").read_text(encoding="utf-8")
 READER = Path(__file__).with_name("compact_values.js")

@@ -1,25 +1,26 @@
 """Every worked example of spec/crystalcache*.md holds for the reference; every item of all pages has its six parts."""
 
+import inspect
 import json
 import re
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 import pytest
 
-from conformance.assurance.item_vectors.decode import DECODE_BY_ITEM
+from conformance.assurance.item_vectors.items import BY_ITEM
+from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.items import items_of
 from conformance.own.spec.essay_examples import ESSAY_ADAPTERS
 from conformance.paths import SPEC
-from conformance.vectors.arrays import flags, floats, integers, plain
-from conformance.vectors.json_values import decoded, parameters_of
+from conformance.vectors.codec import call, flags, floats, integers, plain
+from conformance.vectors.files import decoded, parameters_of
 from reference.crystalcache import coattention as s1
-from reference.crystalcache import compaction, dissolution, graph, impact, protection, score, sentences, trunks
+from reference.crystalcache import compaction, dissolution, graph, impact, protection, sentences, trunks
 from reference.crystalcache import prefill as run_prefill
 from reference.crystalcache.crystallization import crystallization
-from reference.crystalcache.observed_layer import observed_layer
-from reference.memory import kv_bytes
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
@@ -51,11 +52,6 @@ def budget_forms(inputs: Json) -> object:
         with pytest.raises(SpecError):
             parse_budget(refused)
     return [parse_budget(budget).tokens(seen) for budget, seen in inputs["asked"]]
-
-
-def attention(inputs: Json) -> object:
-    positions = integers(inputs["query_positions"]), integers(inputs["key_positions"])
-    return s1.attention(floats(inputs["q"]), floats(inputs["k"]), *positions, inputs["scaling"], inputs["softcap"])
 
 
 def edge_view(inputs: Json) -> object:
@@ -122,10 +118,6 @@ def crystallizations(inputs: Json) -> object:
     return [crystallization(floats(degree), p.s, p.epsilon) for degree in inputs["cases"]]
 
 
-def budgets(cases: Json) -> object:
-    return [protection.effective_budget(parse_budget(budget), *rest) for budget, *rest in cases]
-
-
 def dissolve(inputs: Json) -> object:
     return vars(
         dissolution.dissolve(
@@ -147,49 +139,38 @@ def prefill(inputs: Json) -> object:
     return {name: getattr(result, name) for name in ("kept", "budget", "over_budget", "ratio", "scores", "D")}
 
 
+def by_name(item: str, given: Json) -> object:
+    """The reference's function of the table on inputs by name, or on cases, each in the order of its arguments."""
+    function = resolve_name(f"reference.{OPERATIONS[item].reference}")
+    if not isinstance(given, dict):
+        return [by_name(item, dict(zip(inspect.signature(function).parameters, case, strict=True))) for case in given]
+    return call(function, given, CrystalCacheParameters(**given.get("parameters", {})))
+
+
 def of_decode(name: str, given: Json) -> object:
     """The page's examples of decode are written as the vectors are."""
-    found = DECODE_BY_ITEM[name](decoded(given["inputs"]), parameters_of(given["parameters"]))
+    found = BY_ITEM[name](decoded(given["inputs"]), parameters_of(given["parameters"]))
     return {field: plain(value) for field, value in found.items()}
 
 
 ADAPTERS: dict[str, Adapter] = {
-    "CC-MEMORY": lambda cases: [kv_bytes(*case) for case in cases],
-    "CC-OBSERVED-LAYER": lambda cases: [observed_layer(*case) for case in cases],
     "CC-BUDGET-FORMS": budget_forms,
-    "CC-ATTENTION": attention,
-    "CC-SALIENCE": lambda i: s1.salience(floats(i["own"]), parameters(i)),
-    "CC-ROW-NORM": lambda i: s1.row_normalise(floats(i["A"]), i["epsilon"]),
-    "CC-INTRA": lambda i: s1.intra_neighbours(floats(i["rows"]), parameters(i)),
-    "CC-CROSS": lambda i: s1.cross_neighbours(floats(i["earlier"]), parameters(i)),
     "CC-EDGES": edge_view,
     "CC-COATTENTION": coattention,
     "CC-SENTENCES": lambda cases: [sentences.sentence_offsets(flags(case)) for case in cases],
     "CC-INTERFACE": lambda cases: [interface(case) for case in cases],
     "CC-INTERFACE-EDGES": interface_edges,
     "CC-MERGE": merges,
-    "CC-SPLIT": lambda cases: [trunks.split_sizes(*case) for case in cases],
     "CC-TRUNKS": trunk_offsets,
     "CC-COUNT": lambda ids: impact.token_counts(integers(ids)),
     "CC-RARITY": lambda c: impact.rarity(integers(c)),
     "CC-IMPACT": impacts,
-    "CC-TRUNK-IMPACT": lambda i: impact.trunk_impact(floats(i["M"]), integers(i["offsets"])),
     "CC-TRUNK-EDGES": trunk_pairs,
     "CC-TRUNK-WEIGHT": trunk_weights,
-    "CC-DEGREE": lambda i: graph.degree(integers(i["indptr"]), floats(i["weights"])),
     "CC-CRYSTALLIZATION": crystallizations,
-    "CC-NORMALISED-IMPACT": lambda i: score.normalised_impact(
-        floats(i["M_bar"]), flags(i["protected"]), i["epsilon"]
-    ),
-    "CC-SCORE": lambda i: score.score(floats(i["D"]), floats(i["M_tilde"]), i["alpha"]),
     "CC-PROTECTED": lambda i: [
         protection.protected_trunks(integers(offsets), i["n"], *rest) for offsets, *rest in i["cases"]
     ],
-    "CC-BUDGET": budgets,
-    "CC-CUT": lambda cases: [protection.cut(integers(sizes), flags(shut), B) for sizes, shut, B in cases],
-    "CC-ALLOCATE": lambda cases: [dissolution.allocate(integers(sizes), c, N) for sizes, c, N in cases],
-    "CC-KEEP-COUNT": lambda cases: [dissolution.keep_count(*case) for case in cases],
-    "CC-DISSOLVE-D": lambda i: dissolution.dissolved_D(floats(i["D"]), floats(i["r"])),
     "CC-DISSOLVE": lambda cases: [dissolve(case) for case in cases],
     "CC-COMPACT": compact,
     "CC-PREFILL": prefill,
@@ -221,7 +202,7 @@ def agree(actual: Any, expected: Json, bound: float) -> None:
 
 
 def test_every_item_has_an_adapter() -> None:
-    assert ADAPTERS.keys() | DECODE_BY_ITEM.keys() == ITEMS.keys()
+    assert ADAPTERS.keys() <= ITEMS.keys() <= ADAPTERS.keys() | BY_ITEM.keys()
 
 
 @pytest.mark.usefixtures("reference_items")
@@ -229,7 +210,10 @@ def test_every_item_has_an_adapter() -> None:
 def test_the_example_holds(name: str) -> None:
     given = example(name)
     assert given["item"] == name
-    found = of_decode(name, given) if name in DECODE_BY_ITEM else ADAPTERS[name](given["inputs"])
+    if name in ADAPTERS:
+        found = ADAPTERS[name](given["inputs"])
+    else:
+        found = of_decode(name, given) if "parameters" in given else by_name(name, given["inputs"])
     agree(found, decoded(given["expected"]), given.get("bound", 0.0))
 
 

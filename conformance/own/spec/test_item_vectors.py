@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from conformance.assurance.item_vectors.bounds import BOUNDED_ITEMS
 from conformance.assurance.item_vectors.items import ITEMS
-from conformance.checks.vector_checks import cases, problems
+from conformance.checks.vector_checks import BOUNDED, cases, problems
 from conformance.vectors import files
 from conformance.vectors.subject import STAGES
 
@@ -14,7 +13,7 @@ from conformance.vectors.subject import STAGES
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.parametrize(("group", "test"), cases(ITEMS))
 def test_the_reference_holds_a_vector_of_an_item(group: Any, test: Any) -> None:
-    assert problems(group, test, ITEMS[group["operation"]], BOUNDED_ITEMS, "float64") == []
+    assert problems(group, test, ITEMS[group["operation"]], BOUNDED, "float64") == []
 
 
 def test_every_operation_has_vectors() -> None:

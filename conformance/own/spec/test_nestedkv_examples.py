@@ -6,30 +6,27 @@ import re
 import numpy as np
 import pytest
 
-from conformance.assurance.item_vectors.nestedkv import NESTEDKV_ITEMS
-from conformance.assurance.vector_writer.expected_nestedkv import BOUNDED as NESTEDKV_BOUNDED
+from conformance.assurance.item_vectors.items import ITEMS as OF_REFERENCE
+from conformance.checks.bounds import BOUNDED
 from conformance.items import items_of
 from conformance.own.spec.test_examples import FENCE
 from conformance.paths import SPEC
 from conformance.tolerances import scores_agree
+from spec.parameters import PAPER
 
 PAGE = SPEC / "nestedkv.md"
 ITEMS = dict(items_of(PAGE.read_text(encoding="utf-8")))
 
 
-def test_every_item_has_an_adapter() -> None:
-    assert NESTEDKV_ITEMS.keys() == ITEMS.keys()
-
-
 @pytest.mark.usefixtures("reference_items")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(name)) for name in NESTEDKV_ITEMS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.spec(name)) for name in ITEMS])
 def test_the_example_holds(name: str) -> None:
     (block,) = FENCE.findall(ITEMS[name])
     given = json.loads(block)
     assert given["item"] == name
-    for key, found in NESTEDKV_ITEMS[name](given["inputs"]).items():
+    for key, found in OF_REFERENCE[name](given["inputs"], PAPER).items():
         want = given["expected"][key]
-        if NESTEDKV_BOUNDED.get(name) == key:
+        if name in BOUNDED and key in BOUNDED[name].results:
             assert scores_agree(np.ravel(np.asarray(found)), np.ravel(want).tolist())
         else:
             assert found == want

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.strategies.policy_cases import CASES
+from conformance.assurance.policy_cases import CASES
 from conformance.checks.promises import PROPERTIES
 from conformance.paths import SPEC
 from conformance.plugin import sparingly

@@ -6,7 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-from conformance.assurance.proofs.coq.assumptions import surprises
 from conformance.assurance.proofs.coq.build import (
     BUILD,
     ENGINE,
@@ -17,10 +16,11 @@ from conformance.assurance.proofs.coq.build import (
     compile_engine,
     fresh,
     missing,
+    stated,
+    surprises,
 )
 from conformance.assurance.proofs.coq.judge import judge
 from conformance.assurance.proofs.coq.planted import planted
-from conformance.assurance.proofs.coq.theorems import stated
 from conformance.assurance.proofs.coq.vectors import check_vectors
 from spec.errors import SpecError
 

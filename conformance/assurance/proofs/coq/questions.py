@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from conformance.assurance.proofs.coq.three_way import Question, Side
-from conformance.strategies.eviction import random_evictions
-from conformance.strategies.trunks import record
+from conformance.strategies.trunks import random_evictions, record
 from spec.parameters import TINY
 
 __all__ = ["ITEMS", "STAGES", "questions"]

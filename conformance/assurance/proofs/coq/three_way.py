@@ -14,16 +14,15 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from conformance.assurance.item_vectors.items import ITEMS
-from conformance.assurance.oracles import budgets
-from conformance.assurance.oracles.blocks import best_blocks as blocks_by_force
+from conformance.assurance.oracles import policies
+from conformance.assurance.oracles.policies import best_blocks as blocks_by_force
 from conformance.assurance.oracles.policies import pyramid_shares
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.assurance.vector_writer.operation import encoded
 from conformance.checks.vector_checks import same
-from conformance.engine.backend import backend_of
-from conformance.engine.process import Engine
+from conformance.engine.process import Engine, backend_of
 from conformance.oracles.diversity import cosine
-from conformance.vectors.arrays import plain
+from conformance.vectors.codec import plain
 from reference.diversity import cosines
 from reference.policies.selectors import best_blocks, top_units
 from spec.backend import Backend, resolve
@@ -98,7 +97,7 @@ def _asked(name: str, tokens: int | None) -> Any:
 
 
 def _effective(i: Json, p: CrystalCacheParameters) -> Any:
-    tokens = budgets.asked(str(i["budget"]), i["n"])
+    tokens = policies.asked(str(i["budget"]), i["n"])
     return _asked("B", None if tokens is None else max(p.N_sink + p.W_recent, tokens))
 
 
@@ -127,10 +126,10 @@ _OF_REFERENCE: Mapping[str, Answer] = {
     "PO-TOP-UNITS": _units, "PO-BEST-BLOCKS": _blocks, "DV-COSINE": lambda i, p: {"cosines": cosines(np.array(i["V"]))},
 }
 _BY_FORCE: Mapping[str, Answer] = {
-    "CC-BUDGET-FORMS": lambda i, p: _asked("tokens", budgets.asked(str(i["budget"]), i["seen"])),
+    "CC-BUDGET-FORMS": lambda i, p: _asked("tokens", policies.asked(str(i["budget"]), i["seen"])),
     "CC-BUDGET": _effective,
     "PO-TOP-UNITS": lambda i, p: {
-        "kept": [budgets.best_units(row, i["offsets"], i["pinned"], i["B"]) for row in i["values"]]
+        "kept": [policies.best_units(row, i["offsets"], i["pinned"], i["B"]) for row in i["values"]]
     },
     "PO-BEST-BLOCKS": _blocks_by_force,
     "PO-PYRAMID-BUDGET": lambda i, p: {

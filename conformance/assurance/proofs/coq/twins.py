@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from conformance.assurance.item_vectors.bounds import BOUNDED_ITEMS
 from conformance.assurance.item_vectors.items import ITEMS
 from conformance.assurance.proofs.claims import decide
 from conformance.assurance.proofs.coq.planted import Found
@@ -45,9 +44,8 @@ def vectors(item: str, backend: str = "numpy") -> Iterator[str]:
         if item not in test["items"]:
             continue
         run = partial(STAGES[operation], resolve(backend)) if operation in STAGES else ITEMS[operation]
-        bounded = BOUNDED if operation in STAGES else BOUNDED_ITEMS
         try:
-            failed = bool(problems(group, test, run, bounded, "float64"))
+            failed = bool(problems(group, test, run, BOUNDED, "float64"))
         except (Exception, pytest.fail.Exception):
             failed = True
         if failed:

@@ -11,8 +11,7 @@ from conformance.assurance.proofs.coq.build import run_coq
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.assurance.vector_writer.operation import encoded
 from conformance.vectors.compact import expanded, is_compact, mismatches
-from conformance.vectors.files import published
-from conformance.vectors.json_values import decoded, parameters_of
+from conformance.vectors.files import decoded, parameters_of, published
 from spec.parameters import PAPER
 
 __all__ = ["check_vectors", "written"]

@@ -3,8 +3,7 @@
 import argparse
 import sys
 
-from conformance.assurance.proofs.floats.figures import README, rewritten, stale
-from conformance.assurance.proofs.floats.gappa import PROOFS, missing, proved
+from conformance.assurance.proofs.floats.gappa import PROOFS, README, missing, proved, rewritten, stale
 from conformance.assurance.proofs.floats.search import CASES, worst
 
 __all__ = ["main"]

@@ -1,12 +1,9 @@
-"""Proofs by Gappa: each script says of one side, from its assumptions, that it errs by half of the bound at most.
+"""What Gappa proves, and the last column of README.md's table, which `floats --write` makes."""
 
-Two sides then differ by the whole of it, relative to the larger too: where both lie below the real value, they differ
-by half. `BOUND` in a script stands for that half, read from `conformance.tolerances`, and `CASE` for a line of cases.
-"""
-
+import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import expm1
 from pathlib import Path
@@ -15,7 +12,40 @@ import numpy as np
 
 from conformance import tolerances
 
-__all__ = ["INSTALL", "PROOFS", "Proof", "missing", "proved"]
+__all__ = ["INSTALL", "PROOFS", "README", "Proof", "figure", "missing", "proved", "rewritten", "stale"]
+
+README = Path(__file__).with_name("README.md")
+MOVES = 1.25
+"""By how much another machine's exponentials and logarithms may move a figure."""
+
+_ROW = re.compile(r"^(\| `(\w+)` \| ([^|]+) \|.*\| )([^|]*)( \|)$", re.MULTILINE)
+Key = tuple[str, str]
+
+
+def figure(found: float) -> str:
+    return f"{found:.2g}"
+
+
+def _key(row: re.Match[str], found: Mapping[Key, float]) -> Key | None:
+    return next((key for key in found if key[1] == row[2] and key[0] in row[3].split(", ")), None)
+
+
+def rewritten(text: str, found: Mapping[Key, float]) -> str:
+    """The page with the largest errors over bounds that were found, by item and bound."""
+    def row(line: re.Match[str]) -> str:
+        key = _key(line, found)
+        return line[0] if key is None else f"{line[1]}{figure(found[key])}{line[5]}"
+
+    return _ROW.sub(row, text)
+
+
+def stale(text: str, found: Mapping[Key, float]) -> Iterator[str]:
+    """Figures of the page that are not those found, by item."""
+    written = {key: float(line[4]) for line in _ROW.finditer(text) if (key := _key(line, found)) is not None}
+    for key, value in found.items():
+        if key not in written or not written[key] / MOVES <= value <= written[key] * MOVES:
+            yield f"{key[0]}: README.md says {written.get(key, 'nothing')}, found {figure(value)}: run with --write"
+
 
 HERE = Path(__file__).parent
 INSTALL = "apt install gappa"

@@ -17,7 +17,7 @@ from accelerated.numba_cpu import kernels
 from conformance.checks import stage_checks
 from conformance.measure.benchmarks.data import first_layer
 from conformance.plugin import sparingly
-from conformance.strategies.attention import AttentionInputs, attention_inputs, later_segments
+from conformance.strategies.prompts import AttentionInputs, attention_inputs, later_segments
 from spec.parameters import PAPER
 from spec.records import CoAttention
 

@@ -9,7 +9,7 @@ pytest.importorskip("numba", reason="the Numba backend needs it")
 from accelerated.numba_cpu import coattention as s1_blocks
 from conformance.checks import stage_checks
 from conformance.oracles import s1
-from conformance.strategies.attention import AttentionInputs, attention_inputs, hot_sets, later_segments
+from conformance.strategies.prompts import AttentionInputs, attention_inputs, hot_sets, later_segments
 from spec.records import CoAttention
 
 pytestmark = pytest.mark.judges("numba")

@@ -23,8 +23,7 @@ from accelerated.triton_gpu.device import INTERPRETED, attention_tensors, defaul
 from accelerated.triton_gpu.launch import AttentionTiles, Shape
 from conformance.checks import stage_checks
 from conformance.oracles import s1
-from conformance.strategies.attention import GROUPS, AttentionInputs, attention_inputs, later_segments
-from conformance.strategies.prompts import random_prompt
+from conformance.strategies.prompts import GROUPS, AttentionInputs, attention_inputs, later_segments, random_prompt
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import TINY
 from spec.records import CoAttention

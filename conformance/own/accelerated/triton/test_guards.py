@@ -28,9 +28,8 @@ from accelerated.triton_gpu import (
 )
 from accelerated.triton_gpu.backend import ON_DEVICE
 from conformance.own.accelerated.triton.guards import POISON, guarded, poisoned_allocations
-from conformance.strategies.attention import AttentionInputs, attention_inputs, later_segments
-from conformance.strategies.eviction import EvictionProblem, evictions
-from conformance.strategies.trunks import Text, partitions, texts
+from conformance.strategies.prompts import AttentionInputs, attention_inputs, later_segments
+from conformance.strategies.trunks import EvictionProblem, Text, evictions, partitions, texts
 from spec.records import CoAttention, Trunks
 
 pytestmark = pytest.mark.judges("triton")

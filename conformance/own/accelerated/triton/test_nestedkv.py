@@ -19,7 +19,7 @@ from accelerated.triton_gpu import nestedkv
 from accelerated.triton_gpu.backend import BACKEND
 from accelerated.triton_gpu.device import default_device, takes
 from conformance.own.accelerated.triton.guards import guarded, poisoned_allocations
-from conformance.strategies.keys import NESTED
+from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import drawn
 from conformance.tolerances import nestedkv_radius
 from reference.backend import BACKEND as REFERENCE

@@ -18,7 +18,7 @@ from conformance.cache_suite.conftest import found_model
 from conformance.cache_suite.judge import KINDS, LENGTHS, LONG, PROMPT, TINY, WHOLE, check, save_tiny
 from conformance.cache_suite.oracle import UnknownRotation, check_rotation, frequencies
 from conformance.cache_suite.test_eviction import NEW
-from conformance.checks.boundary import SubjectFailure
+from conformance.checks.refusals import SubjectFailure
 from conformance.paths import ROOT, SPEC
 from conformance.verify import __main__ as door
 from models_integration.session.eviction import after_eviction

@@ -22,8 +22,7 @@ from conformance.own.models_integration.session.families import (
 )
 from conformance.own.models_integration.session.probe import Failing, Looking, method_of
 from conformance.own.models_integration.session.test_batches import batch, prompts, sets
-from conformance.strategies.attention import AttentionInputs
-from conformance.strategies.prompts import Prompt
+from conformance.strategies.prompts import AttentionInputs, Prompt
 from models_integration import CrystalCache, RetainedCache, Session
 from spec.errors import SpecError
 from spec.parameters import TINY

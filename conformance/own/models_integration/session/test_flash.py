@@ -14,8 +14,7 @@ from conformance.checks import stage_checks
 from conformance.own.models_integration.session.families import ENDS, FAMILIES, at_once, build, prompt
 from conformance.own.models_integration.session.probe import Looking, method_of
 from conformance.own.models_integration.session.test_batches import batch, prompts
-from conformance.strategies.attention import AttentionInputs
-from conformance.strategies.prompts import Prompt
+from conformance.strategies.prompts import AttentionInputs, Prompt
 from models_integration import CrystalCache, RetainedCache
 from reference.policies import crystalcache, retain
 from spec.budget import parse_budget

@@ -1,1 +1,0 @@
-"""Every policy with its brute-force answer, at the end of a prompt, in decode and in turns."""
