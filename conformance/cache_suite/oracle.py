@@ -50,7 +50,7 @@ class Masked:
         full = full_layers(model)
         self.modules = {
             cast(int, module.layer_idx): module for module in self.model.modules()
-            if type(module).__name__.endswith("Attention") and getattr(module, "layer_idx", None) in full
+            if type(module).__name__.endswith(("Attention", "MLA")) and getattr(module, "layer_idx", None) in full
         }
         self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full}
         self.model.set_attn_implementation(_registered(config._attn_implementation))

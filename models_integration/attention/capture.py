@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from models_integration.attention.masks import AttentionFunction, LayerMasks, retained_mask
 from models_integration.attention.ragged_attention import ragged_attention
 from models_integration.cache.dense_layer import RetainedLayer, on_host
-from models_integration.cache.positions import shown_columns
+from models_integration.cache.positions import EMPTY, shown_columns
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
@@ -112,6 +112,8 @@ class Recorder:
     seen: dict[int, _Seen] = field(default_factory=dict)
     hidden: int = 0
     """Columns of the segment, at most, that hold no token of a row: so many queries more are noted."""
+    latent: bool = False
+    """Whether the cache stores latents, of which the model makes the keys and values of its heads."""
 
     def record(self, module: nn.Module, layer: Attended) -> None:
         """Note one layer's inputs.
@@ -160,7 +162,7 @@ class Recorder:
         Raises:
             SpecError: where this one has noted less.
         """
-        own, narrow = self.needs, Recorder(needs, hidden=self.hidden)
+        own, narrow = self.needs, Recorder(needs, hidden=self.hidden, latent=self.latent)
         fewer = own.query_rows is not None and (needs.query_rows is None or needs.query_rows > own.query_rows)
         fewer |= needs.rehearsal is not None and needs.rehearsal != own.rehearsal
         for layer in layers:
@@ -192,12 +194,19 @@ class Recorder:
         return replace(view, repeats=tuple(each.of_row(row) for each in seen.repeats))
 
     def view(
-        self, layer: int, row: int, heads: slice, k: Tensor, v: Tensor, queries: Tensor | None = None,
+        self, index: int, row: int, heads: slice, layer: RetainedLayer, kv_heads: slice, queries: Tensor | None = None,
     ) -> LayerView:
-        """What these query heads of one row asked, beside keys and values (H_kv, n, d) that are now cached."""
-        seen = self.seen[layer]
+        """What these query heads of one row asked, beside the keys and values that KV heads of a layer now store."""
+        seen = self.seen[index]
+        k, v = self._expanded(seen, row, layer) if self.latent else layer.held(row, kv_heads)
         asked = self._asked(seen.q[row, heads], queries)
         return self._shown(seen, asked, k, v if self.needs.values else None, None)
+
+    def _expanded(self, seen: _Seen, row: int, layer: RetainedLayer) -> tuple[Tensor, Tensor | None]:
+        """Keys and values (H, stored, d) that the model has made of the latents of one row."""
+        stored = layer.stored_positions()
+        slots = stored[row if len(stored) > 1 else 0] != EMPTY
+        return shown_columns(seen.k[row], slots), None if seen.v is None else shown_columns(seen.v[row], slots)
 
     def _asked(self, q: Tensor, queries: Tensor | None) -> Tensor:
         """The queries (H, n, d) that are a token's, and no more than asked for."""

@@ -27,6 +27,9 @@ from spec.retention import Granularity, Retention
 __all__ = ["check_handover", "check_readable"]
 
 _TOKENS = 3
+LATENTS = (
+    "it stores one latent for all heads (MLA): use a policy that keeps one set for the model or for each layer"
+)
 _OWN_MASK = "it makes its own attention mask"
 
 
@@ -47,7 +50,10 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
     handed = _handed(architecture)
     if handed.idle:
         raise SpecError("model", architecture.name, handed.idle)
-    if architecture.watched(needs) and not (handed.keys and handed.queries and (handed.values or not needs.values)):
+    if architecture.latent and granularity is Granularity.HEAD:
+        raise SpecError("model", architecture.name, LATENTS)
+    as_stored = handed.keys and (handed.values or not needs.values)
+    if architecture.watched(needs) and not (handed.queries and (as_stored or architecture.latent)):
         raise SpecError("model", architecture.name, OTHER_TENSORS)
     if needs.rehearsal is not None:
         check_turns(architecture)

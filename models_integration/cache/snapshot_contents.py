@@ -49,13 +49,17 @@ def check_contents(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], a
         Damaged: otherwise; it names the first thing that does not fit.
     """
     layers: Sequence[Any] = RetainedCache(architecture.config).layers
-    states = _states(architecture)
+    sample = _sample(architecture)
+    states = {
+        f"{index}.{name}": tensor for index, layer in enumerate(sample.layers)
+        for name, tensor in state_tensors(layer).items()
+    }
     _check_manifest(manifest, layers)
     _check_names(manifest, tensors, states)
     for name, state in states.items():
         shape = (_batch(manifest, tensors), *state.shape[1:])
         _check_tensor(name, tensors[name], shape, str(state.dtype).removeprefix("torch."), None)
-    _check_layers(manifest, tensors, architecture, layers)
+    _check_layers(manifest, tensors, architecture, layers, sample)
     _check_known(manifest, tensors, architecture.vocabulary)
 
 
@@ -82,17 +86,13 @@ def check_states_fit(
         _require(own.tolist() == expected, f"row {row}: its state knows of other tokens than the cache stores")
 
 
-def _states(architecture: Architecture) -> dict[str, Tensor]:
-    """The recurrent states that the model has after three tokens, by layer and name."""
-    if not architecture.recurrent:
-        return {}
+def _sample(architecture: Architecture) -> RetainedCache:
+    """A cache that has read three tokens, if the configuration alone does not give the shapes of its tensors."""
     cache = RetainedCache(architecture.config)
-    with isolated_forward(architecture):
-        read_tokens(architecture, cache, 3)
-    return {
-        f"{index}.{name}": tensor for index, layer in enumerate(cache.layers)
-        for name, tensor in state_tensors(layer).items()
-    }
+    if architecture.recurrent or architecture.latent:
+        with isolated_forward(architecture):
+            read_tokens(architecture, cache, 3)
+    return cache
 
 
 def _require(holds: bool, otherwise: str) -> None:
@@ -176,6 +176,7 @@ def _batch(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
 
 def _check_layers(
     manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], architecture: Architecture, layers: Sequence[Any],
+    sample: RetainedCache,
 ) -> None:
     """The keys and values of all layers are of one batch and one text."""
     batch, columns, tokens, stored = _batch(manifest, tensors), set[int](), list[Tensor](), list[Tensor]()
@@ -183,7 +184,7 @@ def _check_layers(
     for index, (layer, numbers) in enumerate(zip(layers, manifest["layers"], strict=True)):
         if not numbers:
             continue
-        heads, *widths = _heads(architecture, index)
+        heads, *widths = _heads(architecture, index, sample.layers[index])
         shape: tuple[int, ...] = (batch, heads, _slots(index, tensors))
         filled = None
         if "evicted" in numbers:
@@ -273,8 +274,10 @@ def _check_tensor(name: str, found: Tensor, wanted: tuple[int, ...], dtype: str,
     _require(bool(finite.all()), f"{name} holds NaN or infinity")
 
 
-def _heads(architecture: Architecture, index: int) -> tuple[int, int, int]:
+def _heads(architecture: Architecture, index: int, sample: Any) -> tuple[int, int, int]:
     """KV heads of a layer, and channels of each head's keys and values."""
+    if sample.is_initialized:
+        return sample.keys.shape[1], sample.keys.shape[3], sample.values.shape[3]
     module, config = architecture.attention[index], architecture.config
     names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
     heads = next(found for name in names if (found := of_layer(config, name, index)))

@@ -58,6 +58,8 @@ def keep(folder: Path, policy: RetentionPolicy, token_ids: Sequence[int], dtype:
         model = automatic.from_config(config, dtype=stored).train(False)
     method, ids = _checked(policy, model, full), torch.tensor([list(token_ids)], device="cpu")
     architecture = describe(model)
+    if architecture.latent:
+        raise SpecError("folder", folder, "its model stores latents (MLA), not keys: use a policy on the model")
     if ids.shape[1] < 2 or not 0 <= int(ids.min()) <= int(ids.max()) < architecture.vocabulary:
         raise SpecError("token_ids", tuple(ids.shape), f"must be two or more, in [0, {architecture.vocabulary})")
     observed = ObservedSegment(method.policy.scorer.needs, architecture, RetainedCache(config), lse=True)

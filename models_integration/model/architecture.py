@@ -58,6 +58,8 @@ class Architecture:
     """Indices of the full-attention layers, ascending."""
     recurrent: bool
     """Whether some layers have a recurrent state."""
+    latent: bool
+    """Whether full-attention layers store one latent for all heads (MLA)."""
     vocabulary: int
     parts: tuple[Part, ...]
     """The attention modules, and the modules between the decoder and them."""
@@ -123,8 +125,8 @@ def describe(model: PreTrainedModel) -> Architecture:
     full = tuple(index for index, kind in enumerate(types) if kind == FULL)
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     parts = _parts(decoder, set(attention.values()))
-    recurrent = any(kind in RECURRENT for kind in types)
-    return Architecture(type(model).__name__, decoder, config, attention, full, recurrent, vocabulary, parts)
+    recurrent, latent = any(kind in RECURRENT for kind in types), _has_latents(config)
+    return Architecture(type(model).__name__, decoder, config, attention, full, recurrent, latent, vocabulary, parts)
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -226,7 +228,7 @@ def of_layer(config: PretrainedConfig, name: str, layer: int) -> Any:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Attention") and isinstance(getattr(module, "layer_idx", None), int)
+    return type(module).__name__.endswith(("Attention", "MLA")) and isinstance(getattr(module, "layer_idx", None), int)
 
 
 def _parts(module: nn.Module, attention: Set[nn.Module]) -> tuple[Part, ...]:
@@ -257,13 +259,15 @@ def _refuse_config(config: PretrainedConfig) -> str | None:
         return "encoder-decoder models are not served"
     if not hasattr(config, "num_hidden_layers"):
         return "its config has no num_hidden_layers: it contains several models"
-    if any(rank is not None for rank in by_layer(config, "kv_lora_rank")):
-        return "multi-head latent attention (MLA) caches no keys per head"
     # A layer that stores its keys for others shares no cache while none of them reuses it.
     modes = map(str, getattr(config, "kv_sharing_modes", None) or ())
     if getattr(config, "num_kv_shared_layers", 0) or any(mode.startswith("reuse") for mode in modes):
         return "layers that share one cache are not served"
     return None
+
+
+def _has_latents(config: PretrainedConfig) -> bool:
+    return any(rank is not None for rank in by_layer(config, "kv_lora_rank"))
 
 
 def _refuse_alibi(config: PretrainedConfig, decoder: nn.Module) -> str | None:

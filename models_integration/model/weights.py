@@ -48,6 +48,8 @@ def check_fixed(architecture: Architecture) -> None:
     Raises:
         SpecError: otherwise.
     """
+    if architecture.latent:
+        raise SpecError("model", architecture.name, "its rotation turns a part of each key beside a latent (MLA)")
     stated: Any = getattr(architecture.config, "rope_parameters", None) or {}
     kind = stated.get(FULL, stated).get("rope_type", "default")
     if kind in CHANGING:

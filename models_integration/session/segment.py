@@ -129,7 +129,8 @@ class ObservedSegment:
         lse: bool = False,
     ) -> None:
         self.architecture, self.cache, self.rows_per_prompt = architecture, cache, rows_per_prompt
-        self.recorder, self.text, self.watch = Recorder(needs), ReadColumns(), Stopwatch()
+        self.recorder = Recorder(needs, latent=architecture.latent)
+        self.text, self.watch = ReadColumns(), Stopwatch()
         self.logits: Tensor | None = None
         self.later = cache.get_seq_length() > 0
         """Whether it goes on from what earlier segments left."""
@@ -222,7 +223,6 @@ class ObservedSegment:
         if needs is self.recorder.needs:
             return self
         narrow = copy.copy(self)
-        narrow.recorder = Recorder(needs)
         narrow.recorder = self.recorder.narrowed(needs, narrow.layers)
         return narrow
 
@@ -233,7 +233,7 @@ def observe_shared(
     """One row, where the heads of a layer store as many tokens; `queries` are the columns (n,) that are its tokens'."""
     every = slice(None)
     views = {
-        layer: recorder.view(layer, row, every, *_layer(cache, layer).held(row, every), queries) for layer in layers
+        layer: recorder.view(layer, row, every, _layer(cache, layer), every, queries) for layer in layers
     }
     return Observation(_seen(cache, row), groups, None, views)
 
@@ -250,7 +250,7 @@ def observe_each_set(
         size = 1 if granularity is Granularity.HEAD else layer.heads
         for first in range(0, layer.heads, size):
             queries = slice(first * G, (first + size) * G)
-            view = recorder.view(index, row, queries, *layer.held(row, slice(first, first + size)))
+            view = recorder.view(index, row, queries, layer, slice(first, first + size))
             live.append(layer.head_positions(row, first).numpy())
             shown.append(Observation(_seen(cache, row), 1, None, {index: view}))
     return live, shown

@@ -46,7 +46,6 @@ OWN: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16},
     },
-    "dots3_note": {"num_key_value_heads": 4},
     "fuyu": {"text_config": {"model_type": "persimmon", **_TEXT}},
     "gemma3": {"text_config": _TEXT, "vision_config": {**_SEEN, "image_size": 28, "patch_size": 14}},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _ALTERNATING},
@@ -71,4 +70,12 @@ OWN: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16], "attn_layers": ["local", "lsh"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8},
     "zaya": {"num_experts_per_tok": 1},
+    "kimi_linear": {"num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "longcat_flash": {"num_key_value_heads": 4, "num_layers": 2},
+    **{
+        name: {"num_key_value_heads": 4} for name in (
+            "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note", "glm4_moe_lite", "glm_moe_dsa",
+            "hy_v4", "minicpm3", "sarvam_mla", "youtu",
+        )
+    },
 }

@@ -69,7 +69,9 @@ def check_served(architecture: Architecture, method: Any) -> None:
     """
     layers = architecture.config.num_hidden_layers
     if len(architecture.full_layers) < layers:
-        raise SpecError("model", architecture.name, "its sliding-window layers find their slots by position")
+        raise SpecError("model", architecture.name, "its sliding-window or recurrent layers have no pages")
+    if architecture.latent:
+        raise SpecError("model", architecture.name, "it stores one latent for all heads (MLA), and pages store heads")
     policy, rule = method.policy, method.continuation
     if policy.cadence.every is not None or rule.decode or rule.segment_tokens is not None:
         raise SpecError("policy", policy.name, "decides while tokens are decoded; pages are decided after the prompt")

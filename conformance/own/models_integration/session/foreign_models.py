@@ -9,8 +9,6 @@ from transformers import (
     BloomForCausalLM,
     CTRLConfig,
     CTRLLMHeadModel,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     GptOssConfig,
@@ -38,11 +36,6 @@ _SIZES: dict[str, Any] = {
 _SMALL: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }
-_LATENT: dict[str, Any] = {
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
 
 
 def _flex() -> LlamaForCausalLM:
@@ -65,10 +58,6 @@ REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
         lambda: MambaForCausalLM(MambaConfig(**_SMALL, num_hidden_layers=2, state_size=4)), "nothing to evict",
     ),
     "recurrent: RWKV": (lambda: RwkvForCausalLM(RwkvConfig(**_SMALL, num_hidden_layers=2)), "recurrent"),
-    "MLA: DeepSeek-V3": (
-        lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**_SIZES, **_LATENT, "first_k_dense_replace": 1})),
-        "latent attention",
-    ),
     "sinks in the softmax: GPT-OSS": (
         lambda: GptOssForCausalLM(
             GptOssConfig(**{**_SIZES, "head_dim": 8, "num_local_experts": 2, "rope_parameters": None})

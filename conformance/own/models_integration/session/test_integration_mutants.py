@@ -1,5 +1,6 @@
 """The oracle has teeth: each of these mistakes, made in the integration, fails an assertion."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,13 +21,20 @@ from conformance.own.models_integration.session.test_flash import (
 )
 from conformance.own.models_integration.session.test_flash import test_the_model_s_numbers_keep_their_bits as check_bits
 from conformance.own.models_integration.session.test_oracle import converse, converse_in_rows, run
+from conformance.own.models_integration.session.test_other_stores import build as build_store
+from conformance.own.models_integration.session.test_other_stores import check_conversation as check_stores
+from conformance.own.models_integration.session.test_other_stores import (
+    test_the_caches_of_two_decisions_do_not_share_states as check_copies,
+)
 from models_integration.attention import capture as capture_module
 from models_integration.attention import masks as visibility
 from models_integration.attention.capture import Recorder
 from models_integration.cache import dense_layer as layers
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import Plan, SlotOffset, StoredRows
+from models_integration.cache.recurrent_states import state_tensors
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.session.inputs import later_span, step_span
 from models_integration.session.segment import Segment
 from reference.policies import retain
 
@@ -254,6 +262,45 @@ def another_kernel(patch: Patch) -> None:
     patch.setattr("models_integration.attention.capture.flash_attention", wrong)
 
 
+def states_evicted_too(patch: Patch) -> None:
+    """Eviction clears a channel of each recurrent state."""
+    compact = RetainedCache.compact
+
+    def wrong(cache: RetainedCache, *args: Any) -> None:
+        compact(cache, *args)
+        for layer in cache.layers:
+            for state in state_tensors(layer).values():
+                state[:, :1] = 0
+
+    patch.setattr(RetainedCache, "compact", wrong)
+
+
+def states_shared_by_copies(patch: Patch) -> None:
+    """Two caches of one prompt write into one state."""
+    patch.setattr("models_integration.session.verbs.copy_layers", lambda layers: [copy.copy(one) for one in layers])
+
+
+def positions_left_to_the_model(patch: Patch) -> None:
+    """Bamba counts the tokens of each forward from 0."""
+    patch.setattr(
+        "models_integration.session.session.later_span", lambda *args: replace(later_span(*args), defaults={})
+    )
+    patch.setattr(
+        "models_integration.session.session.step_span", lambda *args: replace(step_span(*args), defaults={})
+    )
+
+
+def latent_and_rotated_key_exchanged(patch: Patch) -> None:
+    """What is kept of a latent takes the place of the rotated key, and the other way about."""
+    follow = DenseLayer.follow
+
+    def wrong(layer: DenseLayer, plan: Plan) -> None:
+        follow(layer, plan)
+        layer.keys, layer.values = layer.values, layer.keys
+
+    patch.setattr(DenseLayer, "follow", wrong)
+
+
 MUTANTS: dict[Callable[[Patch], None], Callable[[], object]] = {
     slots_as_positions: check_converse,
     mask_shifted_by_one: check_converse,
@@ -277,6 +324,10 @@ MUTANTS: dict[Callable[[Patch], None], Callable[[], object]] = {
     evicted_before_the_end: check_converse,
     another_base: lambda: check_lse("llama", torch.float64, 1e-14),
     another_kernel: lambda: check_bits("llama", torch.float32),
+    states_evicted_too: lambda: check_stores(build_store("qwen3_next"), "streamingllm"),
+    states_shared_by_copies: check_copies,
+    positions_left_to_the_model: lambda: check_stores(build_store("bamba"), "streamingllm"),
+    latent_and_rotated_key_exchanged: lambda: check_stores(build_store("deepseek_v3"), "streamingllm"),
 }
 
 

@@ -1,10 +1,11 @@
-"""Models whose layers have recurrent states beside keys and values: eviction leaves the states alone.
+"""Models that store more than keys and values by head: recurrent states, which eviction leaves alone, and latents.
 
 The oracle is a plain full cache with masks. Turns and padded rows are also compared with one forward over all tokens,
 because an oracle that runs the same model shares the model's faults.
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     JambaConfig,
     JambaForCausalLM,
     Lfm2Config,
@@ -21,14 +24,16 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conformance.cache_suite.oracle import Masked
 from conformance.own.models_integration.session.families import METHODS, at_once, greedy, prepare, prompt, relative
+from conformance.own.models_integration.session.probe import Looking, method_of
 from conformance.own.models_integration.session.ragged_checks import live_sets, method
 from models_integration import RetainedCache, decide, load_cache, save_cache
-from models_integration.cache import recurrent_states
 from models_integration.session.verbs import compact, observe, read
 from spec.errors import SpecError
+from spec.policy import Needs
 
 pytestmark = [pytest.mark.law("eviction-equals-masking"), pytest.mark.filterwarnings("ignore")]
 
@@ -52,12 +57,20 @@ MODELS: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: Lfm2ForCausalLM(Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"] * 2)),
     "bamba": lambda: BambaForCausalLM(BambaConfig(**_SIZES, **_MAMBA)),
 }
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}
+LATENT: dict[str, Callable[[], Any]] = {
+    "deepseek_v3": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**_SIZES, **_LATENT})),
+}
 LOSES_ITS_STATE = "its recurrent layers lose their state when several tokens follow others"
 
 
 def build(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return prepare(MODELS[name]())
+    return prepare({**MODELS, **LATENT}[name]())
 
 
 def jamba() -> PreTrainedModel:
@@ -86,10 +99,36 @@ def check_conversation(model: PreTrainedModel, policy: str) -> None:
     assert run.bytes_freed > 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *LATENT])
 @pytest.mark.parametrize("policy", ["streamingllm", "crystalcache", "chunkkv", "adakv"])
 def test_a_conversation_equals_the_masked_model(name: str, policy: str) -> None:
-    check_conversation(build(name), policy)
+    if policy == "adakv" and name in LATENT:
+        with pytest.raises(SpecError, match=r"one latent for all heads \(MLA\): use a policy that keeps one set"):
+            check_conversation(build(name), policy)
+    else:
+        check_conversation(build(name), policy)
+
+
+@pytest.mark.law("decided-as-the-reference")
+@pytest.mark.parametrize("name", LATENT)
+def test_a_policy_reads_the_keys_that_the_model_makes_of_latents(name: str) -> None:
+    """In a later turn too: the keys that attention is handed, for each query head, and not what is stored."""
+    model, looking, handed = build(name), Looking(Needs("all", None, values=True)), list[Any]()
+    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def shown(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+        handed.append((key[0], value[0]))
+        return stock(module, query, key, value, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, method_of(looking)(model):
+        patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", shown)
+        cache = RetainedCache(model.config)
+        for tokens in (N, 7):
+            handed.clear()
+            at_once(model, prompt(tokens), cache)
+            for view, (key, value) in zip(looking.shown[-1].layers.values(), handed, strict=True):
+                assert torch.equal(torch.as_tensor(view.k), key)
+                assert torch.equal(torch.as_tensor(view.v), value)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -120,8 +159,9 @@ def test_padded_rows_equal_their_single_runs(name: str) -> None:
     assert relative(found, torch.cat(rows)) < BOUND
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("policy", ["snapkv", "adakv"])
+@pytest.mark.parametrize(("name", "policy"), [
+    *product(MODELS, ["snapkv", "adakv"]), *product(LATENT, ["chunkkv"]),
+])
 def test_a_saved_cache_goes_on_bit_for_bit(name: str, policy: str, tmp_path: Any) -> None:
     model = build(name)
     with method(policy)(model) as run:
@@ -192,19 +232,3 @@ def test_a_state_gives_no_token_back() -> None:
         with pytest.raises(SpecError, match="recurrent layers cannot remove a token"):
             cache.crop(-1)
     assert cache.get_seq_length() == N
-
-
-@pytest.mark.law("the-proof-has-teeth")
-def test_a_state_that_is_gathered_with_the_keys_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eviction that also clears the channels of a state."""
-    compacted = RetainedCache.compact
-
-    def wrong(cache: RetainedCache, *args: Any) -> None:
-        compacted(cache, *args)
-        for layer in cache.layers:
-            for state in recurrent_states.state_tensors(layer).values():
-                state[:, :1] = 0
-
-    monkeypatch.setattr(RetainedCache, "compact", wrong)
-    with pytest.raises(AssertionError):
-        check_conversation(build("qwen3_next"), "streamingllm")
