@@ -218,7 +218,7 @@ def sweep(
         ))
     else:
         _check_none_of_grids(context, rules)
-        made, running = load_rules(rules), replace(running, where=rules.parent, written=True)
+        made, running = load_rules(rules), replace(running, file=rules)
         made = replace(made, bare=made.bare or bare)
     with Launch(workers, engine, address).started(out, device):
         run(made, Loading("", backend, device, dtype, attn), running)
@@ -235,13 +235,18 @@ def _check_none_of_grids(context: typer.Context, rules: Path) -> None:
 @app.command()
 def study(
     rules: Annotated[
-        Path, typer.Option(help="TOML file with claims, model, tasks, policies and budgets. Each row stores the hash.")
-    ],
-    out: Annotated[Path, typer.Option(help=_OUT)],
+        Path | None,
+        typer.Option(help="TOML file with claims, model, tasks, policies and budgets. Each row stores the hash."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help=_OUT)] = None,
     part: Annotated[
         str,
-        typer.Option(help="Contexts to run: 'dev' (a fifth, for trials), 'confirm' (for claims) or 'all'.")
+        typer.Option(help="Contexts to run: 'dev' (a fifth, for trials), then 'confirm' (for claims), or 'all'.")
     ] = "dev",
+    audit: Annotated[
+        Path | None,
+        typer.Option(help="Folder of committed studies: print whether git has each rules file before its rows."),
+    ] = None,
     bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
     again: Again = False, table: TableFile = None, figure: Figure = None,
@@ -251,15 +256,22 @@ def study(
     Each policy scores the prompt of a sample once, for all budgets. A second run continues a stopped one. A task is a
     name, 'module:ATTRIBUTE', or a file of a benchmark as 'KIND:PATH'. The kinds are ruler-file, ruler-lm-eval-file,
     scbench-file, scbench-turns-file and longbench-file.
+
+    If the rules have claims, commit the rules and the calibration, run dev, and run confirm last.
     """
-    from models_integration.cli.study import Running, run
+    from models_integration.cli.study import Running, print_audit, run
     from models_integration.studies.evidence.rules import load_rules
     from models_integration.studies.subject import Loading
     from models_integration.studies.workers import Launch
 
+    if audit is not None:
+        print_audit(audit)
+        return
+    if rules is None or out is None:
+        raise SpecError("--rules" if rules is None else "--out", None, "is needed: give --rules and --out, or --audit")
     made = load_rules(rules)
     made, loading = replace(made, bare=made.bare or bare), Loading("", device=device, dtype=dtype, attn=attn)
-    running = Running(out, part, batch_size, again, rules.parent, written=True, table=table, figure=figure)
+    running = Running(out, part, batch_size, again, rules, table, figure)
     with Launch(workers, engine, address).started(out, device):
         run(made, loading, running)
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from models_integration.cli.checks import calibration_of, check_counts, check_folder
 from models_integration.cli.report import check_outputs, write_outputs, write_page
 from models_integration.session.method import Method
+from models_integration.studies.evidence.protocol import audit, check_controls, check_order, registered
 from models_integration.studies.evidence.rules import ALL, AT_PROMPT, PARTS, Rules
 from models_integration.studies.evidence.run import (
     Cell,
@@ -23,14 +24,15 @@ from models_integration.studies.evidence.run import (
     run_items,
 )
 from models_integration.studies.evidence.summary import control_table, failed_controls, summary, summary_tables
-from models_integration.studies.report import progress_bar
-from models_integration.studies.results import STUDY, Row
+from models_integration.studies.report import progress_bar, table_of
+from models_integration.studies.results import STUDY, Row, load_rows
 from models_integration.studies.status import first_failure
 from models_integration.studies.subject import Loading, Subject
+from models_integration.tasks.samples import CONFIRM
 from reference.calibration import Calibration
 from spec.validate import check_choices
 
-__all__ = ["Running", "run"]
+__all__ = ["Running", "print_audit", "run"]
 
 _STOPPED = 130
 """The exit code of a command that Ctrl-C has ended."""
@@ -45,8 +47,8 @@ class Running:
         part: one of PARTS, or ALL.
         batch_size: cells of one sample that are read side by side.
         again: whether samples that failed are made again.
-        where: the folder that the rules' calibration lies in.
-        written: whether the rules are a file, whose claims and stages the page shows.
+        file: the rules file, whose claims and stages the page shows; None for options of a command. The calibration is
+            beside it.
         table, figure: files to write beside the page.
     """
 
@@ -54,8 +56,7 @@ class Running:
     part: str = ALL
     batch_size: int = 12
     again: bool = False
-    where: Path = Path()
-    written: bool = False
+    file: Path | None = None
     table: Path | None = None
     figure: Path | None = None
 
@@ -70,8 +71,9 @@ def run(rules: Rules, loading: Loading, running: Running) -> None:
     console, results = Console(), running.out / STUDY
     check_choices("part", (running.part,), (*PARTS, ALL))
     check_counts(batch_size=running.batch_size)
-    calibration = _calibration(rules, running.where)
+    calibration = _calibration(rules, running.file.parent if running.file else Path())
     check_folder("out", running.out, STUDY)
+    rules = _in_order(rules, running)
     check_outputs(running.table, running.figure)
     for model in rules.models[1:]:  # the first is loaded once, and checked then
         _Work(rules, replace(loading, model=model), calibration, running)
@@ -95,13 +97,36 @@ def run(rules: Rules, loading: Loading, running: Running) -> None:
         raise typer.Exit(_STOPPED if stopped else 1)
 
 
+def print_audit(folder: Path) -> None:
+    """Print for each study of a folder what the history says.
+
+    Raises:
+        SpecError: as `audit`.
+    """
+    lines = [[one.study, one.rules[:8], one.rows[:8], one.finding] for one in audit(folder)]
+    Console().print(table_of("Rules before rows", ["study", "rules", "rows", "finding"], lines, texts=4))
+
+
+def _in_order(rules: Rules, running: Running) -> Rules:
+    """The rules with their commit, if this run confirms claims."""
+    parts = _parts(running)
+    check_order(rules, load_rows(running.out / STUDY), parts)
+    if not rules.claims or CONFIRM not in parts or running.file is None:
+        return rules
+    return replace(rules, commit=registered(rules, running.file))
+
+
+def _parts(running: Running) -> Sequence[str]:
+    return PARTS if running.part == ALL else (running.part,)
+
+
 def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running) -> bool:
     """Print the tables and write the files; whether a control fails."""
     counted = summary(rows)
     measured, controls = ([row for row in counted if row["control"] is kind] for kind in (False, True))
     for table in [*summary_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
         console.print(table)
-    write_page(running.out, [rules] if running.written else [])
+    write_page(running.out, [rules] if running.file else [])
     write_outputs(rows, running.table, running.figure)
     failed = failed_controls(controls)
     if failed:
@@ -117,8 +142,8 @@ class _Work:
         self.subject: Subject = replace(loading.subject(), calibration=calibration)
         self.policies: dict[str, Method] = methods(rules, self.subject)
         self.warnings = list(check_budgets(rules, self.policies))
-        parts = PARTS if running.part == ALL else (running.part,)
-        self.items: list[Item] = list(items(rules, self.subject, parts))
+        check_controls(rules, {name: method.policy for name, method in self.policies.items()})
+        self.items: list[Item] = list(items(rules, self.subject, _parts(running)))
         self.failed = False
 
     def measure(self, console: Console) -> bool:

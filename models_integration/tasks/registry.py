@@ -21,6 +21,7 @@ from typing import Any
 
 from models_integration.tasks.context import Ground, Maker
 from models_integration.tasks.delayed_in_prose import delayed_in_prose_samples
+from models_integration.tasks.facts import fact_samples
 from models_integration.tasks.key_value import FORMS, key_value_samples
 from models_integration.tasks.keys_in_prose import keys_in_prose_samples
 from models_integration.tasks.loaders import LM_EVAL, longbench_file, ruler_file, scbench_file
@@ -45,13 +46,15 @@ from spec.errors import SpecError
 from spec.plugins import find_plugin
 
 __all__ = [
-    "BUILT_IN", "CHAINS", "ENTRY_POINTS", "FILES", "IN_PROSE", "QUESTIONS", "TABLE", "Entry", "Task", "resolve_task",
+    "BUILT_IN", "CHAINS", "ENTRY_POINTS", "FILES", "IN_PROSE", "QUESTIONS", "TABLE", "TEXTS", "Entry", "Task",
+    "resolve_task",
 ]
 
 ENTRY_POINTS = "kvspec.tasks"
 QUESTIONS, CHAINS = 5, 2
 """Questions on one context, where a task has several; a question about a chain needs five lines of its own."""
 SENTENCES, PROSE, LIST, FILE, OWN = "filler sentences", "running text", "a list", "a file", "your own"
+TEXTS = "prose, records, Python source"
 """What contexts are assembled of. `PROSE` and `LIST` read windows of the shipped text."""
 
 
@@ -162,6 +165,7 @@ TABLE: Mapping[str, Entry] = {
     DELAYED_ASSOCIATION: Entry(
         "a fact at the beginning, whose topic goes on", _delayed, FIRST_NUMBER, SENTENCES, _DENSITY, gold=False
     ),
+    "fact": Entry("a number or a word at a depth", fact_samples, CONTAINS, TEXTS, ("value",)),
     "needle_in_prose": Entry("a fact at a depth", keys_in_prose_samples, FIRST_NUMBER, PROSE, _DEPTH),
     **{
         f"keys_in_prose_{keys}": Entry(

@@ -34,9 +34,9 @@ from models_integration.tasks.sentences import (
 from spec.errors import SpecError
 
 __all__ = [
-    "DEFAULT_PLACEMENT", "DELAYED_ASSOCIATION", "DENSITIES", "DEPTHS", "MAX_NEW_TOKENS", "NEEDLE", "PLACEMENTS",
-    "TASKS", "Placement", "Sample", "delayed_association_sample", "distractor_anchors", "draw_sample", "draw_value",
-    "generator", "mentions_of", "needle_sample", "place", "score", "spaced",
+    "CONFIRM", "DEFAULT_PLACEMENT", "DELAYED_ASSOCIATION", "DENSITIES", "DEPTHS", "DEV", "MAX_NEW_TOKENS", "NEEDLE",
+    "PLACEMENTS", "TASKS", "Placement", "Sample", "delayed_association_sample", "distractor_anchors", "draw_sample",
+    "draw_value", "generator", "mentions_of", "needle_sample", "part_of", "place", "score", "spaced",
 ]
 
 NEEDLE, DELAYED_ASSOCIATION = "needle", "delayed_association"
@@ -44,6 +44,10 @@ TASKS = (NEEDLE, DELAYED_ASSOCIATION)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DENSITIES = ("high", "low")
 OWN = "kvspec"
+DEV, CONFIRM = "dev", "confirm"
+"""The parts of a study: samples on which anything may be tried, and samples that decide claims."""
+_DEV_PERCENT = 20
+"""Contexts of 100 that are dev samples."""
 MAX_NEW_TOKENS = 50
 """Tokens generated for an answer in the paper's configuration."""
 
@@ -105,6 +109,11 @@ class Sample:
     def length(self) -> int:
         """Number of context tokens."""
         return len(self.context_ids)
+
+
+def part_of(context_digest: str) -> str:
+    """The part that a context belongs to: its digest decides, so that no result can."""
+    return (DEV, CONFIRM)[int(context_digest[:8], 16) % 100 >= _DEV_PERCENT]
 
 
 def generator(seed: int | Sequence[int]) -> np.random.Generator:

@@ -25,12 +25,12 @@ _FEWEST = 5
 _BINS = ("0-¼", "¼-½", "½-¾", "¾-1")
 """Of depths, where the evidence stands in the context."""
 _MEASURES = {
+    "Accuracy": (Samples.accuracy, f"Right answers, where the full cache reaches {FLOOR}"),
     "Recovery": (
         Samples.recovery, "(log-likelihood of the gold answer - blind) / (full cache - blind), a ratio of means. Points"
         " of one budget are drawn a little apart, intervals cut at the picture's edge; the tables have them whole."
     ),
     "Evidence kept": (Samples.survival, "Share of the evidence's tokens, mean over layers and KV heads"),
-    "Accuracy": (Samples.accuracy, f"Right answers, where the full cache reaches {FLOOR}"),
 }
 
 

@@ -23,7 +23,7 @@ from models_integration.studies.estimate import (
     pairs_of,
     share_of,
 )
-from models_integration.studies.evidence.controls import BLIND, CONTROL_BOUNDS, FULL, control_of
+from models_integration.studies.evidence.controls import BLIND, CONTROL_BOUNDS, EVIDENCE, FULL, control_of
 from models_integration.studies.evidence.rules import Claim
 from models_integration.studies.results import Row
 from reference.statistics import (
@@ -39,10 +39,12 @@ from reference.statistics import (
 from spec.arrays import Float64, Int64, IntMatrix, IntVector, Vector
 from spec.retention import Granularity
 
-__all__ = ["ENDS", "FLOOR", "Samples", "Verdict", "verdicts"]
+__all__ = ["ENDS", "FLOOR", "GATE", "Samples", "Verdict", "gate", "verdicts"]
 
 FLOOR = 0.7
 """Accuracy that the full cache must reach, for a task at a length and placement to count in accuracies."""
+GATE: tuple[tuple[str, str, float], ...] = ((FULL, ">=", FLOOR), (BLIND, "<=", 0.05), (EVIDENCE, ">=", 0.9))
+"""The shares of right dev answers without which a task carries no claim."""
 _POWER, _DEV_CONTEXTS = 0.8, 30
 _EXACT_CONTEXTS = 16
 """Contexts up to which all signs of their differences are tried."""
@@ -238,6 +240,7 @@ class Verdict:
         flag: why nothing is decided, or "".
         bound: whether p is the smallest that the resamples can give, so that the true p is at most this.
         dev_contexts: of which the power is computed.
+        registered: whether every confirming row names the commit of its rules.
     """
 
     claim: Claim
@@ -249,10 +252,14 @@ class Verdict:
     flag: str
     bound: bool = False
     dev_contexts: int = 0
+    registered: bool = False
 
     @property
     def kind(self) -> str:
-        """Confirmatory if the power is at least 0.8 and rests on at least 30 dev contexts, otherwise screening."""
+        """Exploratory if a row does not name the commit of its rules. Otherwise confirmatory if the power is at least
+        0.8 and rests on at least 30 dev contexts, or else screening."""
+        if not self.registered:
+            return "exploratory"
         return "confirmatory" if self.power >= _POWER and self.dev_contexts >= _DEV_CONTEXTS else "screening"
 
     @property
@@ -285,7 +292,8 @@ def verdicts(claims: Sequence[Claim], dev: Samples, confirm: Samples) -> list[Ve
 def _verdict(claim: Claim, dev: Samples, confirm: Samples, level: float) -> Verdict:
     some, tried = (_about(claim, samples) for samples in (confirm, dev))
     first, second = _cells_of(claim)
-    undecided = Verdict(claim, NOTHING, None, None, None, 0.0, "")
+    registered = bool(some.rows) and all(row.get("commit") for row in some.rows)
+    undecided = Verdict(claim, NOTHING, None, None, None, 0.0, "", registered=registered)
     if not {first, second} <= set(some.cells or [first, second]):
         return replace(undecided, flag="not measured")
     if not some.rows:
@@ -294,6 +302,8 @@ def _verdict(claim: Claim, dev: Samples, confirm: Samples, level: float) -> Verd
         return replace(undecided, flag="the context is not clearly worth anything")
     if ENDS[0] in some.cells and not some.of(ENDS[0], "right").any():
         return replace(undecided, flag=f"the full cache answers none of {len(some.rows)}")
+    if registered and (failed := gate(claim, dev)):
+        return replace(undecided, flag=failed)
     above, below = _pairs(claim, some)
     power = _power(claim, tried, some, level)
     found = replace(undecided, difference=some.ratio(above, below), power=power, dev_contexts=tried.contexts)
@@ -308,6 +318,20 @@ def _verdict(claim: Claim, dev: Samples, confirm: Samples, level: float) -> Verd
     margin = min(claim.difference, 0.0)
     p = _two_sided(ratio_bootstrap(above - margin * below, below, some.clusters, some.drawn()), margin < 0)
     return replace(found, p=p, bound=p == _LEAST)
+
+
+def gate(claim: Claim, dev: Samples) -> str:
+    """Which control of GATE fails on the dev samples of a claim's tasks, at which length; "" if none does."""
+    for task in claim.tasks:
+        whole = dev.where(task=(task,), placement=(claim.placement,))
+        for length in sorted({row["length"] for row in whole.rows}):
+            some = whole.where(length=(length,))
+            for (name, relation, bound), cell in zip(GATE, (*ENDS, (EVIDENCE, claim.budget)), strict=True):
+                right = some.having(cell).of(cell, "right")
+                share = float(right.mean()) if len(right) else math.nan
+                if share < bound if relation == ">=" else share > bound:
+                    return f"{task} at {length}: {name} answers {share:.2f} of dev, must be {relation} {bound}"
+    return ""
 
 
 def _two_sided(interval: Interval, above_alone: bool) -> float:

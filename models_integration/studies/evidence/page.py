@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from models_integration.studies.estimate import SAME_CACHE, SIGNIFICANT
+from models_integration.studies.estimate import SAME_CACHE, SIGNIFICANT, format_p
 from models_integration.studies.evidence.charts import curves_of, depths, differences, sweeps
 from models_integration.studies.evidence.claims import Samples, verdicts
 from models_integration.studies.evidence.controls import BLIND, EVERY_CONTROL, EVIDENCE, FULL
@@ -33,6 +33,7 @@ _BEST = (
     " Not told apart: the interval of the paired difference holds 0. Not known: no such policy, or a context not"
     " clearly worth anything."
 )
+_MOST = "Most right answers, of tasks that the full cache can do; told apart by McNemar's exact p, uncorrected"
 _HIGHEST = "Highest recovery; of a task without it, highest accuracy, told apart by McNemar's exact p, uncorrected"
 _WITHOUT = {
     FULL: "no recovery, no check that the task can be done", BLIND: "no recovery",
@@ -125,6 +126,9 @@ def _claims(rules: Rules | None, dev: Samples, confirm: Samples) -> Iterator[Htm
     for one in verdicts(rules.claims, dev, confirm):
         claim, p = one.claim, one.corrected_text
         about = f"{claim.first} over {claim.second}: {claim.measure} at {claim.budget}, n = {one.difference.n}"
+        some = confirm.where(task=claim.tasks, placement=(claim.placement,))
+        if pair := some.pairs((claim.first, claim.budget), (claim.second, claim.budget)):
+            about += f"; right where the other is wrong: {pair.won} and {pair.lost} (p {format_p(pair.p)})"
         outcome = strong(one.outcome) + note(one.flag, "small")
         outcomes.append(f"{one.outcome} ({one.kind})")
         sentence = strong(claim.name) + note(about, "small")
@@ -133,9 +137,10 @@ def _claims(rules: Rules | None, dev: Samples, confirm: Samples) -> Iterator[Htm
     yield note(strong(f"{len(lines)} claims: {counts}."))
     yield note(
         "Holds: Holm's corrected p is at most 0.05, and the difference reaches the claimed size (dashed); a negative"
-        " size claims non-inferiority. Confirmatory: at least 30 dev contexts give a power of at least 0.8 for this"
-        " size at the corrected level; otherwise screening. Policies that keep different numbers of prompt tokens (more"
-        f" than {SAME_CACHE:.0%}) are not compared."
+        " size claims non-inferiority. Exploratory: a row does not name the commit of its rules. Confirmatory: at least"
+        " 30 dev contexts give a power of at least 0.8 for this size at the corrected level; otherwise screening. Right"
+        " answers are the primary measure: a policy may recover likelihood and answer no more questions. Policies"
+        f" that keep different numbers of prompt tokens (more than {SAME_CACHE:.0%}) are not compared."
     )
     caption = "Paired differences, first over second; an arrow: beyond the axis"
     yield forest(caption, ["claim", "outcome", "kind", "p (Holm)", "power"], lines)
@@ -145,7 +150,7 @@ def _best(samples: Samples) -> str:
     budgets, off = budgets_of(samples), off_budget(samples)
 
     def winner(some: Samples, budget: str) -> str:
-        cells = [cell for cell in some.cells if cell[1] == budget and cell[0] not in EVERY_CONTROL and cell not in off]
+        cells = [cell for cell in some.cells if cell[1] == budget and compared(cell)]
         found = {cell: some.recovery(cell) for cell in cells}
         if not any(one.known for one in found.values()):
             return "not known" if some.worth().known else most_right(some, cells)
@@ -153,6 +158,12 @@ def _best(samples: Samples) -> str:
         ties = [cell for cell in cells if found[cell].value == found[best].value]
         close = [cell[0] for cell in cells if cell not in ties and not some.over(best, cell).low > 0]
         return best_of([name for name, _ in ties], found[best], close)
+
+    def winner_by_answers(some: Samples, budget: str) -> str:
+        return most_right(some, [cell for cell in some.cells if cell[1] == budget and compared(cell)])
+
+    def compared(cell: tuple[str, str]) -> bool:
+        return cell[0] not in EVERY_CONTROL and cell not in off
 
     def most_right(some: Samples, cells: Sequence[tuple[str, str]]) -> str:
         found = {cell: one for cell in cells if (one := some.accuracy(cell)).known}
@@ -164,8 +175,14 @@ def _best(samples: Samples) -> str:
         close = [cell[0] for cell, pair in pairs.items() if pair is None or pair.p > SIGNIFICANT]
         return best_of([name for name, _ in ties], found[best], close)
 
-    lines = [[title, *(winner(some, budget) for budget in budgets)] for title, some in by_task(samples).items()]
-    return table(_HIGHEST, ["task", *(f"budget {budget}" for budget in budgets)], lines) if budgets else ""
+    heading = ["task", *(f"budget {budget}" for budget in budgets)]
+    answered = {title: some for title, some in by_task(samples).items() if some.able().rows}
+    tables = [
+        table(caption, heading, [[title, *(win(some, budget) for budget in budgets)] for title, some in each.items()])
+        for caption, win, each in ((_MOST, winner_by_answers, answered), (_HIGHEST, winner, by_task(samples)))
+        if each
+    ]
+    return Html("".join(tables)) if budgets else ""
 
 
 def _accuracies(placements: Mapping[str, Samples]) -> list[Ours]:

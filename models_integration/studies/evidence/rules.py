@@ -25,6 +25,7 @@ from models_integration.studies.evidence.controls import (
 from models_integration.studies.subject import policy_in_rows, versioned
 from models_integration.tasks import PLACEMENTS
 from models_integration.tasks.registry import resolve_task
+from models_integration.tasks.samples import CONFIRM, DEV, part_of
 from reference.calibration import Calibration, load_calibration
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -36,13 +37,11 @@ __all__ = [
 ]
 
 MEASURES = ("recovery", "accuracy")
-PARTS = ("dev", "confirm")
+PARTS = (DEV, CONFIRM)
 ALL = "all"
 """Both parts: of rules that claim nothing."""
 AT_PROMPT = "@prompt"
 """Behind a policy that otherwise decides while tokens are decoded: it decides at the prompt's end alone."""
-_DEV_PERCENT = 20
-"""Contexts of 100, by the digest of their tokens, on which anything may be tried."""
 
 T = TypeVar("T")
 
@@ -100,6 +99,7 @@ class Rules:
         digest: SHA-256 of the file, hexadecimal, and of the user's own modules that it names; in every row.
         bare: whether texts are bare; otherwise the tokenizer's chat template, if it has one, stands around them.
         controls: what is run beside the policies; by default CONTROLS and the random controls of the policies' units.
+        commit: the commit that holds the rules, in the rows that confirm claims; "" for other rows.
 
     Raises:
         SpecError: for an unknown name, a number below 1, a list with nothing in it, or a claim about what is not run.
@@ -121,6 +121,7 @@ class Rules:
     calibration: str = ""
     bare: bool = False
     controls: tuple[str, ...] = CONTROLS
+    commit: str = ""
 
     def __post_init__(self) -> None:
         check_choices("controls", self.controls, EVERY_CONTROL)
@@ -178,14 +179,9 @@ class Rules:
             return None
         found = load_calibration(folder / self.calibration)
         for context in found.samples or ():
-            if self.part_of(context) != PARTS[0]:
+            if part_of(context) != DEV:
                 raise SpecError("calibration", self.calibration, f"was taken over a context that confirms, {context}")
         return found
-
-    @staticmethod
-    def part_of(context_digest: str) -> str:
-        """The part that a context belongs to: its digest decides, so that no result can."""
-        return PARTS[int(context_digest[:8], 16) % 100 >= _DEV_PERCENT]
 
 
 def check_budget(argument: str, budget: str) -> None:
@@ -246,7 +242,7 @@ def _read(text: str, where: str) -> Rules:
     study = {_SINGULAR.get(name, name): [one] if name in _SINGULAR else one for name, one in read["study"].items()}
     if len(study) < len(read["study"]):
         raise SpecError("rules", where, "must hold model or models, seed or seeds, and not both")
-    rules = _made(Rules, {**study, "claims": claims, "stages": stages, "digest": ""})
+    rules = _made(Rules, {**study, "claims": claims, "stages": stages, "digest": "", "commit": ""})
     if "controls" not in study:
         rules = replace(rules, controls=default_controls(rules.policies))
     return replace(rules, digest=hashlib.sha256(b"\0".join([text.encode(), *_own(rules)])).hexdigest())

@@ -27,6 +27,7 @@ from models_integration.studies.evidence.controls import (
 )
 from models_integration.studies.evidence.kept import Prompt, read_prompt, steps
 from models_integration.studies.evidence.measure import measure
+from models_integration.studies.evidence.protocol import processor
 from models_integration.studies.evidence.rules import ALL, AT_PROMPT, Rules
 from models_integration.studies.leases import Leases, unit_named
 from models_integration.studies.results import ERROR, Row, load_rows
@@ -35,7 +36,8 @@ from models_integration.tasks import Sample, place
 from models_integration.tasks.chat import NO_TEMPLATE, frame_of
 from models_integration.tasks.context import Ground
 from models_integration.tasks.prose import Prose, read_prose
-from models_integration.tasks.registry import FILE, SENTENCES, resolve_task
+from models_integration.tasks.registry import FILE, SENTENCES, TEXTS, resolve_task
+from models_integration.tasks.samples import part_of
 from spec import SPEC_VERSION
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -135,6 +137,7 @@ def items(rules: Rules, subject: Subject, parts: Sequence[str]) -> Iterator[Item
     tasks = {name: resolve_task(name) for name in rules.tasks}
     reading = [name for name, task in tasks.items() if task.entry.assembly not in (SENTENCES, FILE)]
     prose = read_prose(subject.tokenizer) if reading else Prose("none", (), ())
+    reading = [name for name in reading if tasks[name].entry.assembly != TEXTS]
     if reading and rules.contexts > (most := min(prose.windows(length) for length in rules.lengths)):
         raise SpecError("contexts", rules.contexts, f"must be at most {most}, the windows of {prose.name}")
     ground = Ground(subject.tokenizer, prose, frame_of(subject.tokenizer, rules.bare))
@@ -147,7 +150,7 @@ def items(rules: Rules, subject: Subject, parts: Sequence[str]) -> Iterator[Item
                     samples = task(ground, length, index, seed)
                     for sample in samples:
                         subject.check_sample("lengths", sample)
-                    if Rules.part_of(samples[0].context_digest) in parts:
+                    if part_of(samples[0].context_digest) in parts:
                         for placement in rules.placements:
                             for question, sample in enumerate(samples[: rules.questions]):
                                 yield Item(name, length, index, question, placement, sample, seed)
@@ -296,13 +299,14 @@ def run_items(
 
     for unit in own.units(wanted, done):
         item, cells = wanted[unit]
-        part = Rules.part_of(item.sample.context_digest) if rules.claims else ALL
+        part = part_of(item.sample.context_digest) if rules.claims else ALL
         identity = {**item.identity(rules, subject), "part": part}
         row = attempted(partial(measured, item, cells), own)
         if ERROR in row:
             prompt.clear()
             row["cells"] = [{"policy": policy, "budget": budget} for policy, budget in cells]
-        own.add({**identity, **_about(item), **row})
+        registered = {"commit": rules.commit} if rules.commit else {}
+        own.add({**identity, **registered, **_about(item), **row})
 
 
 def _about(item: Item) -> Row:
@@ -316,6 +320,7 @@ def _about(item: Item) -> Row:
             "python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
+        "processor": processor(),
     }
 
 

@@ -1,8 +1,10 @@
 """A sample in a context of its own, read as a user would: what every study's answers are held against."""
 
+import subprocess
 from contextlib import nullcontext
 from dataclasses import replace
 from math import ceil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from transformers import PreTrainedModel
 from models_integration.policies.methods import RetentionPolicy
 from models_integration.tasks import Placement
 
-__all__ = ["Answer", "answer"]
+__all__ = ["Answer", "answer", "commit_all"]
 
 
 class Answer(NamedTuple):
@@ -59,3 +61,12 @@ def answer(
     mean = sum(stored) / len(stored) if stored else float(kept)
     peak = max([len(placement.prompt_ids), *map(ceil, stored)])
     return Answer(said, kept, mean, peak), [retention.group(at).tolist() for at in range(retention.groups)]
+
+
+def commit_all(folder: Path) -> str:
+    """Commit all files of a folder, in its own repository; the commit."""
+    author = ["-c", "user.name=kvspec", "-c", "user.email=tests@kvspec.invalid"]
+    for arguments in (["init", "-q"], ["add", "--all"], [*author, "commit", "-q", "--allow-empty", "-m", "files"]):
+        subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True)
+    said = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True)
+    return said.stdout.strip()

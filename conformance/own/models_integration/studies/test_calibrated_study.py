@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from conformance.own.models_integration.studies.test_study import RULES, rules_file, study
 from models_integration.cli.app import app
-from models_integration.studies.evidence.rules import PARTS, Rules
+from models_integration.studies.evidence.rules import PARTS
 from models_integration.studies.results import load_rows
+from models_integration.tasks.samples import part_of
 from reference.calibration import load_calibration, save_calibration
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
@@ -27,7 +28,7 @@ def test_a_calibration_says_over_which_contexts_it_was_taken(tmp_path: Path, one
     assert made.exit_code == 0, made.output
     calibration = load_calibration(file)
     assert calibration.samples is not None
-    assert [Rules.part_of(context) for context in calibration.samples] == ["dev"]
+    assert [part_of(context) for context in calibration.samples] == ["dev"]
     text = text.replace("[1024]", "[300]").replace(', "prose_continuation"', "").replace(', "in_prompt"', "")
     rules_file(tmp_path, text.replace("contexts = 4", "contexts = 1") + 'calibration = "mine.npz"')
     for part, (samples, controlled) in product(PARTS, ((calibration.samples, True), (None, False))):
@@ -39,6 +40,6 @@ def test_a_calibration_says_over_which_contexts_it_was_taken(tmp_path: Path, one
         assert all(("Uncontrolled" in page) is not controlled for page in pages)
         for row in load_rows(folder / "study.jsonl"):
             assert row["calibration"] == {"digest": calibration.digest, "controlled": controlled}
-    confirms = next(f"{digit}" * 64 for digit in "0123456789abcdef" if Rules.part_of(f"{digit}" * 64) == "confirm")
+    confirms = next(f"{digit}" * 64 for digit in "0123456789abcdef" if part_of(f"{digit}" * 64) == "confirm")
     save_calibration(replace(calibration, samples=(*calibration.samples, confirms)), file)
     assert confirms in str(study(tmp_path, "dev").exception)

@@ -17,6 +17,7 @@ pytest.importorskip("transformers", reason="the study drives transformers models
 
 from typer.testing import CliRunner
 
+from conformance.own.models_integration.studies.contexts import commit_all
 from models_integration.cli.app import app
 from models_integration.studies.evidence.charts import swept
 from models_integration.studies.evidence.claims import Samples, verdicts
@@ -27,6 +28,7 @@ from models_integration.studies.evidence.run import items, methods
 from models_integration.studies.evidence.stages import lost_at
 from models_integration.studies.results import Row, load_rows
 from models_integration.studies.subject import Loading
+from models_integration.tasks.samples import part_of
 from reference.statistics import mcnemar, mcnemar_mid_p, mcnemar_power, ratio_bootstrap, wilson
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END
@@ -59,8 +61,10 @@ budgets = ["0.3"]
 
 
 def rules_file(folder: Path, text: str = RULES) -> Path:
+    """The rules, as the only commit of a repository."""
     path = folder / "rules.toml"
     path.write_text(text, encoding="utf-8")
+    commit_all(folder)
     return path
 
 
@@ -144,7 +148,7 @@ def test_files_of_benchmarks_are_tasks(tmp_path: Path, one_thread: None) -> None
 def check_rows(rows: list[Row], rules: Rules) -> None:
     for row in rows:
         assert row["rules"] == rules.digest
-        assert row["part"] == "confirm" == Rules.part_of(row["context"])
+        assert row["part"] == "confirm" == part_of(row["context"])
         assert {"torch", "transformers", "numpy", "python"} == set(row["versions"])
         assert {cell["policy"] for cell in row["cells"]} == {*CONTROLS, *rules.policies}
         asked = row["task"] == "needle_in_prose"
@@ -155,7 +159,7 @@ def check_rows(rows: list[Row], rules: Rules) -> None:
 
 def test_parts_are_disjoint_whole_and_decided_by_the_context(tmp_path: Path) -> None:
     digests = [f"{n:08x}" + "0" * 56 for n in range(5000)]
-    by_part = {part: {digest for digest in digests if Rules.part_of(digest) == part} for part in PARTS}
+    by_part = {part: {digest for digest in digests if part_of(digest) == part} for part in PARTS}
     assert set.union(*by_part.values()) == set(digests)
     assert not set.intersection(*by_part.values())
     assert len(by_part["dev"]) == 1000
@@ -307,7 +311,9 @@ def test_claims_by_hand() -> None:
     assert (accuracy.p, accuracy.mid_p) == (mcnemar(0, 3), mcnemar_mid_p(0, 3))
     assert accuracy.difference.value == pytest.approx(3 / 6)
     assert accuracy.power == pytest.approx(mcnemar_power(6, 0.5, 0.3, 0.025))
-    assert accuracy.kind == "screening"
+    assert accuracy.kind == "exploratory"  # no row names the commit of its rules
+    registered = Samples([{**row, "commit": "c"} for row in confirm.rows])
+    assert {one.kind for one in verdicts([claim("accuracy"), claim("recovery")], dev, registered)} == {"screening"}
     assert recovery.difference.value == pytest.approx(sum(a - b for _, a, b, *_ in VALUES) / 52)
     # Each of the five contexts gains, so only the opposite signs of all give as large a sum.
     assert recovery.p == 2 / 2**5
@@ -317,9 +323,10 @@ def test_claims_by_hand() -> None:
     assert sorted([accuracy.corrected or 0, recovery.corrected or 0]) == [doubled, max(doubled, large)]
     assert recovery.power == pytest.approx(power_by_hand(0.3))
     (easy,) = verdicts([claim("recovery", difference=1.0)], dev, confirm)
+    easy = replace(easy, registered=True)
     assert (easy.power > 0.8, easy.kind) == (True, "screening")  # five dev contexts are too few
     assert replace(easy, dev_contexts=30).kind == "confirmatory"
-    assert verdicts([claim("recovery")], Samples([]), confirm)[0].kind == "screening"
+    assert verdicts([claim("recovery")], Samples([]), registered)[0].kind == "screening"
 
 
 def power_by_hand(difference: float) -> float:

@@ -1,0 +1,149 @@
+"""Claims are confirmatory by the history alone: rules before dev rows, dev rows before confirming ones."""
+
+import hashlib
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="the study drives transformers models")
+
+from typer.testing import CliRunner
+
+from conformance.own.models_integration.studies.contexts import commit_all
+from conformance.own.models_integration.studies.test_study import RULES, claim, rules_file, study
+from models_integration.cli.app import app
+from models_integration.pocket import ASSETS, load_pocket_tokenizer
+from models_integration.studies.evidence.claims import Samples, gate
+from models_integration.studies.evidence.protocol import audit, registered
+from models_integration.studies.evidence.rules import load_rules
+from models_integration.studies.results import Row, append_row
+from models_integration.tasks.chat import bare
+from models_integration.tasks.context import Ground
+from models_integration.tasks.prose import read_prose
+from models_integration.tasks.registry import resolve_task
+from models_integration.tasks.samples import part_of
+from spec.errors import SpecError
+
+pytestmark = pytest.mark.law("as-it-is-described")
+
+
+def change(path: Path) -> None:
+    path.write_text(f"{path.read_text(encoding='utf-8')}# changed\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize(("before", "part", "said"), [
+    (change, "confirm", "is not committed as it is"), (lambda path: None, "all", "must be dev first and confirm"),
+    (lambda path: append_row(path.with_name("study.jsonl"), {
+        "part": "confirm", "rules": load_rules(path).digest,
+    }), "dev", "must not be run after samples that confirm"),
+])
+def test_what_breaks_the_order_is_refused(before: Any, part: str, said: str, tmp_path: Path) -> None:
+    before(rules_file(tmp_path))
+    refused = study(tmp_path, part)
+    assert refused.exit_code != 0
+    assert said in str(refused.exception)
+
+
+def test_a_claim_about_a_control_of_another_granularity_is_refused(tmp_path: Path, one_thread: None) -> None:
+    text = RULES.replace('first = "evidence"', 'first = "streamingllm"', 1).replace(
+        'second = "streamingllm"', 'second = "random"', 1
+    )
+    rules_file(tmp_path, text)
+    refused = study(tmp_path, "dev")
+    assert "must be random-shared for streamingllm" in str(refused.exception)
+
+
+def test_rows_name_the_commit_of_their_rules(tmp_path: Path) -> None:
+    path = rules_file(tmp_path)
+    commit = commit_all(tmp_path)
+    assert registered(load_rules(path), path) == commit
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(SpecError, match="not committed"):
+        registered(load_rules(path), tmp_path / "elsewhere" / "rules.toml")
+
+
+def write_rows(path: Path, *rows: Row) -> None:
+    path.write_bytes(lzma.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
+
+
+def test_the_audit_reads_the_history(tmp_path: Path) -> None:
+    """One study for each finding."""
+    texts = {name: f"{RULES}# {name}\n" for name in ("named", "old", "same", "forged", "other")}
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    row = {name: {"part": "confirm", "rules": digest} for name, digest in digests.items()}
+    for name in ("named", "old", "forged", "other"):
+        (tmp_path / f"{name}.toml").write_text(texts[name], encoding="utf-8")
+    first = commit_all(tmp_path)
+    (tmp_path / "same.toml").write_text(texts["same"], encoding="utf-8")
+    row["named"]["commit"] = first
+    row["other"]["rules"] = "0" * 64
+    for name, one in row.items():
+        write_rows(tmp_path / f"{name}.jsonl.xz", one)
+    row["forged"]["commit"] = second = commit_all(tmp_path)
+    (tmp_path / "forged.jsonl.xz").unlink()
+    commit_all(tmp_path)
+    write_rows(tmp_path / "forged.jsonl.xz", {**row["forged"], "commit": "0" * 40})
+    commit_all(tmp_path)
+    found = {one.study.removesuffix(".toml"): one for one in audit(tmp_path)}
+    assert (found["named"].rules, found["named"].rows) == (first, second)
+    assert {name: one.finding for name, one in found.items()} == {
+        "named": "rules before rows, by the commit of every row",
+        "old": "rules before rows; rows of before 0.4 do not name their commit",
+        "same": "exploratory: rules and rows are of one commit",
+        "forged": "exploratory: a row names a commit without these rules",
+        "other": "exploratory: no commit has the rules of these rows",
+    }
+    printed = CliRunner().invoke(app, ["study", "--audit", str(tmp_path)])
+    assert printed.exit_code == 0
+    assert first[:8] in printed.output
+
+
+def test_a_folder_outside_git_has_no_audit(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="git repository"):
+        audit(tmp_path)
+
+
+def gated(**right: int) -> Samples:
+    """Ten dev samples of which so many are answered."""
+    budgets = {"fullcache": "1.0", "blind": "0", "evidence": "0.3"}
+    return Samples([
+        {
+            "task": "needle_in_prose", "length": 64, "placement": "after", "context": str(at), "metadata": {},
+            "cells": [
+                {"policy": name, "budget": budgets[name], "right": float(at < count)} for name, count in right.items()
+            ],
+        } for at in range(10)
+    ])
+
+
+@pytest.mark.parametrize(("right", "failed"), [
+    ({"fullcache": 7, "blind": 0, "evidence": 9}, ""), ({"fullcache": 6, "blind": 0, "evidence": 9}, "fullcache"),
+    ({"fullcache": 7, "blind": 1, "evidence": 9}, "blind"), ({"fullcache": 7, "blind": 0, "evidence": 8}, "evidence"),
+])
+def test_a_task_that_fails_its_controls_on_dev_carries_no_claim(right: dict[str, int], failed: str) -> None:
+    said = gate(claim("accuracy"), gated(**right))
+    assert said.startswith(f"needle_in_prose at 64: {failed} answers") if failed else said == ""
+
+
+@pytest.mark.parametrize("value", ["number", "word"])
+def test_facts_are_in_three_texts_each_split_before_any_run(value: str) -> None:
+    """No window is read twice; the fact is where it is said to be; dev and confirm have different stretches."""
+    pocket_tokenizer = load_pocket_tokenizer(ASSETS)
+    ground = Ground(pocket_tokenizer, read_prose(pocket_tokenizer), bare(pocket_tokenizer))
+    task, contexts, kinds = resolve_task(f'fact(value="{value}")'), set(), dict[str, set[str]]()
+    for index in range(60):
+        (sample,) = task(ground, 600, index, 5)
+        assert task(ground, 600, index, 5) == (sample,)
+        (span,) = sample.evidence
+        assert sample.expected in pocket_tokenizer.decode(list(sample.context_ids[slice(*span)]))
+        assert sample.expected.isdigit() == (value == "number")
+        around = sample.context_ids[: span[0]] + sample.context_ids[span[1] :]
+        contexts.add(around)
+        kinds.setdefault(str(sample.metadata["text"]), set()).add(part_of(sample.context_digest))
+    assert len(contexts) == 60
+    assert kinds == {kind: {"dev", "confirm"} for kind in ("prose", "records", "code")}
+    with pytest.raises(SpecError, match="needs another window of 600 tokens: prose has"):
+        task(ground, 600, 5 * ground.prose.windows(600), 5)

@@ -1,0 +1,159 @@
+"""The order that makes a claim confirmatory: rules in the history first, then dev rows, then confirming rows."""
+
+import hashlib
+import json
+import lzma
+import platform
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from models_integration.studies.evidence.controls import RANDOMS, control_of
+from models_integration.studies.evidence.rules import Rules, load_rules
+from models_integration.studies.results import Row
+from models_integration.tasks.samples import CONFIRM, DEV
+from spec.errors import SpecError
+from spec.policy import Policy
+
+__all__ = ["Audit", "audit", "check_controls", "check_order", "processor", "registered"]
+
+
+def registered(rules: Rules, path: Path) -> str:
+    """The commit with the rules and the calibration as they are used.
+
+    Raises:
+        SpecError: for a file that git does not hold, or that has changed since the last commit.
+    """
+    for file in (path, *([path.parent / rules.calibration] if rules.calibration else [])):
+        tracked = _git(file.parent, "ls-files", "--error-unmatch", "--", file.name)
+        if tracked is None or _git(file.parent, "status", "--porcelain", "--", file.name) != "":
+            reason = "is not committed as it is: commit rules and calibration before the samples that confirm claims"
+            raise SpecError("rules", str(file), reason)
+    return _git(path.parent, "rev-parse", "HEAD") or ""
+
+
+def check_order(rules: Rules, rows: Iterable[Row], parts: Sequence[str]) -> None:
+    """Dev samples of claims are measured before the confirming ones.
+
+    Raises:
+        SpecError: for both parts in one run, and for dev samples after confirming ones.
+    """
+    if not rules.claims or DEV not in parts:
+        return
+    if CONFIRM in parts:
+        raise SpecError("part", "all", "must be dev first and confirm in a second run: the rules have claims")
+    if any(row["part"] == CONFIRM and row["rules"] == rules.digest for row in rows):
+        raise SpecError("part", DEV, "must not be run after samples that confirm: change the rules for new samples")
+
+
+def check_controls(rules: Rules, policies: dict[str, Policy]) -> None:
+    """A claim about a random control names the control of the policy's own granularity.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    for claim in rules.claims:
+        if claim.second in RANDOMS and claim.first in policies:
+            wanted = control_of(claim.first, policies[claim.first].granularity.value)
+            if claim.second != wanted:
+                raise SpecError(f"claim {claim.name!r}: second", claim.second, f"must be {wanted} for {claim.first}")
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the history says of a study.
+
+    Attributes:
+        study: path of the rules file in the folder.
+        rules: the commit in which the rules of the rows first are; "" if the history has none.
+        rows: the commit in which the rows first are; "" if they are not committed.
+        finding: whether the claims may be called confirmatory, in words.
+    """
+
+    study: str
+    rules: str
+    rows: str
+    finding: str
+
+
+def audit(folder: Path) -> list[Audit]:
+    """Every study below a folder: a rules file NAME.toml beside its rows NAME.jsonl.xz.
+
+    Raises:
+        SpecError: for a folder without a study, or outside a git repository.
+    """
+    if _git(folder, "rev-parse", "HEAD") is None:
+        raise SpecError("audit", str(folder), "must be a folder in a git repository")
+    files = [path for path in sorted(folder.rglob("*.toml")) if path.with_suffix(".jsonl.xz").exists()]
+    found = [_audited(path, folder) for path in files]
+    if not found:
+        raise SpecError("audit", str(folder), "must hold a rules file NAME.toml beside its rows NAME.jsonl.xz")
+    return found
+
+
+def _audited(path: Path, folder: Path) -> Audit:
+    results = path.with_suffix(".jsonl.xz")
+    with lzma.open(results, "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    digests, commits = {row["rules"] for row in rows}, {row.get("commit") for row in rows if row["part"] == CONFIRM}
+    first_rows = _first(results)
+    first_rules = next((commit for commit in _history(path) if _digest_at(path, commit) in digests), "")
+    finding = _finding(path, first_rules, first_rows, commits)
+    return Audit(str(path.relative_to(folder)), first_rules, first_rows, finding)
+
+
+def _finding(path: Path, rules: str, rows: str, commits: set[str | None]) -> str:
+    if not load_rules(path).claims:
+        return "no claims"
+    if not rules:
+        return "exploratory: no commit has the rules of these rows"
+    if not rows:
+        return "open: the rows are not committed"
+    if rules == rows or not _before(path, rules, rows):
+        return "exploratory: rules and rows are of one commit"
+    if None in commits:
+        return "rules before rows; rows of before 0.4 do not name their commit"
+    if any(not _before(path, str(commit), rows) or not _before(path, rules, str(commit)) for commit in commits):
+        return "exploratory: a row names a commit without these rules"
+    return "rules before rows, by the commit of every row"
+
+
+def _history(path: Path) -> list[str]:
+    """Commits that changed a file, oldest first."""
+    return (_git(path.parent, "log", "--reverse", "--format=%H", "--", path.name) or "").split()
+
+
+def _first(path: Path) -> str:
+    return next(iter(_history(path)), "")
+
+
+def _digest_at(path: Path, commit: str) -> str:
+    """The digest that rows of a file's version have, if its policies and tasks are kvspec's."""
+    command = ["git", "show", f"{commit}:./{path.name}"]
+    shown = subprocess.run(command, cwd=path.parent, capture_output=True, check=False)
+    return hashlib.sha256(shown.stdout).hexdigest()
+
+
+def _before(path: Path, first: str, second: str) -> bool:
+    """Whether one commit is another or an ancestor of it."""
+    return _git(path.parent, "merge-base", "--is-ancestor", first, second) is not None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints; None where it fails or is not there."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
