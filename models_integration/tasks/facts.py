@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from models_integration.tasks.assembly import Anchor, FactTemplate, TaskTokenizer, encode, joiner
-from models_integration.tasks.context import Ground, check_unprotected
+from models_integration.tasks.assembly import Anchor, FactTemplate, TaskTokenizer, decode, encode, joiner
+from models_integration.tasks.context import Ground, unprotected
 from models_integration.tasks.metrics import CONTAINS
 from models_integration.tasks.prose import Prose, weave
 from models_integration.tasks.samples import DEV, Sample, generator, part_of
@@ -17,7 +17,7 @@ from spec.errors import SpecError
 from spec.parameters import PAPER
 from spec.validate import check_choices
 
-__all__ = ["DEV_SHARE", "TEXTS", "fact_samples"]
+__all__ = ["DEV_SHARE", "TEXTS", "fact_samples", "most_contexts"]
 
 TEXTS = ("prose", "records", "code", "records", "code")
 """The kind of text of a context, by its index."""
@@ -31,6 +31,7 @@ FACTS = tuple(
 WORDS: tuple[str, ...] = tuple(_ASSETS["words"].split())
 _RECORDS = _ASSETS["records"]
 _NOT_SOURCE = {"site-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
+_ATTEMPTS = 500
 _LETTERS_OF_A_TOKEN = 8
 """A source file is long enough for a window if it has so many letters for each token."""
 
@@ -40,8 +41,8 @@ def fact_samples(
 ) -> tuple[Sample, ...]:
     """One sample: a fact at a random depth of a window that no other sample of this task reads.
 
-    The start of the answer is given, up to the value. The fact is never in the
-    sinks or the recent window. Dev and confirming samples read different stretches of each text.
+    The start of the answer is given, up to the value. The fact is never in the sinks or the recent window, and its
+    value is nowhere else. Dev and confirming samples read different stretches of each text.
 
     Args:
         ground: tokenizer, running text and frame.
@@ -51,19 +52,28 @@ def fact_samples(
         value: what the fact states: "number", four digits, or "word".
 
     Raises:
-        SpecError: for an unknown value, a negative index or seed, an index beyond the windows of the prose or the files
-            of Python's standard library, and a length that is too short.
+        SpecError: for an unknown value, a negative index or seed, and a length that is too short.
     """
     check_choices("value", (value,), ("number", "word"))
     kind, turn = TEXTS[index % len(TEXTS)], index // len(TEXTS) * TEXTS.count(TEXTS[index % len(TEXTS)])
     turn += TEXTS[: index % len(TEXTS)].count(kind)
     text, window, dev = _window(ground, kind, length, turn, seed)
-    attempt = 0
-    while True:  # the digest of a context decides its part: draw a fact until it agrees with the stretch of the text
+    for attempt in range(_ATTEMPTS):  # the digest of a context decides its part, which the stretch of the text does too
         sample = _sample(ground, text, window, length, ground.rng(length, index, seed, attempt), kind, value)
-        if (part_of(sample.context_digest) == DEV) is dev:
+        free = all(unprotected(span, length) for span in sample.evidence)
+        alone = decode(ground.tokenizer, sample.context_ids).count(sample.expected) == 1
+        if free and alone and (part_of(sample.context_digest) == DEV) is dev:
             return (sample,)
-        attempt += 1
+    raise SpecError("length", length, "is too short for a fact outside sinks and recent window")
+
+
+
+def most_contexts(prose: Prose, length: int) -> int:
+    """How many contexts of so many tokens have no window in common."""
+    return len(TEXTS) * min(
+        windows // TEXTS.count(kind) for kind, windows in
+        (("prose", prose.windows(length)), ("code", len(_sources(length))))
+    )
 
 
 def _sample(
@@ -77,11 +87,11 @@ def _sample(
     woven = weave(ground.tokenizer, text, window, ground.frame.opening, [anchor], length)
     begun = template.state(value, key).partition(f" {value}")[0]
     question = f"{joiner(ground.tokenizer)}Question: {template.ask(key)}"
-    return check_unprotected(ground.sample(
+    return ground.sample(
         woven.ids, question, begun, value, woven.spans, gap=" Answer: ", task="fact", metric=CONTAINS, metadata={
             "template": template.name, "depth": depth, "value": value, "text": kind,
         },
-    ))
+    )
 
 
 def _window(ground: Ground, kind: str, length: int, turn: int, seed: int) -> tuple[Prose, int, bool]:
@@ -89,9 +99,7 @@ def _window(ground: Ground, kind: str, length: int, turn: int, seed: int) -> tup
     if kind == "records":
         return _records(ground.tokenizer, length, (seed, length, turn)), 0, turn % DEV_SHARE == 0
     places = range(ground.prose.windows(length)) if kind == "prose" else range(len(_sources(length)))
-    if turn >= len(places):
-        raise SpecError("contexts", turn, f"needs another window of {length} tokens: {kind} has {len(places)}")
-    place = int(generator((seed, length)).permutation(len(places))[turn])
+    place = int(generator((seed, length)).permutation(len(places))[turn % len(places)])
     dev = place * DEV_SHARE < len(places)
     if kind == "prose":
         return ground.prose, place, dev

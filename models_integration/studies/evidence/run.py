@@ -35,6 +35,7 @@ from models_integration.studies.subject import Subject
 from models_integration.tasks import Sample, place
 from models_integration.tasks.chat import NO_TEMPLATE, frame_of
 from models_integration.tasks.context import Ground
+from models_integration.tasks.facts import most_contexts
 from models_integration.tasks.prose import Prose, read_prose
 from models_integration.tasks.registry import FILE, SENTENCES, TEXTS, resolve_task
 from models_integration.tasks.samples import part_of
@@ -137,9 +138,10 @@ def items(rules: Rules, subject: Subject, parts: Sequence[str]) -> Iterator[Item
     tasks = {name: resolve_task(name) for name in rules.tasks}
     reading = [name for name, task in tasks.items() if task.entry.assembly not in (SENTENCES, FILE)]
     prose = read_prose(subject.tokenizer) if reading else Prose("none", (), ())
-    reading = [name for name in reading if tasks[name].entry.assembly != TEXTS]
-    if reading and rules.contexts > (most := min(prose.windows(length) for length in rules.lengths)):
-        raise SpecError("contexts", rules.contexts, f"must be at most {most}, the windows of {prose.name}")
+    for name in reading:
+        distinct = most_contexts if tasks[name].entry.assembly == TEXTS else Prose.windows
+        if rules.contexts > (most := min(distinct(prose, length) for length in rules.lengths)):
+            raise SpecError("contexts", rules.contexts, f"must be at most {most}, the distinct windows of {name}")
     ground = Ground(subject.tokenizer, prose, frame_of(subject.tokenizer, rules.bare))
     for index in range(rules.contexts):
         for seed in rules.seeds:

@@ -22,6 +22,7 @@ from models_integration.studies.evidence.rules import load_rules
 from models_integration.studies.results import Row, append_row
 from models_integration.tasks.chat import bare
 from models_integration.tasks.context import Ground
+from models_integration.tasks.facts import most_contexts
 from models_integration.tasks.prose import read_prose
 from models_integration.tasks.registry import resolve_task
 from models_integration.tasks.samples import part_of
@@ -145,5 +146,4 @@ def test_facts_are_in_three_texts_each_split_before_any_run(value: str) -> None:
         kinds.setdefault(str(sample.metadata["text"]), set()).add(part_of(sample.context_digest))
     assert len(contexts) == 60
     assert kinds == {kind: {"dev", "confirm"} for kind in ("prose", "records", "code")}
-    with pytest.raises(SpecError, match="needs another window of 600 tokens: prose has"):
-        task(ground, 600, 5 * ground.prose.windows(600), 5)
+    assert 60 <= most_contexts(ground.prose, 600) <= 5 * ground.prose.windows(600)

@@ -142,6 +142,7 @@ def text_goes_on(ground: Ground, sample: Sample) -> None:
 CHECKS: Mapping[str, Callable[[Ground, Sample], None]] = {
     "niah": facts_hold, "vt": chains_hold, "variable_tracking": chains_hold, "cwe": common_words_hold,
     "fwe": frequent_words_hold, "prefix_suffix": affixes_hold, "key_value": pairs_hold, "in_prose": sentence_holds,
+    "fact": sentence_holds,
     "continuation": text_goes_on,
 }
 
