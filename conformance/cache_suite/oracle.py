@@ -48,10 +48,11 @@ class Masked:
         config = self.model.config.get_text_config(decoder=True)
         self.cache, self.seen = DynamicCache(config=config), 0
         full = full_layers(model)
-        self.modules = {
-            cast(int, module.layer_idx): module for module in self.model.modules()
-            if type(module).__name__.endswith(("Attention", "MLA")) and getattr(module, "layer_idx", None) in full
-        }
+        self.modules: dict[int, nn.Module] = {}
+        for module in self.model.modules():
+            if type(module).__name__.endswith(("Attention", "MLA")) and getattr(module, "layer_idx", None) in full:
+                # A layer's attention to an encoder comes after its attention to itself.
+                self.modules.setdefault(cast(int, module.layer_idx), module)
         self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full}
         self.model.set_attn_implementation(_registered(config._attn_implementation))
 

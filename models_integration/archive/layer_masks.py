@@ -14,9 +14,9 @@ from models_integration.attention.handover import check_readable
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import attention_modules, describe
+from models_integration.model.architecture import attention_modules, decoder_of, describe
 from models_integration.model.cache_argument import cache_name, with_one_cache
-from models_integration.session.inputs import OPEN, check_forward, later_span
+from models_integration.session.inputs import OPEN, accepted, check_forward, later_span
 from spec.errors import SpecError
 
 __all__ = ["additive", "layer_masks"]
@@ -46,7 +46,7 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
         raise SpecError("attn_implementation", model.config._attn_implementation, "must be sdpa or eager")
     if not ragged and not all(layer.rows.shared for layer in cache.full_layers):
         raise SpecError("past_key_values", "rows that differ", "can be read inside a policy's context only")
-    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    decoder = decoder_of(model)
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     with ExitStack() as undo:
         agreeing = untraced(_agreeing(decoder, cache, vocabulary))
@@ -79,7 +79,7 @@ def _agreeing(
         if span.padded:
             raise SpecError("attention_mask", "zeros", "padding is not served inside layer_masks")
         others = {name: value for name, value in arguments.items() if name != "past_key_values"}
-        return (), {**span.defaults, **others, own_name: cache}
+        return (), {**accepted(span.defaults, names), **others, own_name: cache}
 
     return agreeing
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from models_integration.attention.capture import OTHER_TENSORS, Attended, observing
 from models_integration.attention.recurrence import check_turns
-from models_integration.cache.dense_layer import RetainedLayer
+from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
+from models_integration.cache.positions import EMPTY, StoredRows
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, device_of
@@ -27,6 +28,9 @@ from spec.retention import Granularity, Retention
 __all__ = ["check_handover", "check_readable"]
 
 _TOKENS = 3
+# Of so many tokens, these stay when it is tested what eviction does to the others.
+_SEEN, _KEPT = 8, [0, 3, 4, 7]
+_BY_SLOT = "its attention depends on the distance of slots, as with ALiBi: eviction changes that distance"
 LATENTS = (
     "it stores one latent for all heads (MLA): use a policy that keeps one set for the model or for each layer"
 )
@@ -55,10 +59,47 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
     as_stored = handed.keys and (handed.values or not needs.values)
     if architecture.watched(needs) and not (handed.queries and (as_stored or architecture.latent)):
         raise SpecError("model", architecture.name, OTHER_TENSORS)
+    _check_positions(architecture)
     if needs.rehearsal is not None:
         check_turns(architecture)
     if granularity is not Granularity.MODEL:
         _check_apart(architecture, granularity)
+
+
+def _check_positions(architecture: Architecture) -> None:
+    """Evicted tokens leave the same as masked ones, so that keys and biases depend on positions and not on slots.
+
+    Raises:
+        SpecError: otherwise, as with ALiBi.
+    """
+    known = _APART.setdefault(architecture.decoder, set())
+    key = architecture.config._attn_implementation, Granularity.MODEL
+    if architecture.known_positions or key in known:
+        return
+    try:
+        with isolated_forward(architecture):
+            evicted, masked = _after_eviction(architecture, gather=True), _after_eviction(architecture, gather=False)
+    except FORWARD_ERRORS as error:
+        raise SpecError("model", architecture.name, f"it cannot read a token after eviction: {error}") from error
+    bound = 1e-3 if evicted.dtype in (torch.float32, torch.float64) else 6e-2
+    if not float((evicted - masked).double().norm()) <= bound * float(masked.double().norm()):
+        raise SpecError("model", architecture.name, _BY_SLOT)
+    known.add(key)
+
+
+def _after_eviction(architecture: Architecture, gather: bool) -> Tensor:
+    """The last hidden state of a token after others, of which some were evicted, or are masked where they stand."""
+    cache, kept = RetainedCache(architecture.config), torch.tensor(_KEPT, device="cpu")
+    stays = torch.arange(_SEEN, device="cpu")
+    visible = torch.where(torch.isin(stays, kept), stays, EMPTY).expand(2, -1)
+    with observing(architecture, cache):
+        read_tokens(architecture, cache, _SEEN, rows=2)
+        for layer in cache.full_layers:
+            if gather:
+                layer.retain(kept)
+            else:
+                cast(DenseLayer, layer).rows = StoredRows(visible, torch.full((2,), _SEEN, device="cpu"))
+        return read_tokens(architecture, cache, 1, rows=2)
 
 
 def check_readable(architecture: Architecture, cache: RetainedCache) -> None:

@@ -36,14 +36,16 @@ def check_recurrence(architecture: Architecture, arguments: Mapping[str, object]
     Raises:
         SpecError: otherwise.
     """
-    if not architecture.recurrent:
-        return
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     several = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] > 1
     seen = cache.get_seq_length() if isinstance(cache, RetainedCache) else 0
     padded = (isinstance(mask, Tensor) and bool((mask == 0).any())) or (
         isinstance(cache, RetainedCache) and seen > 0 and not bool(cache.is_token.all())
     )
+    if padded and not architecture.takes_positions:
+        raise SpecError("attention_mask", "zeros", "its decoder takes no position_ids: pass rows of equal length")
+    if not architecture.recurrent:
+        return
     if seen and several:
         check_turns(architecture)
     if padded:

@@ -18,8 +18,8 @@ from spec.errors import SpecError
 from spec.policy import Needs
 
 __all__ = [
-    "BUSY", "FULL", "Architecture", "attention_modules", "by_layer", "check_free", "check_positions", "describe",
-    "device_of", "layer_types", "of_layer", "restored_rotation", "unwrapped",
+    "BUSY", "FULL", "Architecture", "attention_modules", "by_layer", "check_free", "check_positions", "decoder_of",
+    "describe", "device_of", "layer_types", "of_layer", "restored_rotation", "unwrapped",
 ]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -60,6 +60,10 @@ class Architecture:
     """Whether some layers have a recurrent state."""
     latent: bool
     """Whether full-attention layers store one latent for all heads (MLA)."""
+    takes_positions: bool
+    """Whether the decoder takes position ids."""
+    known_positions: bool
+    """Whether keys are known to hold the positions of their tokens: rotated, or from a table."""
     vocabulary: int
     parts: tuple[Part, ...]
     """The attention modules, and the modules between the decoder and them."""
@@ -112,7 +116,7 @@ def describe(model: PreTrainedModel) -> Architecture:
     """
     model = unwrapped(model)
     config = model.config.get_text_config(decoder=True)
-    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    decoder = decoder_of(model)
     types = layer_types(config)
     attention = attention_modules(decoder)
     reason = (
@@ -126,7 +130,18 @@ def describe(model: PreTrainedModel) -> Architecture:
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     parts = _parts(decoder, set(attention.values()))
     recurrent, latent = any(kind in RECURRENT for kind in types), _has_latents(config)
-    return Architecture(type(model).__name__, decoder, config, attention, full, recurrent, latent, vocabulary, parts)
+    known = recurrent or _keeps_positions(decoder)
+    return Architecture(
+        type(model).__name__, decoder, config, attention, full, recurrent, latent,
+        "position_ids" in signature(decoder.forward).parameters, known, vocabulary, parts,
+    )
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The module of a model that maps ids to hidden states."""
+    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    # Some models call their last projection so.
+    return decoder if any(True for _ in decoder.children()) else model.base_model
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -152,7 +167,7 @@ def check_free(model: PreTrainedModel) -> None:
     Raises:
         SpecError: otherwise: what it reads would be that policy's.
     """
-    if model.get_decoder() in BUSY:  # type: ignore[no-untyped-call]
+    if decoder_of(model) in BUSY:
         raise SpecError("model", type(model).__name__, "is inside a context already: contexts do not nest")
 
 
@@ -180,7 +195,10 @@ def attention_modules(decoder: nn.Module) -> dict[int, nn.Module]:
     """A decoder's modules by layer index that attend to stored keys."""
     types = layer_types(cast(PretrainedConfig, decoder.config).get_text_config(decoder=True))
     keyless = {index for index, kind in enumerate(types) if kind in (*RECURRENT, *STORELESS)}
-    modules = {cast(int, module.layer_idx): module for module in decoder.modules() if _is_attention(module)}
+    modules: dict[int, nn.Module] = {}
+    for module in filter(_is_attention, decoder.modules()):
+        # A layer's attention to an encoder comes after its attention to itself.
+        modules.setdefault(cast(int, module.layer_idx), module)
     return {index: module for index, module in modules.items() if index not in keyless}
 
 
@@ -312,16 +330,10 @@ def _refuse_attention(
         return f"its {config.num_hidden_layers} layers do not have one attention module each"
     if any(hasattr(module, "sinks") for module in attention.values()):
         return "attention sinks inside the softmax are not served"
-    if not any(kind in RECURRENT for kind in types) and not _keeps_positions(decoder):
-        if any("rotary" in name for module in attention.values() for name in dir(module)):
-            return "its rotary positions (RoPE) cannot be read: it holds a table of sines, not frequencies (inv_freq)"
-        return "it has neither rotary positions (RoPE) nor a table of positions: the positions of its keys are unknown"
     if any("cache_offset" in signature(module.forward).parameters for module in attention.values()):
         return "its layers run several times and keep a cache for each time, which is not served"
     if not all(getattr(part, "is_causal", True) for part in (config, *attention.values())):
         return "its attention is not causal"
-    if any(getattr(module, "config", None) is not config for module in attention.values()):
-        return "its attention layers do not share the decoder's config"
     return None
 
 

@@ -36,9 +36,13 @@ def isolated_forward(architecture: Architecture) -> Iterator[None]:
             module._forward_pre_hooks, module._forward_hooks = before, after
 
 
-def read_tokens(architecture: Architecture, cache: Cache, tokens: int, mask: Tensor | None = None) -> None:
-    """Let the decoder read the ids 0, 1, ... into a cache."""
+def read_tokens(
+    architecture: Architecture, cache: Cache, tokens: int, mask: Tensor | None = None, rows: int = 1,
+) -> Tensor:
+    """Let the decoder read the ids 0, 1, ... into a cache, and return its last hidden states (rows, tokens, width)."""
     device = device_of(architecture.decoder)
-    ids = torch.arange(tokens, device=device)[None] % architecture.vocabulary
+    ids = (torch.arange(tokens, device=device) % architecture.vocabulary).expand(rows, -1)
     given = {cache_name(architecture.decoder): cache}
-    architecture.decoder.forward(input_ids=ids, attention_mask=mask, use_cache=True, **given)
+    output = architecture.decoder.forward(input_ids=ids, attention_mask=mask, use_cache=True, **given)
+    hidden: Tensor = output[0]
+    return hidden

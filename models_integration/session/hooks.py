@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.capture import untraced
 from models_integration.cache.history import calls_of_generate
-from models_integration.model.architecture import BUSY, check_free
+from models_integration.model.architecture import BUSY, check_free, decoder_of
 from models_integration.model.cache_argument import for_generate
 from models_integration.session.generate import check_call
 from spec.errors import SpecError
@@ -89,7 +89,7 @@ class Hold:
         """Whether another thread is in a generate that keeps no hooks."""
         known = get_ident(), self._caller
         others = (frame for thread, frame in sys._current_frames().items() if thread not in known)
-        return any(call["self"].get_decoder() is self._decoder for one in others for call in calls_of_generate(one))
+        return any(decoder_of(call["self"]) is self._decoder for one in others for call in calls_of_generate(one))
 
     def _use(self) -> None:
         with self._state:

@@ -1,7 +1,7 @@
 """What a forward must look like, and the positions of its tokens: checked before anything changes."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Required, TypeAlias, TypedDict, cast
 
@@ -19,7 +19,7 @@ from spec.errors import SpecError
 from spec.policy import Needs
 
 __all__ = [
-    "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "check_forward", "check_mode",
+    "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "accepted", "check_forward", "check_mode",
     "check_rehearsed", "check_rows", "check_tokens", "first_span", "later_span", "step_span",
 ]
 
@@ -109,6 +109,11 @@ class ForwardSpan:
     def padded(self) -> bool:
         """Whether some column holds no token."""
         return not bool(self.is_token.all())
+
+
+def accepted(defaults: Mapping[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
+    """The defaults of a span that a forward takes, by the names of its arguments."""
+    return {name: tensor for name, tensor in defaults.items() if name in names}
 
 
 def first_span(

@@ -24,6 +24,7 @@ from models_integration.session.inputs import (
     Arguments,
     DecoderOutput,
     ForwardSpan,
+    accepted,
     check_forward,
     check_mode,
     check_rehearsed,
@@ -162,7 +163,7 @@ class Session:
             layers = () if watcher is None else watcher.layers
             forward.undo.enter_context(observing(self._architecture, cache, watcher, layers))
         others = {name: value for name, value in forward.arguments.items() if name != "past_key_values"}
-        return (), {**forward.defaults, **others, self._cache_name: cache}
+        return (), {**accepted(forward.defaults, self._names), **others, self._cache_name: cache}
 
     def _begin_call(self, decoder: nn.Module) -> None:
         """Note which call of generate a forward is part of, if any."""

@@ -28,6 +28,7 @@ from models_integration.session.inputs import (
     ONE_FORWARD,
     OPEN,
     ForwardSpan,
+    accepted,
     check_forward,
     check_rehearsed,
     first_span,
@@ -89,11 +90,12 @@ def _forward(
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     """The logits, of the last columns alone where the model can tell them apart."""
+    names = inspect.signature(model.forward).parameters
     arguments: dict[str, Any] = {
-        "input_ids": input_ids, "attention_mask": attention_mask, **span.defaults,
+        "input_ids": input_ids, "attention_mask": attention_mask, **accepted(span.defaults, names),
         cache_name(model): observed.cache,
     }
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if "logits_to_keep" in names:
         arguments["logits_to_keep"] = last
     with torch.no_grad(), observing(observed.architecture, observed.cache, observed, observed.layers):
         logits: Tensor = model(**arguments, use_cache=True).logits

@@ -46,6 +46,7 @@ OWN: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16},
     },
+    "codegen": {"rotary_dim": 8}, "gptj": {"rotary_dim": 8},
     "fuyu": {"text_config": {"model_type": "persimmon", **_TEXT}},
     "gemma3": {"text_config": _TEXT, "vision_config": {**_SEEN, "image_size": 28, "patch_size": 14}},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _ALTERNATING},

@@ -7,8 +7,6 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    CTRLConfig,
-    CTRLLMHeadModel,
     FalconConfig,
     FalconForCausalLM,
     GptOssConfig,
@@ -45,10 +43,6 @@ def _flex() -> LlamaForCausalLM:
 
 
 REFUSED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
-    "sines added by hand: CTRL": (
-        lambda: CTRLLMHeadModel(CTRLConfig(vocab_size=61, n_embd=32, dff=48, n_layer=2, n_head=4)),
-        "neither rotary positions",
-    ),
     "ALiBi: BLOOM": (lambda: BloomForCausalLM(BloomConfig(**_SMALL, n_layer=2, n_head=4)), "ALiBi"),
     "ALiBi: Falcon": (
         lambda: FalconForCausalLM(FalconConfig(**_SMALL, num_hidden_layers=2, num_attention_heads=4, alibi=True)),

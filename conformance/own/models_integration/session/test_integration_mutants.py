@@ -21,9 +21,9 @@ from conformance.own.models_integration.session.test_flash import (
 )
 from conformance.own.models_integration.session.test_flash import test_the_model_s_numbers_keep_their_bits as check_bits
 from conformance.own.models_integration.session.test_oracle import converse, converse_in_rows, run
-from conformance.own.models_integration.session.test_other_stores import build as build_store
-from conformance.own.models_integration.session.test_other_stores import check_conversation as check_stores
-from conformance.own.models_integration.session.test_other_stores import (
+from conformance.own.models_integration.session.test_other_architectures import build as build_store
+from conformance.own.models_integration.session.test_other_architectures import check_conversation as check_stores
+from conformance.own.models_integration.session.test_other_architectures import (
     test_the_caches_of_two_decisions_do_not_share_states as check_copies,
 )
 from models_integration.attention import capture as capture_module

@@ -8,10 +8,8 @@ import torch
 from torch import nn
 from transformers import (
     CLIPVisionConfig,
-    CodeGenConfig,
-    CodeGenForCausalLM,
-    GPTJConfig,
-    GPTJForCausalLM,
+    CTRLConfig,
+    CTRLLMHeadModel,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -19,6 +17,7 @@ from transformers import (
     RoFormerConfig,
     RoFormerForCausalLM,
 )
+from transformers.models.ctrl import modeling_ctrl
 
 from conformance.own.models_integration.session.families import _GQA, _SIZES, METHODS, build, greedy, prepare, prompt
 from conformance.own.models_integration.session.ragged_checks import live_sets, method
@@ -26,7 +25,7 @@ from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("refused-before-anything-changes")
 
-_TABLE: dict[str, Any] = {"vocab_size": 61, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
+_TABLE: dict[str, Any] = {"vocab_size": 61, "n_embd": 64, "n_layer": 2, "n_head": 4}
 
 
 def wrapper() -> LlavaForConditionalGeneration:
@@ -36,18 +35,32 @@ def wrapper() -> LlavaForConditionalGeneration:
     return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=LlamaConfig(**_GQA)))
 
 
+def with_slot_bias() -> PreTrainedModel:
+    """A model that says nothing of ALiBi, and whose attention adds a bias by the distance of slots."""
+    model = prepare(CTRLLMHeadModel(CTRLConfig(**_TABLE, dff=48)), attention="eager")
+    modeling: Any = modeling_ctrl
+    own = modeling.eager_attention_forward
+
+    def biased(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        distance = torch.arange(key.shape[2] - 1, -1, -1)
+        return own(module, query, key, value, (0 if mask is None else mask) - 0.5 * distance, **options)
+
+    modeling.eager_attention_forward = biased
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "GPT-J": (lambda: GPTJForCausalLM(GPTJConfig(**_TABLE)), "a table of sines"),
-    "CodeGen": (lambda: CodeGenForCausalLM(CodeGenConfig(**_TABLE)), "a table of sines"),
-    "RoFormer": (lambda: RoFormerForCausalLM(RoFormerConfig(**_SIZES, is_decoder=True)), "a table of sines"),
+    "RoFormer": (lambda: RoFormerForCausalLM(RoFormerConfig(**_SIZES, is_decoder=True)), "no eager_attention_forward"),
+    "ALiBi": (with_slot_bias, "depends on the distance of slots, as with ALiBi"),
     "LLaVA": (wrapper, r"embeddings, not input_ids, to its LlamaModel: use text = model.get_decoder\(\) and policy"),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_is_refused_for_what_it_is(name: str) -> None:
+def test_a_model_is_refused_for_what_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, words = MODELS[name]
+    monkeypatch.setattr(modeling_ctrl, "eager_attention_forward", modeling_ctrl.eager_attention_forward)
     with pytest.raises(SpecError, match=words) as caught:
         METHODS["crystalcache"]()(make())
     assert caught.value.argument == "model"

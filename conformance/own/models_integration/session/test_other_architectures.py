@@ -1,4 +1,4 @@
-"""Models that store more than keys and values by head: recurrent states, which eviction leaves alone, and latents.
+"""Models unlike Llama: recurrent states, which eviction leaves alone, latents, and positions without RoPE.
 
 The oracle is a plain full cache with masks. Turns and padded rows are also compared with one forward over all tokens,
 because an oracle that runs the same model shares the model's faults.
@@ -14,8 +14,16 @@ from torch import Tensor
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
+    BartConfig,
+    BartForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    CTRLConfig,
+    CTRLLMHeadModel,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
     JambaConfig,
     JambaForCausalLM,
     Lfm2Config,
@@ -65,12 +73,22 @@ _LATENT: dict[str, Any] = {
 LATENT: dict[str, Callable[[], Any]] = {
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**_SIZES, **_LATENT})),
 }
+_PLAIN: dict[str, Any] = {"vocab_size": 131, "n_embd": 32, "n_layer": 2, "n_head": 4}
+OTHER_POSITIONS: dict[str, Callable[[], Any]] = {
+    "ctrl": lambda: CTRLLMHeadModel(CTRLConfig(**_PLAIN, dff=48)),
+    "gptj": lambda: GPTJForCausalLM(GPTJConfig(**_PLAIN, rotary_dim=8)),
+    "bert": lambda: BertLMHeadModel(BertConfig(**_SIZES, is_decoder=True)),
+    "bart": lambda: BartForCausalLM(BartConfig(
+        vocab_size=131, d_model=32, encoder_layers=2, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48,
+        is_decoder=True, is_encoder_decoder=False,
+    )),
+}
 LOSES_ITS_STATE = "its recurrent layers lose their state when several tokens follow others"
 
 
 def build(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return prepare({**MODELS, **LATENT}[name]())
+    return prepare({**MODELS, **LATENT, **OTHER_POSITIONS}[name]())
 
 
 def jamba() -> PreTrainedModel:
@@ -99,7 +117,7 @@ def check_conversation(model: PreTrainedModel, policy: str) -> None:
     assert run.bytes_freed > 0
 
 
-@pytest.mark.parametrize("name", [*MODELS, *LATENT])
+@pytest.mark.parametrize("name", [*MODELS, *LATENT, *OTHER_POSITIONS])
 @pytest.mark.parametrize("policy", ["streamingllm", "crystalcache", "chunkkv", "adakv"])
 def test_a_conversation_equals_the_masked_model(name: str, policy: str) -> None:
     if policy == "adakv" and name in LATENT:
@@ -221,6 +239,14 @@ def test_a_model_that_loses_its_state_takes_steps_and_no_turns() -> None:
             at_once(model, prompt(5), cache)
         ids = prompt(1, seed=9)
         assert relative(at_once(model, ids, cache), masked.read(ids)) < BOUND
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_rows_of_different_lengths_need_position_ids() -> None:
+    model, mask = build("bart"), torch.ones(1, N, dtype=torch.int64)
+    mask[0, :3] = 0
+    with METHODS["streamingllm"]()(model), pytest.raises(SpecError, match="its decoder takes no position_ids"):
+        at_once(model, prompt(N), RetainedCache(model.config), attention_mask=mask)
 
 
 @pytest.mark.law("refused-before-anything-changes")
