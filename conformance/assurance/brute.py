@@ -18,11 +18,11 @@ from conformance.strategies.policy_inputs import TEMPLATE, Inputs, Kept, of_mode
 from conformance.vectors.codec import floats
 from conformance.vectors.files import Json
 from reference.policies.names import POLICIES
-from spec.policy import LayerView, Policy
+from spec.policy import LayerView, Policy, Repeat
 
 __all__ = [
     "BLOCK", "C_CHUNK", "FUTURE", "HALF", "KERNEL", "LAG", "N_SINK", "REHEARSED", "SAFEGUARD", "SEED", "SINK",
-    "Brute", "W", "both_ends", "by_layer", "from_vector", "newest", "newest_half", "plain",
+    "Brute", "W", "both_ends", "by_layer", "from_vector", "layers_of", "newest", "newest_half", "plain",
     "rehearsed", "shared", "sinks",
 ]
 
@@ -71,19 +71,41 @@ class Brute:
         return self.kept(inputs, B, **self.small)
 
 
-def from_vector(i: Json) -> tuple[Inputs, int, dict[str, Any]]:
-    """Inputs, B and constants of a vector; a fraction is text in it, and a block's size `b`."""
+GIVEN = ("q", "k", "v", "n", "scaling", "W_o", "inv_freq", "B", "chunks", "repeat_q", "repeat_k", "norms")
+"""The inputs of a vector that are not constants of its policy."""
+
+
+def repeats_of(i: Json, at: int) -> tuple[Repeat, ...] | None:
+    """What was asked of a layer while its chunks were repeated, if they were."""
+    if "chunks" not in i:
+        return None
+    found = []
+    for part, (start, stop) in enumerate(i["chunks"]):
+        q, k = (floats(i[name][part][at]) for name in ("repeat_q", "repeat_k"))
+        found.append(Repeat(start, stop, q, k, floats(i["norms"][part][at]) if "norms" in i else np.ones(q.shape[1])))
+    return tuple(found)
+
+
+def layers_of(i: Json) -> Inputs:
+    """The layers of a vector, some of which have keys alone, or as many tokens as it says."""
+    keys = [floats(k) for k in i["k"]] if "k" in i else [np.zeros((1, i["n"], 1))]
     views = [
-        LayerView(floats(q), floats(k), floats(v), i["scaling"], None)
-        for q, k, v in zip(i["q"], i["k"], i["v"], strict=True)
+        LayerView(
+            floats(i["q"][at]) if "q" in i else k, k, floats(i["v"][at]) if "v" in i else None, i.get("scaling", 1.0),
+            None, None, repeats_of(i, at),
+        ) for at, k in enumerate(keys)
     ]
     W_o = [floats(i["W_o"])] if "W_o" in i else []
-    found = Inputs(views, floats(i.get("inv_freq", [])), W_o, np.zeros(len(views[0].k[0]), np.int64))
+    return Inputs(views, floats(i.get("inv_freq", [])), W_o, np.zeros(keys[0].shape[1], np.int64))
+
+
+def from_vector(i: Json) -> tuple[Inputs, int, dict[str, Any]]:
+    """Inputs, B and constants of a vector; a fraction is text in it, and a block's size `b`."""
     constants = {
         {"b": "block"}.get(name, name): Fraction(x) if isinstance(x, str) and x[0].isdigit() else x
-        for name, x in i.items() if name not in ("q", "k", "v", "scaling", "W_o", "inv_freq", "B")
+        for name, x in i.items() if name not in GIVEN
     }
-    return found, i["B"], constants
+    return layers_of(i), i["B"], constants
 
 
 def plain(view: LayerView) -> dict[str, Any]:

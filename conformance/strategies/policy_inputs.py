@@ -147,7 +147,9 @@ def groups_of(policy: Policy, inputs: Inputs) -> int:
 
 
 def repeats(inputs: Inputs, view: LayerView, rehearsal: Rehearsal) -> tuple[Repeat, ...]:
-    """Each chunk's: its tokens ask, and are asked, as some of the prompt's are."""
+    """Each chunk's, if the layer has none: its tokens ask, and are asked, as some of the prompt's are."""
+    if view.repeats is not None:
+        return view.repeats
     found = []
     for start, stop, ids in rehearsal_chunks(inputs.token_ids, rehearsal):
         like = (start + 5 * np.arange(len(ids)) + ids) % inputs.n

@@ -6,9 +6,7 @@ from pkgutil import resolve_name
 
 import numpy as np
 
-from conformance.assurance.item_vectors.diversity import DIVERSITY_ITEMS
-from conformance.assurance.item_vectors.injection import INJECTION_ITEMS
-from conformance.assurance.item_vectors.nestedkv import NESTEDKV_ITEMS
+from conformance.assurance.item_vectors.adapters import DIVERSITY_ITEMS, INJECTION_ITEMS, NESTEDKV_ITEMS
 from conformance.assurance.item_vectors.policies import POLICY_ITEMS
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.assurance.vector_writer.operation import Operation

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.assurance.brute import Brute, from_vector
+from conformance.assurance.brute import Brute, from_vector, layers_of
 from conformance.assurance.oracles import brutes
 from conformance.strategies.policy_inputs import decided
 from conformance.vectors.codec import floats
@@ -27,56 +27,22 @@ from reference.policies.official import adakv_official
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import best_blocks, fill_units, top_units
 from spec.budget import Budget
-from spec.policy import Budgets, Cadence, LayerView, Observation, Policy, Rehearsal, Repeat, Running, Scores, Selection
-from spec.retention import Granularity
+from spec.policy import Budgets, Cadence, LayerView, Observation, Policy, Rehearsal, Running, Scores, Selection
 
-__all__ = ["POLICY_ITEMS"]
+__all__ = ["POLICY_ITEMS", "kept"]
 
 Result = Mapping[str, object]
 
 
-def views(i: Json) -> dict[int, LayerView]:
-    return {
-        at: LayerView(floats(q), floats(k), floats(v), i["scaling"], None)
-        for at, (q, k, v) in enumerate(zip(i["q"], i["k"], i["v"], strict=True))
-    }
-
-
 def kept(i: Json, policy: Policy) -> Result:
     """What the policy keeps of the inputs at B tokens."""
-    layers = views(i)
-    n, H_kv = len(layers[0].k[0]), len(layers[0].k)
-    groups = {Granularity.LAYER: len(layers), Granularity.HEAD: len(layers) * H_kv}[policy.granularity]
-    found, _ = policies.retain(policy, Budget(count=i["B"]), Observation(n, groups, None, layers))
-    return {"kept": [found.group(g).tolist() for g in range(found.groups)]}
+    return {"kept": decided(policy, layers_of(i), i["B"])}
 
 
 def rehearsal(i: Json) -> Result:
     given = Rehearsal(i["template"], i["N_sink"], i["N_recent"], i["chunk"], i["overlap"])
     found = rehearsal_chunks(np.array(i["token_ids"]), given)
     return {"chunks": [[start, stop] for start, stop, _ in found], "read": [ids.tolist() for _, _, ids in found]}
-
-
-def rehearsed(i: Json, policy: Policy) -> Result:
-    """What the policy keeps of the inputs at B tokens, where each chunk was repeated."""
-    layers = {}
-    for at, k in enumerate(map(floats, i["k"])):
-        repeats = tuple(
-            Repeat(
-                chunk[0], chunk[1], floats(i["repeat_q"][part][at]), floats(i["repeat_k"][part][at]),
-                floats(i["norms"][part][at]) if "norms" in i else np.ones(len(i["repeat_q"][part][at][0])),
-            ) for part, chunk in enumerate(i["chunks"])
-        )
-        layers[at] = LayerView(k[:, :0], k, floats(i["v"][at]) if "v" in i else None, i["scaling"], None, None, repeats)
-    groups, n = len(layers) * len(layers[0].k), len(layers[0].k[0])
-    found, _ = policies.retain(policy, Budget(count=i["B"]), Observation(n, groups, np.zeros(n, np.int64), layers))
-    return {"kept": [found.group(g).tolist() for g in range(found.groups)]}
-
-
-def streamed(i: Json) -> Result:
-    observation = Observation(i["n"], 1, None, {})
-    found, _ = policies.retain(policies.streaming_llm(i["N_sink"]), Budget(count=i["B"]), observation)
-    return {"kept": [found.group(0).tolist()]}
 
 
 def scores(i: Json) -> tuple[Scores, Any]:
@@ -156,7 +122,7 @@ def pyramid(i: Json) -> Result:
 
 
 def observed(i: Json) -> Result:
-    (view,) = views(i).values()
+    (view,) = layers_of(i).layers
     return {"window": observed_attention(view, i["W"]), "accumulated": accumulated_attention(view)}
 
 
@@ -209,11 +175,10 @@ POLICY_ITEMS: Mapping[str, Callable[[Any], Result]] = {
     "PO-STEP": lambda i: {"due": [Cadence(*step[:2]).due(*step[2:]) for step in i["steps"]]},
     "PO-TURN": turned,
     "PO-READ": read,
-    "PO-STREAMINGLLM": streamed,
     "PO-TWO-STAGES": staged,
     "PO-REHEARSAL": rehearsal,
-    "PO-KVZIP": lambda i: rehearsed(i, policies.kvzip([[], [], []], i["N_sink"], i["N_recent"])),
-    "PO-KVZIP-PLUS": lambda i: rehearsed(
+    "PO-KVZIP": lambda i: kept(i, policies.kvzip([[], [], []], i["N_sink"], i["N_recent"])),
+    "PO-KVZIP-PLUS": lambda i: kept(
         i, policies.kvzip_plus(dict(enumerate(map(floats, i["W_o"]))), [[], [], []], i["N_sink"], i["N_recent"])
     ),
     "PO-GLOBAL-BUDGET": lambda i: shared(i, across_layers),

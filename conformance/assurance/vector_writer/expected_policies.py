@@ -164,9 +164,6 @@ RESULTS: Mapping[str, Callable[[Any], Json]] = {
     "PO-STEP": due,
     "PO-TURN": turned,
     "PO-READ": read,
-    "PO-STREAMINGLLM": lambda i: {"kept": [
-        sorted({*range(min(i["N_sink"], i["n"])), *range(max(0, i["n"] - (i["B"] - i["N_sink"])), i["n"])})
-    ]},
     "PO-TWO-STAGES": lambda i: {"kept": [
         weighed.two_stages(row, second, i["B"], Fraction(i["share"]))
         for row, second in zip(blanked(i), i["second"], strict=True)

@@ -14,7 +14,6 @@ from conformance import tolerances
 from conformance.assurance.brute import plain
 from conformance.assurance.oracles import policies as brute_policies
 from conformance.assurance.oracles.expected_attention import expected_attention as brute_expected_attention
-from conformance.assurance.oracles.scale import at_size
 from conformance.checks.stage_checks import edges_of, trunk_lists
 from conformance.oracles import decode as brute_decode
 from conformance.oracles import diversity as brute_diversity
@@ -23,6 +22,7 @@ from conformance.oracles import s1, s2, s3, s4, s5, s6
 from conformance.oracles.decode import Model, Trunk
 from conformance.oracles.scale import decode, selectors, stages
 from conformance.oracles.scale import s1 as scale_s1
+from conformance.oracles.scale import selectors as selectors_module
 from conformance.paths import ROOT
 from conformance.strategies.decoding import decode_parameters, flags, graphs, inverse_norms
 from conformance.strategies.numbers import Numbers
@@ -150,7 +150,7 @@ def test_decode(data: st.DataObject, p: Any) -> None:
     brute_decode.resonance(model, set(np.flatnonzero(active).tolist()), p)
     assert decode.resonance(D, W, active, p).tolist() == [g.D for g in model.trunks]
     stays = np.flatnonzero(active)
-    alive, _, rows_left = at_size.left(np.arange(m + 1), W, active)
+    alive, _, rows_left = selectors_module.left(np.arange(m + 1), W, active)
     assert alive == stays.tolist()
     brute_decode.keep(model, set(alive), D.tolist())
     assert rows_left == [
@@ -205,7 +205,7 @@ def test_policies(seed: int) -> None:
     s, shut = numbers.integers(0, 4, n) / 4, numbers.integers(0, 5, n) == 0
     row = [None if safe else x for x, safe in zip(s.tolist(), shut.tolist(), strict=True)]
     for B in range(n + 1):
-        assert at_size.whole_units(s, np.ones(n, dtype=np.int64), shut, B) == brute_policies.top(row, B)
+        assert selectors_module.whole_units(s, np.ones(n, dtype=np.int64), shut, B) == brute_policies.top(row, B)
 
 
 @given(k=st.integers(1, 4), n=st.integers(1, 5))

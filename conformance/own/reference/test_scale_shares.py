@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles.scale import at_size
+from conformance.oracles.scale import selectors
 from conformance.strategies.numbers import Numbers
 from reference.crystalcache.protection import effective_budget
 from reference.memory import kv_bytes
@@ -73,7 +73,7 @@ def test_protected_tokens_hold_their_unit(m: int) -> None:
     protected[(offsets[:-1] + numbers.below(sizes))[shut]] = True
     B = int(offsets[-1]) // 2
     found = top_units(Scores(scores[None], offsets), np.array([B]), protected)
-    assert sets(found) == [at_size.whole_units(scores, sizes, shut, B)]
+    assert sets(found) == [selectors.whole_units(scores, sizes, shut, B)]
 
 
 @pytest.mark.spec("PO-TOP-UNITS", "PO-H2O", "PO-FILL-UNITS")

@@ -6,9 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from conformance.assurance.oracles.scale import at_size
 from conformance.oracles import s6
-from conformance.oracles.scale import decode, stages
+from conformance.oracles.scale import decode, selectors, stages
 from conformance.strategies.numbers import Numbers
 from conformance.strategies.scale_tables import lists, of_sizes, state_at
 from conformance.suite.test_scale_decode import QUIET
@@ -59,7 +58,7 @@ def test_what_is_kept_of_large_tables(m: int, largest: int, share: int) -> None:
     stays[: before.live.offsets[1]] = False
     D = Numbers(m).fractions(m)
     after = keep(before, np.flatnonzero(stays), D)
-    alive, offsets, rows = at_size.left(before.live.offsets, before.W, stays)
+    alive, offsets, rows = selectors.left(before.live.offsets, before.W, stays)
     for name in ("positions", "impact", "inverse_norms"):
         assert getattr(after.live, name).tolist() == getattr(before.live, name)[stays].tolist()
     assert after.live.offsets.tolist() == offsets

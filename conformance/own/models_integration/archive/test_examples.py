@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from conformance.assurance.item_vectors.injection import cosines, vocabulary
+from conformance.assurance.item_vectors.adapters import cosines, vocabulary
 from conformance.items import items_of
 from conformance.own.spec.test_examples import FENCE, agree, by_name
 from conformance.paths import SPEC

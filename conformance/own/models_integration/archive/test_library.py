@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.assurance.item_vectors.injection import vocabulary
+from conformance.assurance.item_vectors.adapters import vocabulary
 from conformance.own.models_integration.archive.block_mask import block_masked, ids
 from conformance.own.models_integration.archive.models import ROTATIONS, build
 from conformance.own.models_integration.archive.test_splice import BOUND, QUERY, SYSTEM, read

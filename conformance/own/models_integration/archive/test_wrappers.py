@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.item_vectors.injection import vocabulary
+from conformance.assurance.item_vectors.adapters import vocabulary
 from conformance.assurance.oracles import injection as oracle
 from reference.injection.wrappers import CELLS, FORMS, Form, Marker, marker_id, slices, wrap
 from spec.errors import SpecError
