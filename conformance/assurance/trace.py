@@ -4,7 +4,8 @@ An item is a heading `### CC-NAME` in spec/*.md. Its normative text is everythin
 holds a hash of it. A function names its items in its docstring (`Implements: CC-NAME`), a test in its marker
 (`@pytest.mark.spec("CC-NAME")`), a vector in its `items`, a mutant in its row, a theorem of Coq by how its
 name begins (`CC_NAME_balance`). An item needs a function in
-the reference and in each backend that is there (or a reason in NO_STAGE), a test, a vector and two mutants.
+the reference and, if spec/implementing.md has it in a stage, in each backend that is there; a test, a vector and two
+mutants.
 `--accept CC-NAME` or `--accept all` takes over a text that was read again.
 """
 
@@ -26,77 +27,16 @@ from conformance.paths import ROOT
 
 __all__ = [
     "IMPLEMENTING", "Documented", "Trace", "accept", "implementations",
-    "implementing", "main", "markers", "no_stage", "normative_hash", "read_lock", "read_tree", "vector_items",
+    "implementing", "main", "markers", "normative_hash", "read_lock", "read_tree", "stage_items", "vector_items",
 ]
 
 IMPLEMENTING = ("spec", "reference", "accelerated")
 TRUSTED = ("spec", "reference")
 BACKENDS = ("accelerated/numba_cpu", "accelerated/triton_gpu")
-LOCK = Path("spec", "items.lock")
+LOCK, STAGES = Path("spec", "items.lock"), Path("spec", "implementing.md")
 THEOREMS = Path("conformance", "assurance", "proofs", "coq", "proofs")
 MUTANTS = 2  # of each item, at least
 
-# Items that no backend implements, because no stage of `spec.backend.CrystalStages` is about them.
-NO_STAGE = {
-    "CC-MEMORY": "arithmetic of reports; no stage computes it",
-    "CC-OBSERVED-LAYER": "chosen once for a model; stages are given its queries and keys",
-    "CC-BUDGET-FORMS": "read once at the door, in spec/budget.py",
-    "CC-EDGES": "a view of spec/records.py, the same for every backend",
-    "CC-PROTECTED": "computed once by the pipeline; stages are given the mask",
-    "CC-BUDGET": "computed once by the pipeline; stages are given B",
-    "CC-COMPACT": "done in the cache, by models_integration/cache/dense_layer.py",
-    "CC-RENEWAL": "one line of a breath, on the host; the breath's stages get its result",
-    "CC-PREFILL": "the pipeline that composes a backend's stages",
-    **dict.fromkeys(("NK-NESTEDKV", "NK-ABLATIONS"), "a composition of parts; no stage computes it"),
-    "NK-TOKENS": "one exact number on the host",
-    **dict.fromkeys(
-        ("DV-SIGNATURE", "DV-VARIANT-B", "TA-STATISTICS", "TA-SCORE", "TA-RANKING"),
-        "means and matrix products, which NumPy does at the speed of memory; no stage computes it",
-    ),
-    **dict.fromkeys(
-        ("DV-POLICY", "DV-SCHEDULE", "TA-POLICY", "TA-CALIBRATION"), "a composition of parts; no stage computes it",
-    ),
-    "CC-START": "a view of the prefill's records, made once",
-    "CC-LIVE": "gathers of NumPy, the same for every backend",
-    "CC-SEEN-COUNT": "integer bookkeeping, the same for every backend; stages are given the counts",
-    "CC-TAIL": "a token behind a tuple",
-    "CC-TAIL-D": "one number per breath",
-    "CC-TAIL-TRUNKS": "composes a backend's impact and trunks",
-    "CC-LIVE-PROTECTED": "computed once per eviction; stages are given the mask",
-    "CC-BREATH-PROTECTED": "computed once per breath; stages are given the mask",
-    "CC-REEVICT": "composes a backend's score and dissolve",
-    "CC-BREATH": "composes a backend's stages",
-    "CC-STEP": "composes a backend's stages",
-    "CC-SEGMENT": "the pipeline that composes a backend's stages",
-    "CC-CHUNK-TRUNKS": "composes a backend's impact and trunks",
-    "IN-PLACES": "integers at the splice, in models_integration/archive/splice.py",
-    "IN-BASELINES": "a table, for conformance/measure/injection_baselines.py",
-    "IN-LEGOLINK": "integers at the splice, the same for every engine",
-    "IN-CACHEBLEND": "a sum and a sort once a splice, for comparison; no stage computes it",
-    "IN-ENTROPY": "an instrument; no stage computes it",
-    "IN-SINK-MASS": "an instrument; no stage computes it",
-    "IN-KEY-COSINE": "an instrument; no stage computes it",
-    "IN-BANDS": "a table; no stage computes it",
-    "IN-SHIFT-ANGLES": "arithmetic at the splice, once a chunk; on tensors in models_integration/model/rotation.py",
-    "IN-REBASE-ANGLES": "arithmetic at the splice, once a chunk; on tensors in models_integration/model/rotation.py",
-    "IN-HALF-SPLIT": "done at the splice, on tensors in models_integration/model/rotation.py",
-    "IN-INTERLEAVED": "done at the splice, on tensors in models_integration/model/rotation.py",
-    "IN-SCALE": "done in the archive, on tensors in models_integration/archive/codec.py",
-    "IN-CODES": "done in the archive, on tensors in models_integration/archive/codec.py",
-    "IN-ARMS": "a table, read by models_integration/archive/codec.py",
-    "IN-MARKER": "token ids, before any model runs",
-    "IN-WRAP": "token ids, before any model runs",
-    "IN-SLICES": "token ids, before any model runs",
-    "IN-FUSE": "retrieval; no stage computes it",
-    "IN-MCNEMAR": "arithmetic of reports; no stage computes it",
-    "IN-WILSON": "arithmetic of reports; no stage computes it",
-    "IN-BOOTSTRAP": "arithmetic of reports; no stage computes it",
-    "IN-CLUSTER-BOOTSTRAP": "arithmetic of reports; no stage computes it",
-    "IN-POWER": "arithmetic of reports; no stage computes it",
-}
-# If one backend has a function for an item of policies, every backend must have one.
-OF_POLICIES = "PO-"
-ON_THE_HOST = "a scorer, budget, selection or composition of policies, on the host, the same for every backend"
 # Items that a device backend takes from the host: its data is a few thousand trunks or tokens, and lives on the host.
 ON_HOST = {
     "CC-ETA", "CC-ACTIVATION", "CC-PULSE", "CC-RAISE", "CC-RESONANCE", "CC-HEBB", "CC-DECAY", "CC-SEGMENT-GRAPH",
@@ -128,6 +68,7 @@ class Trace:
     backends: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
     theorems: Places = field(default_factory=dict)
+    served: frozenset[str] = frozenset()
 
     def problems(self) -> list[str]:
         """Every reason to fail, one line each, by id."""
@@ -158,7 +99,7 @@ class Trace:
 
     def lacks(self, name: str, backend: str) -> bool:
         """Whether a backend has no function for an item that is a stage's."""
-        if no_stage(name, self.functions.get(name, [])) or (name in ON_HOST and backend in DEVICES):
+        if name not in self.served or (name in ON_HOST and backend in DEVICES):
             return False
         return not any(place.startswith(backend) for place in self.functions.get(name, []))
 
@@ -180,11 +121,10 @@ class Trace:
         return "\n".join(rows)
 
 
-def no_stage(name: str, places: Iterable[str]) -> str:
-    """Why no backend has a function for an item with functions at these places; "" for a stage's."""
-    if name.startswith(OF_POLICIES) and not any(place.startswith(BACKENDS) for place in places):
-        return ON_THE_HOST
-    return NO_STAGE.get(name, "")
+def stage_items(page: str) -> frozenset[str]:
+    """The items of the stages, from the table of spec/implementing.md: every backend that has a family serves them."""
+    rows = re.findall(r"^\| \w+ \| `\w+` \| ([A-Z].*) \|$", page, re.MULTILINE)
+    return frozenset(name for row in rows for name in row.split(", "))
 
 
 def normative_hash(text: str) -> str:
@@ -265,7 +205,7 @@ def read_tree(root: Path) -> Trace:
     proved: Places = {}
     for theorem in theorems(root / THEOREMS, names):
         proved.setdefault(theorem.item or theorem.name, []).append(f"{theorem.file}:{theorem.line}")
-    lock = root / LOCK
+    lock, stages = root / LOCK, root / STAGES
     return Trace(
         {name: normative_hash(text) for name, text in found},
         read_lock(lock.read_text(encoding="ascii")) if lock.exists() else {},
@@ -276,6 +216,7 @@ def read_tree(root: Path) -> Trace:
         tuple(backend for backend in BACKENDS if (root / backend).is_dir()),
         tuple(sorted({name for name in names if names.count(name) > 1})),
         proved,
+        stage_items(stages.read_text(encoding="utf-8")) if stages.exists() else frozenset(names),
     )
 
 

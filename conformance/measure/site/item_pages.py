@@ -5,15 +5,16 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
-from conformance.assurance.trace import no_stage
+from conformance.assurance.trace import STAGES, stage_items
 from conformance.measure.site.evidence import Evidence, Function, Marked
+from conformance.paths import ROOT
 
 __all__ = ["index", "linked", "page"]
 
 TABS = {
     "Reference": ("spec", "reference"), "Numba": ("accelerated/numba_cpu",), "Triton": ("accelerated/triton_gpu",),
 }
-# The trace fails on an item without a function that is neither `no_stage`'s nor taken from the host.
+# The trace fails on an item of a stage without a function, unless it is taken from the host.
 TAKEN_FROM_HOST = "the host's, which is Numba's where there is Numba, else the reference's"
 
 # What an id is not made a link in: a block of code, a code span, a link.
@@ -44,7 +45,8 @@ def page(one: Evidence, known: Mapping[str, Evidence]) -> str:
 def tab(name: str, tops: tuple[str, ...], one: Evidence) -> str:
     """The functions below some folders, or why there is none."""
     found = [function for function in one.functions if function.path.startswith(tops)]
-    why = no_stage(one.item, [function.path for function in one.functions]) or TAKEN_FROM_HOST
+    served = stage_items((ROOT / STAGES).read_text(encoding="utf-8"))
+    why = TAKEN_FROM_HOST if one.item in served else "no stage computes it, so it is the same for every backend"
     body = "\n\n".join(map(shown, found)) or f"None: {why}."
     return f'=== "{name}"\n\n' + textwrap.indent(body, "    ")
 
