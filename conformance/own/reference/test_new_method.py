@@ -122,7 +122,7 @@ def test_its_name_promises_cases_and_vectors_are_found(tree: Path) -> None:
     command = [sys.executable, "-c", FOUND, str(tree), *["policies"] * served]
     told = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
-    assert ("\nloudkeys " in told.stdout) is served
+    assert ("\nloudkeys" in told.stdout) is served
 
 
 def test_commands_write_its_exports_and_trace_it(tree: Path) -> None:
