@@ -149,7 +149,7 @@ def replaced(edit: Edit) -> Iterator[None]:
         yield
     finally:
         function.__code__ = right
-        del function.__globals__[ORIGINAL]
+        function.__globals__.pop(ORIGINAL, None)  # another edit of the module has removed it
 
 
 def replace_module(name: str, code: CodeType) -> None:

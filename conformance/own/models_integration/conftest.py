@@ -37,3 +37,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         names = [str(mark.args[0]) for mark in judged(item) if mark.name == "law"]
         report.sections += [("law", f"{name}: {LAWS[name]}") for name in names]
     return report
+
+
+@pytest.fixture(autouse=True)
+def tiny_models_on_one_thread(request: pytest.FixtureRequest) -> None:
+    """The order of sums, and so the last bits, do not depend on the machine's cores."""
+    if request.path.parent.name in ("session", "engines"):
+        request.getfixturevalue("one_thread")

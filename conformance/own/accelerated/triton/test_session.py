@@ -21,7 +21,7 @@ from accelerated.triton_gpu.backend import BACKEND
 from accelerated.triton_gpu.device import INTERPRETED, default_device, takes
 from conformance.checks import stage_checks
 from conformance.own.models_integration.session.families import ENDS, at_once, build, prompt
-from conformance.own.models_integration.session.probe import Looking, method_of
+from conformance.own.models_integration.session.sessions import Looking, method_of
 from conformance.strategies.prompts import AttentionInputs, Prompt, random_prompt
 from models_integration import CrystalCache, RetainedCache, Session
 from models_integration.attention import capture as capture_module

@@ -12,8 +12,8 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 from conformance.measure.paged import greedy
-from conformance.own.models_integration.engines.masked import KeptSets
 from conformance.own.models_integration.session.families import VOCABULARY
+from conformance.own.models_integration.session.masked import HeadSets, Masked
 from spec.retention import Granularity, Retention
 
 
@@ -44,13 +44,13 @@ def serve(
     return found
 
 
-def kept_sets(retention: Retention, layers: int, heads: int) -> KeptSets:
+def kept_sets(retention: Retention, layers: int, heads: int) -> HeadSets:
     """The kept positions of each layer and KV head, at any granularity."""
     def place(layer: int, head: int) -> int:
         sets = {Granularity.MODEL: 0, Granularity.LAYER: layer, Granularity.HEAD: layer * heads + head}
         return sets[retention.granularity]
 
-    return [[retention.group(place(layer, head)).tolist() for head in range(heads)] for layer in range(layers)]
+    return {layer: [retention.group(place(layer, head)).tolist() for head in range(heads)] for layer in range(layers)}
 
 
 @contextmanager
@@ -105,3 +105,10 @@ def all_free(processor: Any) -> bool:
 def closest(found: Sequence[Tensor], expected: Tensor) -> float:
     """Largest difference, by the largest value expected."""
     return float((torch.stack(list(found)) - expected).abs().max() / expected.abs().max())
+
+
+def masked_logits(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int], kept: HeadSets) -> Tensor:
+    """Logits of each token of the answer, (tokens, vocabulary), where the evicted tokens of the prompt are masked."""
+    oracle = Masked(model, torch.tensor([prompt]), kept)
+    later = [oracle.read(torch.tensor([answer[:-1]]))[0]] if len(answer) > 1 else []
+    return torch.cat([oracle.prompt_logits[0, -1:], *later])

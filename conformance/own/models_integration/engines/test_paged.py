@@ -12,11 +12,11 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.generation.continuous_batching.requests import RequestState
 
 from conformance.measure.paged import pool
-from conformance.own.models_integration.engines.masked import masked_logits
 from conformance.own.models_integration.engines.serving import (
     Between,
     closest,
     kept_sets,
+    masked_logits,
     prompts,
     recorded_logits,
     serve,

@@ -1,13 +1,10 @@
-"""Tiny random models of the families that the integration serves, and the oracle: eviction equals masking.
+"""Tiny random models of the families that the integration serves."""
 
-The oracle shares no code with the cache under test: it runs the model on a full, plain cache that slides nowhere, with
-explicit masks per layer type over true positions, and minus infinity on what was evicted.
-"""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -40,6 +37,8 @@ from models_integration.cache.crystal_states import CrystalStates
 from spec.parameters import TINY
 
 VOCABULARY = 131
+WHOLE = ("llama", "gemma3")
+"""Full attention in every layer, and windows in some: by day they meet every value that a test varies."""
 WINDOW = 16
 ENDS = frozenset(range(3, VOCABULARY, 9))
 
@@ -127,62 +126,6 @@ def greedy(model: PreTrainedModel, input_ids: Tensor, new: int, **options: Any) 
     return output[:, input_ids.shape[1] :]
 
 
-class MaskedReader(ABC):
-    """What every oracle by masks does once it can read."""
-
-    prompt_logits: Tensor
-
-    @abstractmethod
-    def read(self, input_ids: Tensor) -> Tensor:
-        """Logits of the next tokens, (1, q, vocabulary), which then belong to the past."""
-
-    def greedy(self, new: int) -> list[int]:
-        """The first token from the uncompacted prompt, the others through the mask."""
-        token = self.prompt_logits[:, -1:].argmax(-1)
-        chosen = [int(token)]
-        while len(chosen) < new:
-            token = self.read(token)[:, -1:].argmax(-1)
-            chosen.append(int(token))
-        return chosen
-
-
-class Masked(MaskedReader):
-    """The oracle: the full cache after a prompt, and decoding from it with minus infinity on evicted positions."""
-
-    def __init__(self, model: PreTrainedModel, input_ids: Tensor, kept: Sequence[int]) -> None:
-        self.model = model
-        self.cache = DynamicCache()
-        self.visible = torch.zeros(input_ids.shape[1], dtype=torch.bool)
-        self.visible[torch.tensor(list(kept))] = True
-        with torch.no_grad():
-            self.prompt_logits = model(input_ids=input_ids, past_key_values=self.cache).logits
-
-    def read(self, input_ids: Tensor) -> Tensor:
-        """Logits of the next tokens, (1, q, vocabulary), which then belong to the past."""
-        q, seen = input_ids.shape[1], len(self.visible)
-        self.visible = torch.cat([self.visible, torch.ones(q, dtype=torch.bool)])
-        positions = torch.arange(seen, seen + q)[:, None]
-        keys = torch.arange(seen + q)[None]
-        causal = keys <= positions
-        full, window = causal & self.visible, causal & (keys > positions - WINDOW)
-        with torch.no_grad():
-            logits = self.model(
-                input_ids=input_ids, past_key_values=self.cache, position_ids=positions.T,
-                attention_mask=self._masks(full, window),
-            ).logits
-        assert isinstance(logits, Tensor)
-        return logits
-
-    def _masks(self, full: Tensor, window: Tensor) -> Any:
-        shaped = [mask[None, None] for mask in (full, window)]
-        if self.model.config._attn_implementation == "eager":
-            zero, low = torch.zeros(()), torch.tensor(torch.finfo(torch.float32).min)
-            shaped = [torch.where(mask, zero, low) for mask in shaped]
-        if getattr(self.model.config, "layer_types", None) is None:
-            return shaped[0]
-        return {"full_attention": shaped[0], "sliding_attention": shaped[1]}
-
-
 def step_by_step(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache) -> Tensor:
     """Logits of tokens read one at a time, default positions and masks."""
     with torch.no_grad():
@@ -196,3 +139,24 @@ def at_once(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache, **op
         logits = model(input_ids=input_ids, past_key_values=cache, **options).logits
     assert isinstance(logits, Tensor)
     return logits
+
+
+def crossed(
+    name: str, values: Iterable[object], *, always: Iterable[object] = (), whole: Sequence[str] = WHOLE,
+) -> pytest.MarkDecorator:
+    """A test's parameters `family` and `name`: every pair in the profile nightly.
+
+    Args:
+        name: Of the other parameter.
+        values: What it takes.
+        always: Those of them that every family meets by day, too; without any, each family meets one of all, in turn.
+        whole: Families that meet every value by day.
+    """
+    others, met = list(values), list(always)
+    parameters = []
+    for at, family in enumerate(FAMILIES):
+        by_day = met or [others[at % len(others)]]
+        for value in others:
+            marks = () if family in whole or value in by_day else pytest.mark.nightly
+            parameters.append(pytest.param(family, value, marks=marks, id=f"{family}-{value}"))
+    return pytest.mark.parametrize(("family", name), parameters)

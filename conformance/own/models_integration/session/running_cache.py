@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from conformance.own.models_integration.session.families import ENDS, TABLES, build, relative
 from conformance.own.models_integration.session.masked import MaskedModel, Row, Sets
-from conformance.own.models_integration.session.trips import Trip, Tripped
+from conformance.own.models_integration.session.sessions import REHEARSED, Trip, Tripped
 from conformance.tolerances import MASKED_LOGITS
 from models_integration import (
     CrystalCache,
@@ -40,6 +40,7 @@ from reference.policies import (
     chunkkv,
     h2o,
     kvcrush,
+    kvzip,
     lagkv,
     morphkv,
     nestedkv,
@@ -82,6 +83,8 @@ POLICIES: dict[str, RetentionPolicy] = {
     "vatp": CustomPolicy(vatp(2), 12),
     "morphkv": CustomPolicy(morphkv(W=4), 12),
     "vase": CustomPolicy(vase(W=3), 12),
+    "kvzip": CustomPolicy(kvzip(**REHEARSED), 0.4),
+    "kvzip-plus": Published("kvzip-plus", 0.4, **REHEARSED),
 }
 GRANULARITY = {"model": Granularity.MODEL, "layer": Granularity.LAYER, "head": Granularity.HEAD}
 

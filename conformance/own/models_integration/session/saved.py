@@ -1,5 +1,7 @@
-"""Caches that tests save, and whether a loaded one is the same."""
+"""Caches that tests save, whether a loaded one is the same, and a process that is killed while it saves them."""
 
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,8 +10,7 @@ from transformers import PreTrainedModel
 
 from conformance.checks.decode_checks import same_bits
 from conformance.own.models_integration.session.families import at_once, build, prompt, states_of
-from conformance.own.models_integration.session.ragged_checks import method
-from conformance.own.models_integration.session.test_breaths import T, breathing, tokens
+from conformance.own.models_integration.session.sessions import T, breathing, method, tokens
 from models_integration import RetainedCache
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.splice import computed, splice
@@ -17,9 +18,10 @@ from models_integration.cache.continuation import Nothing
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.sliding_layer import GappedSlidingLayer
+from models_integration.cache.snapshot import load_cache, save_cache
 from models_integration.model.rotation import recognise
 
-__all__ = ["N", "differing", "gapped", "lived", "parts", "same"]
+__all__ = ["N", "differing", "gapped", "lived", "parts", "same", "save_until_killed"]
 
 N = 64
 
@@ -86,3 +88,14 @@ def same(a: RetainedCache, b: RetainedCache) -> None:
     assert all(same_bits(x, y) for x, y in zip(states_of(a).rows, states_of(b).rows, strict=True))
     assert (states_of(a).columns, states_of(a).kind) == (states_of(b).columns, states_of(b).kind)
     assert states_of(a).ids() == states_of(b).ids()
+
+
+def save_until_killed(family: str, path: Path, others: tuple[Path, Path], ready: Connection) -> None:
+    """Save one of two caches and then the other, under the same name; `ready` gets a byte before the first."""
+    torch.set_num_threads(1)
+    model = build(family)
+    caches = [load_cache(other, model) for other in others]
+    ready.send_bytes(b"x")
+    while True:
+        for cache in caches:
+            save_cache(cache, model, path)

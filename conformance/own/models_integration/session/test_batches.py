@@ -1,6 +1,7 @@
-"""Batches: left-padded rows of different lengths equal their single runs, and may keep different counts."""
+"""Rows of a batch that differ in length, in prompts and in turns: left-padded, each row equals its single run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,95 +9,43 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conformance.own.models_integration.session.crossings import crossed
 from conformance.own.models_integration.session.families import (
     FAMILIES,
     METHODS,
-    Masked,
+    SLIDING,
     at_once,
     build,
     greedy,
     prompt,
     relative,
 )
-from models_integration import RetainedCache, Session
+from conformance.own.models_integration.session.masked import Masked
+from conformance.own.models_integration.session.sessions import (
+    LENGTHS,
+    TURN,
+    T,
+    batch,
+    breathing,
+    now,
+    prompts,
+    same_state,
+    sets,
+    turn,
+)
+from conformance.own.models_integration.session.test_turns import N
+from models_integration import RetainedCache
 from models_integration.cache.positions import EMPTY
+from models_integration.policies.methods import RetentionPolicy
 from spec.errors import SpecError
-from spec.records import CrystalRetention
 from spec.retention import Retention
 
 pytestmark = pytest.mark.law("parts-equal-the-whole")
 
-LENGTHS = (61, 44, 52)
+
 NEW = 6
 
-families = pytest.mark.parametrize("family", FAMILIES)
 
-
-def prompts(lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
-    return [prompt(n, seed=40 + n) for n in lengths]
-
-
-def batch(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Left-padded ids and their mask."""
-    width = max(row.shape[1] for row in rows)
-    ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
-    mask = torch.stack([torch.arange(width) >= width - row.shape[1] for row in rows]).long()
-    return ids, mask
-
-
-def sets(run: Session) -> list[list[int]]:
-    assert isinstance(run.retention, tuple)
-    return [
-        (one.retention if isinstance(one, CrystalRetention) else one).positions.tolist() for one in run.retention
-    ]
-
-
-def read(
-    model: PreTrainedModel, method: str, rows: Sequence[Tensor], new: Tensor, *, masked_steps: bool = True,
-) -> tuple[Session, Tensor, Tensor]:
-    """A run, the logits at each row's last token, and those of the new tokens, step by step (rows, NEW, ...)."""
-    ids, mask = batch(rows)
-    cache = RetainedCache(model.config)
-    with METHODS[method]()(model) as run:
-        first = at_once(model, ids, cache, attention_mask=mask)[:, -1]
-        steps = []
-        for token in torch.split(new, 1, dim=1):
-            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-            steps.append(at_once(model, token, cache, **({"attention_mask": mask} if masked_steps else {})))
-    return run, first, torch.cat(steps, dim=1)
-
-
-def alone(model: PreTrainedModel, method: str, row: Tensor, new: Tensor) -> tuple[list[int], Tensor, Tensor]:
-    cache = RetainedCache(model.config)
-    with METHODS[method]()(model) as run:
-        first = at_once(model, row, cache)[:, -1]
-        steps = [at_once(model, token, cache) for token in torch.split(new, 1, dim=1)]
-    assert run.kept is not None
-    return run.kept.tolist(), first, torch.cat(steps, dim=1)
-
-
-@crossed("method", METHODS, always=["crystalcache"])
-def test_rows_equal_their_single_runs(family: str, method: str) -> None:
-    """The same kept sets, of different sizes, and the same logits."""
-    new = torch.cat([prompt(NEW, seed=50 + row) for row in range(len(LENGTHS))])
-    precisions = [(torch.float64, 1e-10), (torch.float32, 1e-5)]
-    if family == "gemma2":
-        # Eager attention of transformers is NaN in float64 where there is padding.
-        precisions = precisions[1:]
-    for dtype, tolerance in precisions:
-        model = build(family, dtype=dtype)
-        run, first, steps = read(model, method, prompts(), new)
-        for row, ids in enumerate(prompts()):
-            kept, expected, after = alone(model, method, ids, new[row : row + 1])
-            assert sets(run)[row] == kept
-            assert relative(first[row], expected[0]) < tolerance
-            assert relative(steps[row], after[0]) < tolerance
-        if method == "crystalcache":
-            assert len({len(kept) for kept in sets(run)}) > 1
-
-
-@families
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_generate_serves_padded_batches(family: str) -> None:
     model, rows = build(family), prompts()
     ids, mask = batch(rows)
@@ -104,33 +53,6 @@ def test_generate_serves_padded_batches(family: str) -> None:
         chosen = greedy(model, ids, NEW, attention_mask=mask)
     for row, alone_ids in enumerate(rows):
         assert chosen[row].tolist() == Masked(model, alone_ids, sets(run)[row]).greedy(NEW)
-
-
-@pytest.mark.law("a-cache-like-any-other")
-def test_the_slots_of_a_row_hold_its_own_tokens() -> None:
-    """Keys carry the rotation of positions that count no padding; empty slots are on the left, and zero."""
-    model, rows = build("llama"), prompts()
-    new = torch.cat([prompt(1, seed=50 + row) for row in range(len(rows))])
-    # A mask would be compared with what the cache has seen, which a mutant of the cache gets wrong.
-    run, _, _ = read(model, "crystalcache", rows, new, masked_steps=False)
-    assert run.cache is not None
-    width = max(map(len, sets(run))) + 1
-    saved = 0
-    for row, ids in enumerate(rows):
-        kept = sets(run)[row]
-        stored = [*kept, ids.shape[1]]
-        assert run.cache.stored_positions(row).tolist() == stored
-        oracle = Masked(model, ids, kept)
-        oracle.read(new[row : row + 1])
-        for layer, (keys, values, _) in zip(run.cache.full_layers, oracle.cache, strict=True):
-            assert layer.keys is not None
-            assert layer.values is not None
-            for found, expected in ((layer.keys[row], keys[0]), (layer.values[row], values[0])):
-                assert relative(found[:, width - len(stored) :], expected[:, stored]) < 1e-5
-                assert not found[:, : width - len(stored)].any()
-        saved += max(LENGTHS) - (width - 1)
-    assert run.bytes_freed == saved * 3 * 2 * 2 * 12 * 4
-    assert bool((run.cache.full_layers[0].stored_positions() == EMPTY).any())
 
 
 def test_a_batch_has_one_retention_for_each_prompt() -> None:
@@ -163,20 +85,6 @@ def test_beams_of_a_batch_stay_with_their_prompt() -> None:
         assert together[3 * row : 3 * row + 3].tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_what_a_step_leaves_out_is_filled_in(family: str) -> None:
-    """Without position ids and mask, padded rows go on at their own positions, and padding stays hidden."""
-    model, rows = build(family), prompts()
-    new = torch.cat([prompt(NEW, seed=50 + row) for row in range(len(rows))])
-    _, _, expected = read(model, "crystalcache", rows, new)
-    ids, mask = batch(rows)
-    cache = RetainedCache(model.config)
-    with METHODS["crystalcache"]()(model):
-        at_once(model, ids, cache, attention_mask=mask)
-        found = torch.cat([at_once(model, token, cache) for token in torch.split(new, 1, dim=1)], dim=1)
-    assert relative(found, expected) < 1e-5
-
-
 @pytest.mark.law("eviction-equals-masking")
 def test_a_row_left_alone_has_no_empty_slots() -> None:
     """It stood beside one that keeps more, and had as many slots."""
@@ -190,47 +98,6 @@ def test_a_row_left_alone_has_no_empty_slots() -> None:
     assert cache.stored_length == 5
     found = at_once(model, new, cache)
     assert relative(found, Masked(model, ids[:1], kept[0].tolist()).read(new)) < 1e-5
-
-
-@pytest.mark.law("a-cache-like-any-other")
-def test_a_single_padded_row_can_be_repeated() -> None:
-    """Each copy goes on as the row would have."""
-    model, token = build("llama"), prompt(1, seed=50)
-    ids, mask = (tensor[1:2] for tensor in batch(prompts((61, 44))))
-    caches = [RetainedCache(model.config) for _ in range(2)]
-    with METHODS["crystalcache"]()(model):
-        for cache in caches:
-            at_once(model, ids, cache, attention_mask=mask)
-        caches[1].batch_repeat_interleave(2)
-        once, twice = (at_once(model, token.expand(rows, 1), cache) for rows, cache in enumerate(caches, 1))
-    assert relative(twice, once.expand_as(twice)) < 1e-5
-
-
-@pytest.mark.parametrize("method", ["crystalcache", "fullcache"])
-def test_a_single_padded_row_equals_its_unpadded_run(method: str) -> None:
-    model, row, new = build("llama"), prompts()[0], prompt(NEW, seed=50)
-    ids, mask = torch.nn.functional.pad(row, (9, 0)), torch.ones(1, 70, dtype=torch.int64)
-    mask[:, :9] = 0
-    kept, _, expected = alone(model, method, row, new)
-    cache = RetainedCache(model.config)
-    with METHODS[method]()(model) as run:
-        at_once(model, ids, cache, attention_mask=mask)
-        found = torch.cat([at_once(model, token, cache) for token in torch.split(new, 1, dim=1)], dim=1)
-    np.testing.assert_array_equal(run.kept, kept)
-    assert relative(found, expected) < 1e-5
-    assert cache.stored_positions().tolist() == [*kept, *range(61, 61 + NEW)]
-
-
-@pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize("padded", [True, False])
-def test_rows_that_differ_are_refused_outside_the_context(padded: bool) -> None:
-    model = build("llama")
-    rows = prompts() if padded else [prompt(50, seed=1), prompt(50, seed=2)]
-    run, _, _ = read(model, "crystalcache", rows, torch.cat([prompt(1)] * len(rows)))
-    assert run.cache is not None
-    for tokens in (1, 3):
-        with pytest.raises(SpecError, match=r"rows that differ.*inside the context manager only"):
-            at_once(model, torch.cat([prompt(tokens)] * len(rows)), run.cache)
 
 
 def test_rows_that_agree_are_stored_as_one() -> None:
@@ -247,17 +114,167 @@ def test_rows_that_agree_are_stored_as_one() -> None:
         assert relative(found[row], oracle.read(following[row : row + 1])[0]) < 1e-5
 
 
-@pytest.mark.law("a-cache-like-any-other")
-def test_tokens_after_compaction_can_be_taken_back_in_rows_that_differ() -> None:
-    model, rows = build("llama"), prompts()
-    new = torch.cat([prompt(NEW, seed=50 + row) for row in range(len(rows))])
-    run, _, expected = read(model, "crystalcache", rows, new)
-    cache = run.cache
-    assert cache is not None
-    cache.crop(-2)
-    with METHODS["crystalcache"]()(model):
-        again = at_once(model, new[:, -2:-1], cache)
-    assert relative(again[:, 0], expected[:, -2]) < 1e-5
-    with pytest.raises(SpecError, match="tokens_to_remove = -6: rows that differ can give back 5 so far"):
-        cache.crop(-6)
-    assert cache.get_seq_length() == max(LENGTHS) + NEW - 1
+FULL = [family for family in FAMILIES if family not in SLIDING]
+LIVES: dict[str, Callable[[], RetentionPolicy]] = {**METHODS, "breathing": breathing}
+# What three rows read, one list each: a prompt, then forwards of their own lengths, or of one token.
+FORWARDS = ((61, 1, 12, 1, 1, 5, 1, 1), (44, 1, 5, 1, 1, 9, 1, 1), (52, 1, 9, 1, 1, 2, 1, 1))
+
+
+def pieces(row: int) -> list[Tensor]:
+    return [prompt(n, seed=1000 * row + number) for number, n in enumerate(FORWARDS[row])]
+
+
+def together(
+    model: PreTrainedModel, method: RetentionPolicy, rows: Sequence[Sequence[Tensor]], *, masks: bool = True,
+    known: Any = None,
+) -> tuple[RetainedCache, list[list[Tensor]]]:
+    """The cache, and each row's logits at its own tokens, forward by forward."""
+    cache = RetainedCache(model.config) if known is None else known[0]
+    shown = torch.empty(len(rows), 0, dtype=torch.int64) if known is None else known[1]
+    found: list[list[Tensor]] = [[] for _ in rows]
+    with method(model):
+        for forward in zip(*rows, strict=True):
+            ids, mask = batch(forward)
+            shown = torch.cat([shown, mask], dim=1)
+            options = {"attention_mask": shown} if masks or not bool(mask.all()) else {}
+            logits = at_once(model, ids, cache, **options)
+            for row, own in enumerate(forward):
+                found[row].append(logits[row, ids.shape[1] - own.shape[1] :])
+    return cache, found
+
+
+def alone(model: PreTrainedModel, method: RetentionPolicy, row: Sequence[Tensor]) -> tuple[RetainedCache, list[Tensor]]:
+    cache = RetainedCache(model.config)
+    with method(model):
+        return cache, [at_once(model, ids, cache)[0] for ids in row]
+
+
+def agree(
+    model: PreTrainedModel, method: Callable[[], RetentionPolicy], rows: Sequence[Sequence[Tensor]], **given: Any,
+) -> None:
+    """Kept positions, states and logits of each row are those of its single run; no slot holds padding for ever."""
+    bound = 1e-10 if model.dtype == torch.float64 else 1e-5
+    cache, found = together(model, method(), rows, **given)
+    for row, own in enumerate(rows):
+        single, expected = alone(model, method(), own)
+        assert cache.stored_positions(row).tolist() == single.stored_positions().tolist()
+        for a, b in zip(found[row], expected, strict=True):
+            assert relative(a, b) < bound
+        if method is breathing:
+            (state,) = now(single)
+            same_state(now(cache)[row], state, rtol=1e3 * bound)
+    widest = max(len(cache.stored_positions(row)) for row in range(len(rows)))
+    assert {layer.stored_length for layer in cache.full_layers} == {widest}
+
+
+@pytest.mark.parametrize(("family", "life"), [
+    *(("llama", life) for life in LIVES),
+    *((family, [*LIVES][-1 - at % 2 * 3]) for at, family in enumerate(FULL) if family != "llama"),
+])
+def test_each_row_equals_its_single_run(family: str, life: str) -> None:
+    """Two padded turns behind a padded prompt, with steps between them, in which every fourth breathes."""
+    agree(build(family, dtype=torch.float64), LIVES[life], [pieces(row) for row in range(3)])
+
+
+@pytest.mark.parametrize(("attention", "masks"), [("eager", True), ("sdpa", False)])
+def test_steps_after_it_may_leave_the_mask_out(attention: str, masks: bool) -> None:
+    agree(build("llama", attention=attention), breathing, [pieces(row) for row in range(3)], masks=masks)
+
+
+def test_rows_that_began_together_may_part() -> None:
+    """Two rows whose caches agree; and one row alone, whose turn is padded all the same."""
+    model = build("llama", dtype=torch.float64)
+    for life in ("streamingllm", "fullcache", "crystalcache"):
+        rows = [[prompt(N, seed=row), turn(row, 12 - 4 * row), turn(9, 1), turn(4 + row, 2 + row)] for row in range(2)]
+        agree(model, LIVES[life], rows)
+    _, expected = alone(model, breathing(), [prompt(N), turn(1), turn(2, 1)])
+    cache, mask = RetainedCache(model.config), torch.ones(1, N + TURN + 3, dtype=torch.int64)
+    mask[:, N : N + 3] = 0
+    with breathing()(model):
+        at_once(model, prompt(N), cache)
+        second = at_once(model, torch.cat([turn(7, 3), turn(1)], dim=1), cache, attention_mask=mask)
+        third = at_once(model, turn(2, 1), cache)
+    assert relative(second[0, 3:], expected[1]) < 1e-10
+    assert relative(third[0], expected[2]) < 1e-10
+
+
+@pytest.mark.parametrize("cut", [(7, 5), (8, 2, 2)], ids=str)
+def test_a_row_may_begin_in_a_later_piece(cut: tuple[int, ...]) -> None:
+    """Turns of 12 and 5 tokens in forwards of these sizes: the second row's first columns are padding alone."""
+    model = build("llama", dtype=torch.float64)
+    rows = [[prompt(N, seed=row), turn(row, n)] for row, n in enumerate((12, 5))]
+    cache, ids = RetainedCache(model.config), batch([row[1] for row in rows])
+    shown = torch.nn.functional.pad(ids[1], (N, 0), value=1)
+    with breathing()(model) as run:
+        at_once(model, torch.cat([row[0] for row in rows]), cache)
+        with run.prompt():
+            seen, logits = N, []
+            for piece in torch.split(ids[0], list(cut), dim=1):
+                seen += piece.shape[1]
+                logits.append(at_once(model, piece, cache, attention_mask=shown[:, :seen]))
+    for row, own in enumerate(rows):
+        single, expected = alone(model, breathing(), own)
+        assert cache.stored_positions(row).tolist() == single.stored_positions().tolist()
+        n = own[1].shape[1]
+        assert relative(torch.cat(logits, dim=1)[row, -n:], expected[1][-n:]) < 1e-10
+
+
+def test_what_a_mask_hides_of_a_turn_was_never_read() -> None:
+    """Holes anywhere but in the last column: the row's tokens are the others."""
+    model, rows = build("llama", dtype=torch.float64), [prompt(N, seed=row) for row in range(2)]
+    shown = torch.ones(2, TURN, dtype=torch.int64)
+    shown[0, [2, 3, 7]] = shown[1, [0, 9]] = 0
+    for life in LIVES:
+        cache, ids = RetainedCache(model.config), torch.cat([turn(1), turn(2)])
+        with LIVES[life]()(model):
+            at_once(model, torch.cat(rows), cache)
+            logits = at_once(model, ids, cache, attention_mask=torch.nn.functional.pad(shown, (N, 0), value=1))
+            after = at_once(model, torch.cat([turn(3, 1)] * 2), cache)
+        for row, own in enumerate(rows):
+            kept = ids[row : row + 1, shown[row].bool()]
+            single, expected = alone(model, LIVES[life](), [own, kept, turn(3, 1)])
+            assert cache.stored_positions(row).tolist() == single.stored_positions().tolist()
+            assert relative(logits[row, shown[row].bool()], expected[1]) < 1e-10
+            assert relative(after[row], expected[2]) < 1e-10
+
+
+def test_generate_reads_a_padded_turn() -> None:
+    """The second question of each row behind its own first answer, as a chat in a batch has it."""
+    model, first = build("llama"), prompts()
+    ids, mask = batch(first)
+    more, shown = batch([turn(row, (12, 5, 9)[row]) for row in range(3)])
+    cache = RetainedCache(model.config)
+    with breathing()(model):
+        answers = greedy(model, ids, T + 2, attention_mask=mask, past_key_values=cache)
+        history = torch.cat([ids, answers, more], dim=1)
+        seen = torch.cat([mask, torch.ones_like(answers), shown], dim=1)
+        second = greedy(model, history, T + 2, attention_mask=seen, past_key_values=cache)
+    for row, own in enumerate(first):
+        single = RetainedCache(model.config)
+        with breathing()(model):
+            answer = greedy(model, own, T + 2, past_key_values=single)
+            history = torch.cat([own, answer, turn(row, (12, 5, 9)[row])], dim=1)
+            assert answers[row].tolist() == answer[0].tolist()
+            assert second[row].tolist() == greedy(model, history, T + 2, past_key_values=single)[0].tolist()
+
+
+@pytest.mark.law("freed-memory")
+def test_padding_is_not_stored() -> None:
+    """Not even by a policy that evicts nothing."""
+    model = build("llama")
+    rows = [[prompt(N, seed=row), turn(row, (12, 5)[row])] for row in (0, 1)]
+    cache, _ = together(model, METHODS["fullcache"](), rows)
+    assert cache.stored_positions(1).tolist() == list(range(N + 5))
+    assert cache.full_layers[0].stored_positions()[1].tolist() == [EMPTY] * 7 + list(range(N + 5))
+    assert cache.is_token[1].tolist() == [True] * N + [False] * 7 + [True] * 5
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_an_earlier_turn_s_padding_stays_hidden() -> None:
+    """A mask that shows it, or hides as much elsewhere, is about another sequence."""
+    model = build("llama")
+    cache, _ = together(model, breathing(), [pieces(row)[:4] for row in range(3)])
+    for wrong in (torch.ones_like(cache.is_token), cache.is_token.sort(dim=1).values):
+        mask = torch.nn.functional.pad(wrong.long(), (0, TURN), value=1)
+        with breathing()(model), pytest.raises(SpecError, match="padding so far was"):
+            at_once(model, torch.cat([turn(row) for row in range(3)]), cache, attention_mask=mask)

@@ -1,4 +1,4 @@
-"""Calibration of tiny random models: the queries before their rotation, by hooks of our own; and the policy at work."""
+"""Which rotations the archive's gate and calibration take; queries before their rotation, and the policy at work."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,20 +8,43 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import SmolLM3Config, SmolLM3ForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 from typer.testing import CliRunner
 
 from conformance.assurance.brute import rehearsed
 from conformance.assurance.oracles import kvzip as kvzip_oracle
 from conformance.own.models_integration.archive.models import ROTATIONS
 from conformance.own.models_integration.archive.models import build as rotated
-from conformance.own.models_integration.session.families import _GQA, build, greedy, prepare, prompt
-from conformance.own.models_integration.session.ragged_checks import REHEARSED, live_sets, read_prompt
+from conformance.own.models_integration.session.families import (
+    _GQA,
+    FAMILIES,
+    TABLES,
+    VOCABULARY,
+    build,
+    greedy,
+    prepare,
+    prompt,
+)
+from conformance.own.models_integration.session.sessions import REHEARSED, live_sets, read_prompt
 from conformance.tolerances import scores_agree
 from models_integration import CustomPolicy, Published
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cli.app import app
+from models_integration.model import rotation
 from models_integration.model.errors import UnknownModel
+from models_integration.model.rotation import recognise
 from models_integration.policies.calibration import calibrate, served_by
 from models_integration.session.verbs import observe
 from models_integration.studies.results import load_rows
@@ -30,6 +53,9 @@ from reference.policies import diverse, kvzip, triattention
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.retention import Granularity
+
+pytestmark = pytest.mark.law("as-it-is-described")
+
 
 N = 60
 # The capture holds float32 queries after RoPE; turning them back errs by a few of its 6e-8.
@@ -250,3 +276,67 @@ def test_full_heads_hold_all_and_the_others_a_window() -> None:
         assert own == (list(range(n)) if g in best else [0, 1, *range(n - 48, n)])
     full = 2 * 6 * n * 12 * 4
     assert run.bytes_freed == full - storage_bytes(cache.layers) == full / 2
+
+
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}
+_WIDTH: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 48}
+
+
+def growing_queries(beta: float = 0.1) -> Any:
+    parameters = {**_YARN, "llama_4_scaling_beta": beta}
+    return Ministral3ForCausalLM(Ministral3Config(**_GQA, head_dim=12, rope_parameters=parameters))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "MPT": (lambda: MptForCausalLM(MptConfig(vocab_size=VOCABULARY, d_model=48, n_heads=4, n_layers=3)), "ALiBi"),
+    "Bloom": (lambda: BloomForCausalLM(BloomConfig(**_WIDTH, n_layer=3, n_head=4)), "ALiBi"),
+    "Falcon": (
+        lambda: FalconForCausalLM(
+            FalconConfig(**_WIDTH, num_hidden_layers=3, num_attention_heads=4, alibi=True)
+        ), "ALiBi",
+    ),
+    "one layer": (lambda: BloomForCausalLM(BloomConfig(**_WIDTH, n_layer=1, n_head=4)), "ALiBi"),
+    "Ministral3": (growing_queries, "queries grow with their position"),
+}
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_turned_key_cannot_follow_is_refused(name: str) -> None:
+    make, words = REFUSED[name]
+    torch.manual_seed(0)
+    with pytest.raises(UnknownModel, match=words):
+        recognise(prepare(make()))
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_growing_queries_are_seen_past_the_original_length_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the configuration calls them."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(rotation, "_originals", lambda *_: [64])
+    with pytest.raises(UnknownModel, match="keys prefilled at 128"):
+        recognise(prepare(growing_queries()))
+
+
+def test_without_them_the_same_model_is_served() -> None:
+    torch.manual_seed(0)
+    assert all(layer.slot == "keys" for layer in recognise(prepare(growing_queries(0.0))).layers)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in TABLES])
+def test_the_served_families_pass(family: str) -> None:
+    torch.manual_seed(0)
+    assert len(recognise(prepare(FAMILIES[family]())).layers) >= 3
+
+
+def test_a_model_in_which_order_is_nowhere_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No positions at all: nothing has to be turned."""
+    torch.manual_seed(0)
+    model = prepare(FAMILIES["llama"]())
+    assert isinstance(model, LlamaForCausalLM)
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", lambda q, k, *_: (q, k))
+    assert all(layer.slot is None for layer in recognise(model).layers)

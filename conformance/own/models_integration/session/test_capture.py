@@ -1,13 +1,19 @@
-"""What a scorer is shown: q and k as the observed layer attends with them, and nothing that it did not ask for."""
+"""What a scorer is shown: q, k and log-sum-exp as the observed layer attends with them, and nothing else."""
 
 import sys
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, PreTrainedModel
 
+from conformance.checks import stage_checks
 from conformance.own.models_integration.session.families import (
+    ENDS,
     FAMILIES,
     SLIDING,
     VOCABULARY,
@@ -17,23 +23,27 @@ from conformance.own.models_integration.session.families import (
     prompt,
     relative,
 )
-from conformance.own.models_integration.session.probe import Looking, method_of
+from conformance.own.models_integration.session.sessions import Looking, batch, method_of, prompts
+from conformance.strategies.prompts import AttentionInputs, Prompt
+from models_integration import CrystalCache, RetainedCache, RetentionPolicy, decide, observe
 from models_integration.attention.capture import _WATCHERS
 from models_integration.model.architecture import describe
 from reference.crystalcache.coattention import attention
-from spec.policy import Needs, Observation
+from reference.crystalcache.observed_layer import observed_layer
+from spec.errors import SpecError
+from spec.parameters import TINY
+from spec.policy import LayerView, Needs, Observation
+from spec.records import CrystalRetention
 
 pytestmark = pytest.mark.law("decided-as-the-reference")
+
 
 N = 40
 
 # SDPA refuses Gemma2's softcap.
 attentions = pytest.mark.parametrize(
     ("family", "attention_of_model"),
-    [
-        (family, kind) for family in FAMILIES for kind in ("sdpa", "eager")
-        if (family, kind) != ("gemma2", "sdpa")
-    ],
+    [("llama", "eager"), *((family, "eager" if family == "gemma2" else "sdpa") for family in FAMILIES)],
 )
 
 
@@ -60,15 +70,6 @@ def test_captured_q_and_k_give_the_attention_of_that_layer(family: str, attentio
     )
     assert relative(torch.from_numpy(found).float(), expected) < 1e-5
     assert (view.softcap is not None) == (family == "gemma2")
-
-
-@pytest.mark.law("the-model-stays-as-it-was")
-@attentions
-def test_the_model_attends_as_it_always_does(family: str, attention_of_model: str) -> None:
-    model, ids = build(family, attention=attention_of_model), prompt(N)
-    expected = at_once(model, ids, DynamicCache(config=model.config))
-    with method_of(Looking(Needs("all", None, values=True)))(model):
-        assert torch.equal(at_once(model, ids, DynamicCache(config=model.config)), expected)
 
 
 def test_nothing_is_captured_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,3 +137,178 @@ def test_no_watcher_outlives_its_forward() -> None:
 
 def test_the_vocabulary_is_that_of_the_embedding() -> None:
     assert describe(build("llama")).vocabulary == VOCABULARY
+
+
+def seen_of(model: PreTrainedModel, ids: Tensor, needs: Needs = Needs("observed", None), **options: Any) -> LayerView:  # noqa: B008
+    scorer = Looking(needs)
+    with method_of(scorer)(model):
+        at_once(model, ids, RetainedCache(model.config), **options)
+    return next(iter(scorer.shown[-1].layers.values()))
+
+
+def log_sum_exp(seen: LayerView) -> np.ndarray[Any, Any]:
+    """By definition, in float64, (H, n)."""
+    q, k = seen.q.astype(np.float64), seen.k.astype(np.float64)
+    logits = np.matmul(q, np.repeat(k, len(q) // len(k), axis=0).transpose(0, 2, 1)) * seen.scaling
+    logits = np.where(np.tri(q.shape[1], dtype=np.bool_), logits, -np.inf)
+    peak = logits.max(axis=2)
+    found: np.ndarray[Any, Any] = peak + np.log(np.exp(logits - peak[:, :, None]).sum(axis=2))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "bound"),
+    # SDPA refuses Gemma2's softcap.
+    [("llama", torch.float64, 1e-14), *((name, torch.float32, 2e-6) for name in FAMILIES if name != "gemma2")],
+)
+def test_it_is_the_sum_over_what_each_query_sees(family: str, dtype: torch.dtype, bound: float) -> None:
+    model = build(family, dtype=dtype)
+    seen = seen_of(model, prompt(N))
+    expected = log_sum_exp(seen)
+    assert seen.lse.shape == expected.shape  # type: ignore[union-attr]
+    assert np.abs(seen.lse - expected).max() < bound * max(1.0, np.abs(expected).max())
+
+
+@pytest.mark.law("the-model-stays-as-it-was")
+@pytest.mark.parametrize(("family", "dtype"), [
+    *((family, torch.float32) for family in FAMILIES), ("llama", torch.float64), ("gemma3", torch.bfloat16),
+    ("llama", torch.float16),
+])
+def test_the_model_s_numbers_keep_their_bits(family: str, dtype: torch.dtype) -> None:
+    model, ids = build(family, dtype=dtype), prompt(N)
+    expected = at_once(model, ids, DynamicCache(config=model.config))
+    with method_of(Looking(Needs("observed", None)))(model):
+        assert torch.equal(at_once(model, ids, DynamicCache(config=model.config)), expected)
+
+
+@pytest.mark.law("the-model-stays-as-it-was")
+def test_rows_that_are_cut_keep_theirs() -> None:
+    model = build("llama")
+    whole = seen_of(model, prompt(N))
+    cut = seen_of(model, prompt(N), Needs("observed", 7))
+    np.testing.assert_array_equal(cut.lse, whole.lse[:, -7:])  # type: ignore[index]
+
+
+@pytest.mark.law("parts-equal-the-whole")
+def test_each_row_of_a_batch_has_its_own() -> None:
+    model, scorer = build("llama"), Looking(Needs("observed", None))
+    ids = torch.cat([prompt(N, seed=1), prompt(N, seed=2)])
+    with method_of(scorer)(model):
+        at_once(model, ids, RetainedCache(model.config))
+    for observation in scorer.shown:
+        (seen,) = observation.layers.values()
+        assert seen.lse is not None
+        np.testing.assert_allclose(seen.lse, log_sum_exp(seen), atol=1e-5)
+
+
+def in_chunks(model: PreTrainedModel) -> LayerView:
+    scorer, cache = Looking(Needs("observed", None)), RetainedCache(model.config)
+    with method_of(scorer)(model) as run, run.prompt():
+        for piece in torch.split(prompt(N), 20, dim=1):
+            at_once(model, piece, cache)
+    return next(iter(scorer.shown[0].layers.values()))
+
+
+def test_it_is_none_where_the_forward_does_not_give_it() -> None:
+    """Eager attention, a soft cap, half precision on a CPU, padding, chunks, and another kernel's choice."""
+    assert seen_of(build("llama", attention="eager"), prompt(N)).lse is None
+    assert seen_of(build("gemma2"), prompt(N)).lse is None
+    assert seen_of(build("llama", dtype=torch.bfloat16), prompt(N)).lse is None
+    ids, mask = batch(prompts())
+    assert seen_of(build("llama"), ids, attention_mask=mask).lse is None
+    assert in_chunks(build("llama")).lse is None
+    with sdpa_kernel(SDPBackend.MATH):
+        assert seen_of(build("llama"), prompt(N)).lse is None
+    assert seen_of(build("llama"), prompt(N)).lse is not None
+
+
+@pytest.mark.parametrize(("engine", "seed"), [("numpy", 0), ("numba", 1)])
+def test_the_kept_set_does_not_depend_on_it(engine: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it and without: both inside the certified box, and here the same set."""
+    pytest.importorskip(engine)
+    model, ids = build("qwen3"), prompt(64, seed=70 + seed)
+    seen = seen_of(model, ids)
+    inputs = AttentionInputs(
+        seen.q.astype(np.float64), seen.k.astype(np.float64), np.arange(64), TINY, seen.scaling, None
+    )
+    judged, kept = Prompt(inputs, ids[0].numpy(), ENDS, "0.5"), []
+    for given in (True, False):
+        with monkeypatch.context() as patch:
+            if not given:
+                patch.setattr("models_integration.attention.capture.flash_attention", lambda *_: None)
+            with CrystalCache(0.5, ENDS, TINY, backend=engine)(model) as run:
+                at_once(model, ids, RetainedCache(model.config))
+        assert isinstance(run.retention, CrystalRetention)
+        assert not list(stage_checks.retention(run.retention, judged, "float32"))
+        kept.append(run.retention.kept.tolist())
+    assert kept[0] == kept[1]
+
+
+def observing(which: int) -> RetentionPolicy:
+    return CrystalCache(0.5, ENDS, replace(TINY, observed_layer=which), backend="numpy")
+
+
+@pytest.mark.spec("CC-OBSERVED-LAYER")
+@pytest.mark.parametrize("full_layers", [(0,), (0, 1, 2), (1, 3, 5, 8), tuple(range(5, 60, 6))])
+def test_it_is_counted_among_the_full_attention_layers(full_layers: tuple[int, ...]) -> None:
+    """Walking from either end, one layer at a time."""
+    for which, layer in enumerate(full_layers):
+        assert observed_layer(full_layers, which) == layer
+    for which, layer in enumerate(reversed(full_layers), 1):
+        assert observed_layer(full_layers, -which) == layer
+
+
+@pytest.mark.spec("CC-OBSERVED-LAYER")
+@pytest.mark.parametrize("which", [3, -4, 2**31 - 1])
+def test_a_layer_that_is_not_there_is_refused_before_a_token_is_read(which: int) -> None:
+    model = build("llama")
+    with pytest.raises(SpecError) as error:
+        observing(which)(model)
+    assert (error.value.argument, error.value.value) == ("observed_layer", which)
+    assert "-3" in error.value.bound
+    assert "2" in error.value.bound
+    observed = observe(model, prompt(N))
+    with pytest.raises(SpecError, match="observed_layer"):
+        decide(observing(which).on(model), observed)
+
+
+@pytest.mark.spec("CC-OBSERVED-LAYER")
+@pytest.mark.parametrize("which", [True, 0.5, "first", 2**31])
+def test_it_is_an_integer(which: Any) -> None:
+    with pytest.raises(SpecError, match="observed_layer"):
+        replace(TINY, observed_layer=which)
+
+
+@pytest.mark.spec("CC-OBSERVED-LAYER")
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_layers_with_windows_are_not_counted(family: str) -> None:
+    architecture = describe(build(family))
+    kinds = architecture.config.layer_types
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    assert 0 < len(full) < len(kinds)
+    for which, layer in enumerate(full):
+        assert architecture.watched(Needs("observed", observed=which)) == (layer,)
+    assert architecture.watched(Needs("observed", observed=-1)) == (full[-1],)
+
+
+@pytest.mark.spec("CC-OBSERVED-LAYER")
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_layers_up_to_it_wait_and_later_ones_do_not(which: int) -> None:
+    """Slots of every layer, as each block of the model ends."""
+    model = build("llama")
+    cache, seen = RetainedCache(model.config), list[list[int]]()
+
+    def look(module: nn.Module, args: object, output: object) -> None:
+        seen.append([layer.stored_length for layer in cache.full_layers])
+
+    blocks = [model.get_submodule(f"model.layers.{layer}") for layer in range(3)]
+    handles = [block.register_forward_hook(look) for block in blocks]
+    with observing(which)(model) as run:
+        at_once(model, prompt(N), cache)
+    for handle in handles:
+        handle.remove()
+    assert run.kept is not None
+    assert len(run.kept) < N
+    for layer, slots in enumerate(seen):
+        held = len(run.kept) if layer >= which else N
+        assert slots == [held] * (layer + 1) + [0] * (2 - layer)

@@ -9,21 +9,19 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from conformance.checks import stage_checks
-from conformance.own.models_integration.session.crossings import crossed
 from conformance.own.models_integration.session.families import (
     ENDS,
     METHODS,
-    Masked,
     at_once,
     build,
     greedy,
     prompt,
     relative,
 )
-from conformance.own.models_integration.session.probe import Failing, Looking, method_of
-from conformance.own.models_integration.session.test_batches import batch, prompts, sets
+from conformance.own.models_integration.session.masked import Masked
+from conformance.own.models_integration.session.sessions import Failing, Looking, batch, method_of, prompts, sets
 from conformance.strategies.prompts import AttentionInputs, Prompt
-from models_integration import CrystalCache, RetainedCache, Session
+from models_integration import RetainedCache, Session
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import Needs
@@ -33,7 +31,10 @@ pytestmark = pytest.mark.law("parts-equal-the-whole")
 
 N, NEW = 64, 6
 
-CUTS = [(16, 16, 16, 16), (1, 62, 1), (40, 24), (7, 1, 1, 55)]
+CUTS = [
+    ("llama", (40, 24)), ("llama", (7, 1, 1, 55)), ("qwen3", (1, 62, 1)), ("gemma2", (16, 16, 16, 16)),
+    ("gemma3", (1, 62, 1)),
+]
 
 
 def in_pieces(model: PreTrainedModel, method: str, ids: Tensor, cut: tuple[int, ...]) -> tuple[Session, Tensor]:
@@ -46,7 +47,7 @@ def in_pieces(model: PreTrainedModel, method: str, ids: Tensor, cut: tuple[int, 
     return run, torch.cat(logits, dim=1)
 
 
-@crossed("cut", CUTS)
+@pytest.mark.parametrize(("family", "cut"), CUTS)
 def test_the_kept_set_is_that_of_one_forward(family: str, cut: tuple[int, ...]) -> None:
     """In float64, where the last bits of q and k decide nothing; Gemma2's attention takes its softmax in float32."""
     model, ids = build(family, dtype=torch.float64), prompt(N)
@@ -58,12 +59,10 @@ def test_the_kept_set_is_that_of_one_forward(family: str, cut: tuple[int, ...]) 
     assert run.bytes_freed == whole.bytes_freed
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_in_float32_the_comparator_accepts_the_kept_set(family: str, cut: tuple[int, ...], seed: int) -> None:
+@pytest.mark.parametrize(("family", "cut"), CUTS[1:4])
+def test_in_float32_the_comparator_accepts_the_kept_set(family: str, cut: tuple[int, ...]) -> None:
     """Against q and k of one forward: equal, or a near tie inside the certified box."""
-    model, ids = build(family), prompt(N, seed=60 + seed)
+    model, ids = build(family), prompt(N, seed=60)
     scorer = Looking(Needs("observed", None))
     with method_of(scorer)(model):
         at_once(model, ids, DynamicCache())
@@ -76,7 +75,7 @@ def test_in_float32_the_comparator_accepts_the_kept_set(family: str, cut: tuple[
     assert not list(stage_checks.retention(run.retention, judged, "float32"))
 
 
-@crossed("chunk", [16, 63, 1])
+@pytest.mark.parametrize(("family", "chunk"), [("llama", 16), ("gemma3", 63), ("gpt_neox", 1)])
 def test_generate_may_read_its_prompt_in_chunks(family: str, chunk: int) -> None:
     model, ids = build(family), prompt(N)
     with METHODS["crystalcache"]()(model) as run:
@@ -86,7 +85,7 @@ def test_generate_may_read_its_prompt_in_chunks(family: str, chunk: int) -> None
     assert chosen[0].tolist() == Masked(model, ids, run.kept.tolist()).greedy(NEW)
 
 
-@pytest.mark.parametrize("chunk", [16, 40, 64, 100])
+@pytest.mark.parametrize("chunk", [16, 100])
 def test_a_model_s_own_chunk_size_counts(chunk: int) -> None:
     model, ids = build("llama"), prompt(N)
     expected = greedy(model, ids, NEW)
@@ -98,15 +97,14 @@ def test_a_model_s_own_chunk_size_counts(chunk: int) -> None:
     assert len(run.kept) == N
 
 
-@pytest.mark.parametrize("chunk", [8, 16])
-def test_chunks_of_padded_rows(chunk: int) -> None:
+def test_chunks_of_padded_rows() -> None:
     """Some rows are all padding in the first chunk."""
     model = build("llama", dtype=torch.float64)
     ids, mask = batch(prompts())
     with METHODS["crystalcache"]()(model) as whole:
         expected = greedy(model, ids, NEW, attention_mask=mask)
     with METHODS["crystalcache"]()(model) as run:
-        found = greedy(model, ids, NEW, attention_mask=mask, prefill_chunk_size=chunk)
+        found = greedy(model, ids, NEW, attention_mask=mask, prefill_chunk_size=8)
     assert sets(run) == sets(whole)
     assert torch.equal(found, expected)
     cache = RetainedCache(model.config)
@@ -114,16 +112,6 @@ def test_chunks_of_padded_rows(chunk: int) -> None:
         for start, stop in pairwise([0, 5, 21, 22, ids.shape[1]]):
             at_once(model, ids[:, start:stop], cache, attention_mask=mask[:, :stop])
     assert sets(run) == sets(whole)
-
-
-@pytest.mark.law("eviction-equals-masking")
-def test_decoding_from_chunks_equals_masking() -> None:
-    model, ids, following = build("gemma3"), prompt(N), prompt(NEW, seed=9)
-    run, _ = in_pieces(model, "crystalcache", ids, (20, 20, 24))
-    assert run.kept is not None
-    assert run.cache is not None
-    expected = Masked(model, ids, run.kept.tolist()).read(following)
-    assert relative(at_once(model, following, run.cache), expected) < 1e-5
 
 
 def test_scorers_see_the_queries_of_all_pieces() -> None:
@@ -204,8 +192,9 @@ def test_a_prompt_of_one_token_is_no_segment() -> None:
 
 
 @pytest.mark.law("unusable-after-a-failure")
-@pytest.mark.parametrize("where", ["block", "policy", "piece"])
-@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("where", "error"), [("block", KeyboardInterrupt()), ("policy", RuntimeError("boom")), ("piece", RuntimeError())],
+)
 def test_a_prompt_that_is_left_half_way_leaves_no_usable_cache(where: str, error: BaseException) -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     method = method_of(Failing(error)) if where == "policy" else METHODS["crystalcache"]()
@@ -245,27 +234,6 @@ def test_a_context_that_ends_inside_a_block_leaves_no_usable_cache() -> None:
         cache.get_seq_length()
 
 
-@pytest.mark.law("unusable-after-a-failure")
-def test_a_generate_that_fails_between_its_chunks_leaves_no_usable_cache() -> None:
-    model, cache = build("llama"), DynamicCache()
-    calls: list[int] = []
-
-    def second(*_: object) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise RuntimeError("boom")
-
-    handle = model.register_forward_pre_hook(second)
-    with METHODS["crystalcache"]()(model) as run:
-        with pytest.raises(RuntimeError, match="boom"):
-            greedy(model, prompt(N), 2, prefill_chunk_size=16, past_key_values=cache)
-        handle.remove()
-        with pytest.raises(SpecError, match="a prompt was left half way"):
-            at_once(model, prompt(5), cache)
-        greedy(model, prompt(N), 2, prefill_chunk_size=16)
-        assert run.kept is not None
-
-
 @pytest.mark.law("refused-before-anything-changes")
 def test_padding_that_changes_between_pieces_is_refused() -> None:
     model = build("llama")
@@ -291,14 +259,3 @@ def test_pieces_of_another_number_of_rows_are_refused() -> None:
         with pytest.raises(SpecError, match="the prompt that is open has 2 rows"):
             at_once(model, prompt(4), cache)
     assert len(sets(run)) == 2
-
-
-def test_budgets_and_methods_read_chunks_too() -> None:
-    model, ids = build("llama"), prompt(N)
-    with CrystalCache(20, ENDS, TINY, backend="numpy")(model) as run, run.prompt():
-        cache = RetainedCache(model.config)
-        for piece in torch.split(ids, 10, dim=1):
-            at_once(model, piece, cache)
-    assert run.kept is not None
-    assert cache.stored_length == len(run.kept)
-    assert set(run.timings) == {"capture", "decision", "compaction"}

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from conformance.own.models_integration.session.families import METHODS, VOCABULARY, at_once, build, prompt
 from conformance.own.models_integration.session.saved import differing, gapped, lived, same
-from conformance.own.models_integration.session.test_batches import batch, prompts
-from conformance.own.models_integration.session.test_breaths import T, breathing
+from conformance.own.models_integration.session.sessions import T, batch, breathing, prompts
 from models_integration import RetainedCache
 from models_integration.cache.positions import EMPTY
 from models_integration.cache.snapshot import FORMAT, load_cache, save_cache

@@ -26,10 +26,16 @@ from conformance.own.models_integration.session.families import (
     prompt,
     relative,
 )
-from conformance.own.models_integration.session.heads import MaskedHeads
-from conformance.own.models_integration.session.oracle_checks import PROMPT, check_decoding
-from conformance.own.models_integration.session.ragged_checks import check_continuation, live_sets, method, read_prompt
-from conformance.own.models_integration.session.snapshots import same_weights, snapshot
+from conformance.own.models_integration.session.masked import Masked
+from conformance.own.models_integration.session.sessions import (
+    PROMPT,
+    check_as_it_was,
+    check_continuation,
+    live_sets,
+    method,
+    read_prompt,
+    snapshot,
+)
 from models_integration import RetentionPolicy, StreamingLLM, compact, decide, observe
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.attention.capture import observing
@@ -92,9 +98,7 @@ def test_a_model_that_hands_on_other_tensors_is_refused_before_it_has_read_anyth
         policy()(model)
     assert (caught.value.argument, caught.value.value) == ("model", type(model).__name__)
     assert not calls
-    assert same_weights(before, model)
-    after = snapshot(model)
-    assert all(before[key] == after[key] for key in before if key != "weights")
+    check_as_it_was(before, model)
 
 
 @pytest.mark.law("eviction-equals-masking")
@@ -103,7 +107,7 @@ def test_what_looks_at_nothing_that_is_rearranged_holds(make: Callable[[], PreTr
     model = make()
     if make is differential:
         for chosen in ("crystalcache", "streamingllm"):
-            check_decoding(model, METHODS[chosen]())
+            check_continuation(model, METHODS[chosen]())
     run, _ = read_prompt(model, StreamingLLM(20))
     assert run.kept is not None
     assert len(run.kept) == 20
@@ -227,7 +231,7 @@ def test_looking_leaves_no_trace() -> None:
     assert len(first._forward_hooks) == 1
     assert torch.equal(torch.get_rng_state(), state)
     model.train(False)
-    check_continuation(model, "adakv")
+    check_continuation(model, method("adakv"))
 
 
 @pytest.mark.law("parts-equal-the-whole")
@@ -259,7 +263,7 @@ def test_a_model_that_was_refused_once_is_served_when_the_cause_is_gone() -> Non
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SpecError, match=OTHER):
         patch.setattr(modeling_llama.LlamaAttention, "forward", handing(torch.neg, "values"))
         method("adakv")(model)
-    check_continuation(model, "adakv")
+    check_continuation(model, method("adakv"))
 
 
 @pytest.mark.law("eviction-equals-masking")
@@ -272,6 +276,6 @@ def test_heads_that_differ_are_served_under_autocast(family: str) -> None:
         kept = live_sets(cache)
         with observing(describe(model), cache):
             found = at_once(model, token, cache)
-        expected = MaskedHeads(model, prompt(PROMPT), kept).read(token)
+        expected = Masked(model, prompt(PROMPT), kept).read(token)
     assert relative(found.float(), expected.float()) < 5e-2
-    check_continuation(model, "adakv")
+    check_continuation(model, method("adakv"))

@@ -1,40 +1,59 @@
-"""Compaction gives memory back: no slot, no view and no reference of an evicted token is left."""
+"""Compaction frees memory, layer by layer while the prompt is read: no slot, view or reference is left."""
 
 import gc
+import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from conformance.own.models_integration.session.families import (
     _ALTERNATING,
     _GQA,
     METHODS,
+    WHOLE,
     WINDOW,
-    Masked,
     at_once,
     build,
+    crossed,
     greedy,
     prepare,
     prompt,
     relative,
     states_of,
+    step_by_step,
 )
-from models_integration import FullCache, RetainedCache, prefill
+from conformance.own.models_integration.session.sessions import Looking, method_of
+from models_integration import FullCache, RetainedCache, RetentionPolicy, Session, StreamingLLM, prefill
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
-from models_integration.cache.positions import Plan, slots_of
+from models_integration.cache.positions import Plan
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cache.sliding_layer import GappedSlidingLayer
+from models_integration.model.architecture import describe
 from spec.errors import SpecError
-from spec.retention import Retention
+from spec.policy import Needs
+from spec.records import CrystalRetention
 
 pytestmark = pytest.mark.law("freed-memory")
 
-N, L, H_KV, D = 64, 3, 2, 12
+
+N = 64
+L = 3
+H_KV = 2
+D = 12
 
 
 def blocks(layers: list[RetainedLayer]) -> int:
@@ -48,8 +67,9 @@ def blocks(layers: list[RetainedLayer]) -> int:
 
 
 @pytest.mark.spec("CC-COMPACT")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.bfloat16, 2)])
+@pytest.mark.parametrize(("method", "dtype", "width"), [
+    ("crystalcache", torch.bfloat16, 2), ("streamingllm", torch.float32, 4), ("fullcache", torch.float32, 4),
+])
 def test_a_cache_weighs_what_it_keeps(method: str, dtype: torch.dtype, width: int) -> None:
     prefilled = prefill(build("llama", dtype=dtype), METHODS[method](), prompt(N))
     assert prefilled.run.kept is not None
@@ -59,17 +79,7 @@ def test_a_cache_weighs_what_it_keeps(method: str, dtype: torch.dtype, width: in
     assert prefilled.run.bytes_freed == 2 * L * H_KV * D * (N - R) * width
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
-def test_only_full_layers_get_lighter(family: str) -> None:
-    prefilled = prefill(build(family), METHODS["crystalcache"](), prompt(N))
-    assert prefilled.run.kept is not None
-    R = len(prefilled.run.kept)
-    assert blocks(prefilled.cache.full_layers) == 2 * 2 * H_KV * D * R * 4
-    assert prefilled.run.bytes_freed == 2 * 2 * H_KV * D * (N - R) * 4
-
-
-@pytest.mark.parametrize("method", ["crystalcache", "streamingllm"])
-def test_evicted_tensors_are_dead(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicted_tensors_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     evicted: list[weakref.ref[Tensor]] = []
     follow = DenseLayer.follow
 
@@ -81,24 +91,12 @@ def test_evicted_tensors_are_dead(method: str, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(DenseLayer, "follow", watched)
     model = build("llama")
-    with METHODS[method]()(model) as run:
+    with METHODS["crystalcache"]()(model) as run:
         greedy(model, prompt(N), 2)
         gc.collect()
         assert len(evicted) == 2 * L
         assert all(reference() is None for reference in evicted)
     assert run.cache is not None
-
-
-def test_generation_pays_for_new_tokens_only() -> None:
-    model = build("llama")
-    with METHODS["crystalcache"]()(model) as run:
-        greedy(model, prompt(N), 9)
-    assert run.kept is not None
-    assert run.cache is not None
-    # The last of the nine has not been read.
-    assert run.cache.stored_length == len(run.kept) + 8
-    assert run.cache.get_seq_length() == N + 8
-    assert run.cache.stored_positions().tolist() == [*run.kept.tolist(), *range(N, N + 8)]
 
 
 def test_beams_share_what_is_kept() -> None:
@@ -107,54 +105,6 @@ def test_beams_share_what_is_kept() -> None:
         greedy(model, prompt(N), 4, num_beams=3)
     assert run.kept is not None
     assert run.bytes_freed == 3 * 2 * L * H_KV * D * (N - len(run.kept)) * 4
-
-
-@pytest.mark.law("a-cache-like-any-other")
-def test_slots_come_from_positions() -> None:
-    stored = torch.tensor([0, 3, 4, 9])
-    assert slots_of(stored, torch.tensor([0, 4, 9])).tolist() == [0, 2, 3]
-    for missing in ([1], [10], [3, 5]):
-        with pytest.raises(SpecError, match="must be among the 4 stored positions"):
-            slots_of(stored, torch.tensor(missing))
-
-
-@pytest.mark.law("a-cache-like-any-other")
-def test_a_cache_can_be_compacted_again() -> None:
-    cache = prefill(build("llama"), FullCache(), prompt(N)).cache
-    layer = cache.full_layers[0]
-    assert layer.keys is not None
-    keys = layer.keys.clone()
-    layer.retain(torch.tensor([2, 5, 6, 40, 63]))
-    layer.retain(torch.tensor([5, 40, 63]))
-    assert torch.equal(layer.keys, keys[:, :, [5, 40, 63]])
-    assert layer.stored_positions().tolist() == [[5, 40, 63]]
-    assert layer.get_seq_length() == N
-    with pytest.raises(SpecError, match="stored positions"):
-        layer.retain(torch.tensor([6]))
-    assert layer.stored_positions().tolist() == [[5, 40, 63]]
-
-
-@pytest.mark.law("a-cache-like-any-other")
-@pytest.mark.parametrize("taken_back", [0, 1, 3, 4, 30])
-def test_the_last_tokens_can_be_taken_back(taken_back: int) -> None:
-    model, ids, following = build("llama"), prompt(N), prompt(3, seed=9)
-    cache = prefill(model, METHODS["crystalcache"](), ids).cache
-    kept = cache.stored_positions().tolist()
-    at_once(model, following, cache)
-    cache.crop(-taken_back)
-    seen = N + 3 - taken_back
-    assert cache.get_seq_length() == seen
-    assert cache.stored_positions().tolist() == [p for p in [*kept, N, N + 1, N + 2] if p < seen]
-    whole = torch.cat([ids, following], dim=1)
-    again = prompt(4, seed=11)
-    # Tokens of the prompt saw all of the prompt before them; those that followed saw what was kept.
-    oracle = Masked(model, whole[:, : min(seen, N)], [p for p in kept if p < seen])
-    if seen > N:
-        oracle.read(whole[:, N:seen])
-    assert relative(at_once(model, again, cache), oracle.read(again)) < 1e-5
-    for bad in (1, -(seen + 5)):
-        with pytest.raises(SpecError, match="tokens_to_remove"):
-            cache.crop(bad)
 
 
 def first_full() -> PreTrainedModel:
@@ -290,10 +240,161 @@ def test_the_caller_s_own_cache_is_the_one_that_is_compacted() -> None:
         ]
 
 
-@pytest.mark.law("refused-before-anything-changes")
-def test_a_retention_about_something_else_is_refused() -> None:
-    cache = prefill(build("llama"), FullCache(), prompt(N)).cache
-    kept = torch.arange(4).numpy()
-    with pytest.raises(SpecError, match="the cache has seen 64"):
-        cache.compact([Retention.shared(kept, 10)])
-    assert cache.stored_length == N
+def read(model: PreTrainedModel, method: RetentionPolicy, ids: Tensor, *, streamed: bool) -> tuple[Session, Tensor]:
+    """A prompt in one forward; inside `run.prompt()` it is decided and compacted when the forward is over."""
+    cache = RetainedCache(model.config)
+    with method(model) as run:
+        if streamed:
+            return run, at_once(model, ids, cache)
+        with run.prompt():
+            logits = at_once(model, ids, cache)
+    return run, logits
+
+
+@crossed("method", METHODS, whole=("llama",))
+@pytest.mark.spec("CC-COMPACT")
+def test_the_result_is_that_of_compaction_after_the_forward(family: str, method: str) -> None:
+    model, ids, following = build(family), prompt(N), prompt(5, seed=9)
+    runs = [read(model, METHODS[method](), ids, streamed=streamed) for streamed in (True, False)]
+    (first, logits), (second, other) = runs
+    assert torch.equal(logits, other)
+    assert first.cache is not None
+    assert second.cache is not None
+    for a, b in zip(first.cache.layers, second.cache.layers, strict=True):
+        assert torch.equal(a.keys, b.keys)  # type: ignore[union-attr, arg-type]
+        assert torch.equal(a.values, b.values)  # type: ignore[union-attr, arg-type]
+    assert torch.equal(first.cache.stored_positions(), second.cache.stored_positions())
+    assert first.bytes_freed == second.bytes_freed
+    assert first.over_budget == second.over_budget
+    if isinstance(first.retention, CrystalRetention):
+        assert isinstance(second.retention, CrystalRetention)
+        np.testing.assert_array_equal(first.retention.scores, second.retention.scores)
+    steps = [step_by_step(model, following, run.cache) for run, _ in runs if run.cache is not None]
+    assert torch.equal(*steps)
+
+
+@pytest.mark.parametrize(("family", "method"), [("llama", "crystalcache"), ("gemma3", "streamingllm")])
+def test_one_layer_at_most_is_whole(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a layer's keys come, those of all earlier layers are compacted, and the whole ones are freed."""
+    alive: list[weakref.ref[Tensor]] = []
+    counts: list[int] = []
+    update = DenseLayer.update
+
+    def watched(layer: DenseLayer, *tensors: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+        counts.append(sum(reference() is not None for reference in alive))
+        keys, values = update(layer, *tensors, **others)
+        alive.extend((weakref.ref(keys), weakref.ref(values)))
+        return keys, values
+
+    monkeypatch.setattr(DenseLayer, "update", watched)
+    model = build(family)
+    METHODS[method]()(model)  # what is found out at the door, once a model, is no forward of this prompt
+    full = len(describe(model).full_layers)
+    for streamed, expected in ((True, [0] * full), (False, [2 * done for done in range(full)])):
+        alive.clear()
+        counts.clear()
+        read(model, METHODS[method](), prompt(N), streamed=streamed)
+        assert counts == expected
+        assert sum(reference() is not None for reference in alive) == 0
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most memory that tensors on the CPU took during the run, beyond what they took before."""
+    gc.collect()  # what other tests left would be freed during the run
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    used = peak = 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            used += event.nbytes()
+            peak = max(peak, used)
+    return peak
+
+
+def test_the_peak_of_a_deep_model_is_that_of_one_whole_layer() -> None:
+    layers, n = 24, 512
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**_GQA, "num_hidden_layers": layers, "num_key_value_heads": 4})
+    model = prepare(LlamaForCausalLM(config))
+    base, kept, ids, method = model.base_model, n // 8, prompt(n), StreamingLLM(0.125)
+    one = 2 * 4 * 12 * n * 4
+
+    def reading(*, streamed: bool) -> Callable[[], None]:
+        def run() -> None:
+            with torch.no_grad():
+                if streamed:
+                    with method(model):
+                        base(input_ids=ids)
+                else:
+                    with method(model) as session, session.prompt():
+                        base(input_ids=ids)
+
+        return run
+
+    streamed, deferred = (peak_bytes(reading(streamed=way)) for way in (True, False))
+    assert deferred - streamed > 0.95 * (layers - 2) * one * (1 - kept / n)
+    assert streamed < deferred / 3
+
+
+@pytest.mark.law("a-cache-like-any-other")
+@pytest.mark.parametrize("family", WHOLE)
+def test_masks_and_lengths_of_later_layers_are_undisturbed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the model asks the cache during the forward, the answers are those of a whole cache."""
+    answers: list[object] = []
+    for name in ("get_mask_sizes", "get_seq_length", "get_query_offset"):
+        original = getattr(RetainedCache, name)
+
+        def asked(cache: RetainedCache, *args: Any, original: Any = original, **kwargs: Any) -> object:
+            answer = original(cache, *args, **kwargs)
+            answers.append(answer)
+            return answer
+
+        monkeypatch.setattr(RetainedCache, name, asked)
+    model, found = build(family), []
+    for method in ("crystalcache", "fullcache"):
+        METHODS[method]()(model)  # what is found out at the door, once a model, is no forward of this prompt
+        answers.clear()
+        read(model, METHODS[method](), prompt(N), streamed=True)
+        found.append(list(answers))
+    assert found[0] == found[1]
+    assert found[0]
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize(
+    ("needs", "when"), [(Needs(), 0), (Needs("observed", 4), 0), (Needs("all", 4), 3)],
+    ids=["none", "observed", "all"],
+)
+def test_a_policy_decides_as_soon_as_it_can(needs: Needs, when: int) -> None:
+    model = build("llama")
+    attended: list[int] = []
+    scorer = Looking(needs)
+    decided: list[int] = []
+    looking = scorer.__call__
+
+    class Noting(Looking):
+        def __call__(self, *args: Any) -> Any:
+            decided.append(len(attended))
+            return looking(*args)
+
+    handles = [
+        module.register_forward_hook(lambda *_: attended.append(1)) for module in describe(model).attention.values()
+    ]
+    with method_of(Noting(needs))(model):
+        at_once(model, prompt(N), RetainedCache(model.config))
+    for handle in handles:
+        handle.remove()
+    assert decided == [when]
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_the_stages_take_no_longer_than_the_forward() -> None:
+    model = build("llama")
+    start = time.perf_counter()
+    run, _ = read(model, METHODS["crystalcache"](), prompt(N), streamed=True)
+    whole = time.perf_counter() - start
+    assert set(run.timings) == {"capture", "decision", "compaction"}
+    assert all(seconds > 0 for seconds in run.timings.values())
+    assert sum(run.timings.values()) < whole

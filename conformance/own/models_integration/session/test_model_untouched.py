@@ -21,10 +21,8 @@ from conformance.own.models_integration.session.families import (
     relative,
     step_by_step,
 )
-from conformance.own.models_integration.session.probe import Failing, method_of
-from conformance.own.models_integration.session.snapshots import same_weights, snapshot
+from conformance.own.models_integration.session.sessions import Failing, check_as_it_was, method_of, snapshot
 from models_integration import CrystalCache, FullCache, RetentionPolicy, prefill
-from models_integration.cache.positions import Plan
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.records import CrystalRetention
@@ -36,8 +34,7 @@ def whole() -> RetentionPolicy:
     return CrystalCache(1.0, ENDS, TINY, backend="numpy")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", [whole, FullCache])
+@pytest.mark.parametrize(("family", "method"), [("llama", FullCache), *((family, whole) for family in FAMILIES)])
 def test_a_full_budget_changes_no_bit(family: str, method: Callable[[], RetentionPolicy]) -> None:
     model, ids, following = build(family), prompt(50), prompt(6, seed=9)
     cache = DynamicCache(config=model.config)
@@ -64,7 +61,7 @@ def test_a_full_budget_still_runs_every_stage() -> None:
     assert all(seconds > 0 for seconds in run.timings.values())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_model_is_as_it_was(family: str) -> None:
     model = build(family)
     greedy(model, prompt(20), 2)
@@ -72,11 +69,7 @@ def test_the_model_is_as_it_was(family: str) -> None:
     with METHODS["crystalcache"]()(model):
         greedy(model, prompt(40), 4)
         assert "generate" in vars(model)
-    after = snapshot(model)
-    assert same_weights(before, model)
-    assert {key: before[key] for key in before if key != "weights"} == {
-        key: after[key] for key in after if key != "weights"
-    }
+    check_as_it_was(before, model)
 
 
 class Boom(Exception):
@@ -91,8 +84,9 @@ def failing_at(model: torch.nn.Module, layer: int, error: BaseException) -> torc
     return mlp.register_forward_pre_hook(fail)
 
 
-@pytest.mark.parametrize("error", [Boom(), KeyboardInterrupt()])
-@pytest.mark.parametrize("where", ["layer", "policy", "caller"])
+@pytest.mark.parametrize(
+    ("where", "error"), [("layer", KeyboardInterrupt()), ("policy", Boom()), ("caller", KeyboardInterrupt())],
+)
 def test_the_model_is_as_it_was_after_an_error(error: BaseException, where: str) -> None:
     model = build("llama")
     before = snapshot(model)
@@ -103,16 +97,11 @@ def test_the_model_is_as_it_was_after_an_error(error: BaseException, where: str)
         raise error
     if handle is not None:
         handle.remove()
-    after = snapshot(model)
-    assert same_weights(before, model)
-    assert {key: before[key] for key in before if key != "weights"} == {
-        key: after[key] for key in after if key != "weights"
-    }
+    check_as_it_was(before, model)
 
 
 @pytest.mark.law("unusable-after-a-failure")
-@pytest.mark.parametrize("error", [Boom(), KeyboardInterrupt()])
-@pytest.mark.parametrize("where", ["layer", "policy"])
+@pytest.mark.parametrize(("where", "error"), [("layer", KeyboardInterrupt()), ("policy", Boom())])
 def test_an_error_in_a_prompt_leaves_the_cache_empty_and_unusable(error: BaseException, where: str) -> None:
     model, ids, cache = build("llama"), prompt(40), DynamicCache()
     method = method_of(Failing(error)) if where == "policy" else METHODS["crystalcache"]()
@@ -134,28 +123,6 @@ def test_an_error_in_a_prompt_leaves_the_cache_empty_and_unusable(error: BaseExc
         at_once(model, ids, cache)
 
 
-@pytest.mark.law("unusable-after-a-failure")
-def test_a_compaction_that_fails_half_way_leaves_nothing_half_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from models_integration.cache.dense_layer import DenseLayer
-
-    model, ids, cache = build("llama"), prompt(40), DynamicCache()
-    calls: list[int] = []
-    follow = DenseLayer.follow
-
-    def second_fails(layer: DenseLayer, plan: Plan) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise MemoryError
-        follow(layer, plan)
-
-    monkeypatch.setattr(DenseLayer, "follow", second_fails)
-    with METHODS["crystalcache"]()(model) as run, pytest.raises(MemoryError):
-        at_once(model, ids, cache)
-    assert run.retention is None
-    with pytest.raises(SpecError, match="unusable cache"):
-        at_once(model, ids, cache)
-
-
 @pytest.mark.law("refused-before-anything-changes")
 def test_nan_in_the_observed_layer_is_named() -> None:
     model, ids, cache = build("llama"), prompt(40), DynamicCache()
@@ -164,17 +131,6 @@ def test_nan_in_the_observed_layer_is_named() -> None:
         at_once(model, ids, cache)
     with pytest.raises(SpecError, match="unusable cache"):
         cache.get_seq_length()
-
-
-@pytest.mark.law("parts-equal-the-whole")
-def test_two_caches_on_one_model_do_not_interact() -> None:
-    model, following = build("llama"), prompt(6, seed=9)
-    prompts = [prompt(40, seed=4), prompt(55, seed=5)]
-    alone = [step_by_step(model, following, prefill(model, METHODS["crystalcache"](), ids).cache) for ids in prompts]
-    caches = [prefill(model, METHODS["crystalcache"](), ids).cache for ids in prompts]
-    turns = [[at_once(model, token, cache) for cache in caches] for token in torch.split(following, 1, dim=1)]
-    for row, expected in enumerate(alone):
-        assert torch.equal(torch.cat([turn[row] for turn in turns], dim=1), expected)
 
 
 @pytest.mark.law("parts-equal-the-whole")

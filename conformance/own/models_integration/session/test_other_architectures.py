@@ -36,8 +36,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conformance.cache_suite.oracle import Masked
 from conformance.own.models_integration.session.families import METHODS, at_once, greedy, prepare, prompt, relative
-from conformance.own.models_integration.session.probe import Looking, method_of
-from conformance.own.models_integration.session.ragged_checks import live_sets, method
+from conformance.own.models_integration.session.sessions import Looking, live_sets, method, method_of
 from models_integration import RetainedCache, decide, load_cache, save_cache
 from models_integration.session.verbs import compact, observe, read
 from spec.errors import SpecError

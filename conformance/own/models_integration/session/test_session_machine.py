@@ -23,8 +23,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule,
 from torch import Tensor
 
 from conformance.assurance.faults import FAULTS, Fault, Killed
-from conformance.own.models_integration.session.crossings import WHOLE
-from conformance.own.models_integration.session.families import FAMILIES, VOCABULARY
+from conformance.own.models_integration.session.families import FAMILIES, VOCABULARY, WHOLE
 from conformance.own.models_integration.session.running_cache import (
     MAX_TOKENS,
     POLICIES,
@@ -36,7 +35,7 @@ from conformance.own.models_integration.session.running_cache import (
     mask_of,
     retentions,
 )
-from conformance.own.models_integration.session.trips import NOWHERE, PLACES, Trip
+from conformance.own.models_integration.session.sessions import NOWHERE, PLACES, Trip
 from models_integration import Decision, RetainedCache, Session, compact, load_cache, save_cache
 from models_integration.archive.splice import computed, splice
 from models_integration.cache.continuation import Nothing

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from conformance.own.models_integration.session.families import (
     _GQA,
-    FAMILIES,
     METHODS,
+    WHOLE,
     at_once,
     build,
     prepare,
     prompt,
     states_of,
 )
-from conformance.own.models_integration.session.ragged_checks import method
-from conformance.own.models_integration.session.saved import N, differing, gapped, lived, same
-from conformance.own.models_integration.session.savers import save_until_killed
-from conformance.own.models_integration.session.test_batches import batch, prompts
-from conformance.own.models_integration.session.test_breaths import T, breathing, tokens
+from conformance.own.models_integration.session.saved import N, differing, gapped, lived, same, save_until_killed
+from conformance.own.models_integration.session.sessions import T, batch, breathing, method, prompts, tokens
 from conformance.own.processes import started
-from models_integration import RetainedCache
+from models_integration import RetainedCache, RetentionPolicy
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.splice import computed, splice, upper_half
 from models_integration.cache import snapshot as snapshot_module
@@ -50,7 +49,7 @@ import sys
 from pathlib import Path
 import torch
 from conformance.own.models_integration.session.families import at_once, build
-from conformance.own.models_integration.session.test_breaths import breathing, tokens, T
+from conformance.own.models_integration.session.sessions import T, breathing, tokens
 from models_integration.cache.snapshot import load_cache, save_cache
 
 model = build(sys.argv[1])
@@ -62,40 +61,13 @@ torch.save(torch.cat(logits, dim=1), sys.argv[3])
 """
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_loaded_cache_is_the_saved_one_and_goes_on_as_it_does(family: str, tmp_path: Path) -> None:
-    model, cache = lived(family)
-    path = tmp_path / "cache.safetensors"
-    save_cache(cache, model, path)
-    again = load_cache(path, model)
-    same(again, cache)
-    logits = []
-    for one in (cache, again):
-        with breathing()(model):
-            steps = [at_once(model, ids, one) for ids in (*torch.split(tokens(T), 1, dim=1), prompt(9, seed=5))]
-        logits.append(torch.cat(steps, dim=1))
-    assert torch.equal(*logits)
-    same(again, cache)
+Lived = tuple[PreTrainedModel, RetainedCache]
+GoesOn = Callable[[PreTrainedModel, RetainedCache], list[Tensor]]
 
 
-@pytest.mark.parametrize("family", ["gemma3"])
-def test_prefill_and_decode_in_different_processes(family: str, tmp_path: Path) -> None:
-    model, cache = lived(family)
-    path, out = tmp_path / "cache.safetensors", tmp_path / "logits"
-    save_cache(cache, model, path)
-    # As many threads as here: another number gives other last bits.
-    threads = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    subprocess.run([sys.executable, "-c", GO_ON, family, str(path), str(out)], check=True, timeout=300, env=threads)
-    with breathing()(model):
-        expected = [at_once(model, token, cache) for token in torch.split(tokens(2 * T), 1, dim=1)]
-    assert torch.equal(torch.load(out), torch.cat(expected, dim=1))
-    same(load_cache(path, model), cache)
-
-
-@pytest.mark.parametrize("decode", [True, False])
-def test_padded_rows_and_waiting_tokens_are_saved_too(decode: bool, tmp_path: Path) -> None:
-    model = build("llama", dtype=torch.bfloat16)
-    ids, mask = batch(prompts())
+def waiting(decode: bool) -> Lived:
+    """Padded rows, and tokens that wait for a breath or a segment."""
+    model, (ids, mask) = build("llama", dtype=torch.bfloat16), batch(prompts())
     cache = RetainedCache(model.config)
     with breathing(decode=decode)(model):
         at_once(model, ids, cache, attention_mask=mask)
@@ -104,52 +76,10 @@ def test_padded_rows_and_waiting_tokens_are_saved_too(decode: bool, tmp_path: Pa
     assert bool((cache.full_layers[0].stored_positions() == EMPTY).any())
     assert states_of(cache).pending_tokens == 3
     assert states_of(cache).kind is (Pending.DECODED if decode else Pending.GENERATED)
-    save_cache(cache, model, tmp_path / "cache")
-    again = load_cache(tmp_path / "cache", model)
-    same(again, cache)
-    for one in (cache, again):
-        with breathing(decode=decode)(model):
-            at_once(model, torch.cat([prompt(7, seed=row) for row in range(3)]), one)
-    same(again, cache)
+    return model, cache
 
 
-@pytest.mark.parametrize("method", ["streamingllm", "fullcache"])
-def test_a_cache_without_states_is_saved_as_well(method: str, tmp_path: Path) -> None:
-    model = build("llama")
-    cache = RetainedCache(model.config)
-    with METHODS[method]()(model):
-        at_once(model, prompt(N), cache)
-    save_cache(cache, model, tmp_path / "cache")
-    again = load_cache(tmp_path / "cache", model)
-    same(again, cache)
-    assert torch.equal(at_once(model, tokens(3), again), at_once(model, tokens(3), cache))
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("name", ["snapkv", "adakv", "chunkkv", "kvzip"])
-def test_layers_and_heads_that_differ_are_saved(name: str, family: str, tmp_path: Path) -> None:
-    """With tokens read since, in two rows; then both caches read, are cropped and lose a row."""
-    model, cache = differing(name, family)
-    save_cache(cache, model, tmp_path / "cache")
-    again = load_cache(tmp_path / "cache", model)
-    same(again, cache)
-    assert again.layers_differ
-    assert storage_bytes(again.layers) <= storage_bytes(cache.layers)
-    logits = []
-    for one in (cache, again):
-        with method(name)(model) as session:
-            logits.append([at_once(model, token, one) for token in torch.split(tokens(2, rows=2), 1, dim=1)])
-            one.batch_select_indices(torch.tensor([1]))
-            if family == "llama":
-                one.crop(-2)
-            with session.reading():
-                logits[-1].append(at_once(model, prompt(4, seed=5), one).expand(2, -1, -1))
-    assert torch.equal(*(torch.cat(each, dim=1) for each in logits))
-    same(again, cache)
-
-
-@pytest.mark.parametrize("name", ["adakv", "chunkkv"])
-def test_padded_rows_whose_heads_or_layers_differ_are_saved(name: str, tmp_path: Path) -> None:
+def differing_beside_holes(name: str) -> Lived:
     """Each row has seen as many tokens as are its own; the second turn of one set has left columns without any."""
     model, (ids, mask), (more, shown) = build("llama"), batch(prompts()), batch([prompt(n) for n in (9, 5, 7)])
     cache = RetainedCache(model.config)
@@ -160,34 +90,11 @@ def test_padded_rows_whose_heads_or_layers_differ_are_saved(name: str, tmp_path:
         at_once(model, torch.cat([prompt(20, seed=row) for row in range(3)]), cache)
     assert cache.layers_differ
     assert bool(cache.full_layers[0].rows.holes.numel())
-    save_cache(cache, model, tmp_path / "cache")
-    again = load_cache(tmp_path / "cache", model)
-    same(again, cache)
-    logits = []
-    for one in (cache, again):
-        with method(name)(model):
-            logits.append(at_once(model, tokens(3, rows=3)[:, :1], one))
-    assert torch.equal(*logits)
-    same(again, cache)
+    return model, cache
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_window_with_a_gap_is_saved_as_one(steps: int, tmp_path: Path) -> None:
-    """It has not read a chunk that was spliced behind it: its window counts positions."""
-    model, cache = gapped(steps)
-    save_cache(cache, model, tmp_path / "cache")
-    again = load_cache(tmp_path / "cache", model)
-    same(again, cache)
-    logits = []
-    for one in (cache, again):
-        with layer_masks(model, one):
-            logits.append(at_once(model, prompt(4, seed=6), one))
-    assert torch.equal(*logits)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_layers_that_have_read_nothing_are_saved(family: str, tmp_path: Path) -> None:
-    """Those that a chunk lacks, at the start of a session, or that slide: they have no keys yet, and no dtype."""
+def unread(family: str) -> Lived:
+    """Layers that a chunk lacks, at the start of a session, or that slide: they have no keys yet, and no dtype."""
     model = build(family)
     cache, rotary = RetainedCache(model.config), recognise(model)
     chunk = computed(model, prompt(9, seed=5)[0].tolist(), rotary)
@@ -195,15 +102,80 @@ def test_layers_that_have_read_nothing_are_saved(family: str, tmp_path: Path) ->
         chunk = replace(chunk, layers=upper_half(chunk.layers, len(cache.layers)))
     splice(cache, [chunk], rotary)
     assert cache.layers[0].keys is None  # type: ignore[union-attr]
+    return model, cache
+
+
+def under(policy: Callable[[], RetentionPolicy], *texts: Tensor) -> GoesOn:
+    def go_on(model: PreTrainedModel, cache: RetainedCache) -> list[Tensor]:
+        with policy()(model):
+            return [at_once(model, ids, cache) for ids in texts]
+
+    return go_on
+
+
+def with_fewer_rows(name: str, crop: int) -> GoesOn:
+    """Steps, then a row goes, tokens are taken back, and others are only read."""
+    def go_on(model: PreTrainedModel, cache: RetainedCache) -> list[Tensor]:
+        with method(name)(model) as session:
+            logits = [at_once(model, token, cache) for token in torch.split(tokens(2, rows=2), 1, dim=1)]
+            cache.batch_select_indices(torch.tensor([1]))
+            cache.crop(-crop)
+            with session.reading():
+                return [*logits, at_once(model, prompt(4, seed=5), cache)]
+
+    return go_on
+
+
+def through_masks(model: PreTrainedModel, cache: RetainedCache) -> list[Tensor]:
+    with layer_masks(model, cache):
+        return [at_once(model, prompt(4, seed=6), cache)]
+
+
+BREATHS = (*torch.split(tokens(T), 1, dim=1), prompt(9, seed=5))
+ROWS = torch.cat([prompt(7, seed=row) for row in range(3)])
+LIVES: dict[str, tuple[Callable[[], Lived], GoesOn]] = {
+    **{f"breaths, {family}": (partial(lived, family), under(breathing, *BREATHS)) for family in WHOLE},
+    **{
+        f"padded rows and waiting tokens, {decode}": (partial(waiting, decode), under(
+            partial(breathing, decode=decode), ROWS
+        )) for decode in (True, False)
+    },
+    "heads that differ": (partial(differing, "adakv", "llama"), with_fewer_rows("adakv", 2)),
+    "layers that differ, and windows": (partial(differing, "chunkkv", "gemma3"), with_fewer_rows("chunkkv", 0)),
+    "a rehearsed prompt": (partial(differing, "kvzip", "llama"), with_fewer_rows("kvzip", 2)),
+    **{
+        f"padded rows that differ, {name}": (partial(differing_beside_holes, name), under(
+            partial(method, name), tokens(3, rows=3)[:, :1]
+        )) for name in ("adakv", "chunkkv")
+    },
+    "a window with a gap": (partial(gapped, 2), through_masks),
+    **{f"layers that have read nothing, {family}": (partial(unread, family), through_masks) for family in WHOLE},
+}
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_a_loaded_cache_is_the_saved_one_and_goes_on_as_it_does(name: str, tmp_path: Path) -> None:
+    make, go_on = LIVES[name]
+    model, cache = make()
     save_cache(cache, model, tmp_path / "cache")
     again = load_cache(tmp_path / "cache", model)
     same(again, cache)
-    logits = []
-    for one in (cache, again):
-        with layer_masks(model, one):
-            logits.append(at_once(model, prompt(4, seed=6), one))
-    assert torch.equal(*logits)
+    assert storage_bytes(again.layers) <= storage_bytes(cache.layers)
+    assert all(map(torch.equal, go_on(model, cache), go_on(model, again)))
     same(again, cache)
+
+
+def test_prefill_and_decode_in_different_processes(tmp_path: Path) -> None:
+    model, cache = lived("gemma3")
+    path, out = tmp_path / "cache.safetensors", tmp_path / "logits"
+    save_cache(cache, model, path)
+    # As many threads as here: another number gives other last bits.
+    threads = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    subprocess.run([sys.executable, "-c", GO_ON, "gemma3", str(path), str(out)], check=True, timeout=300, env=threads)
+    with breathing()(model):
+        expected = [at_once(model, token, cache) for token in torch.split(tokens(2 * T), 1, dim=1)]
+    assert torch.equal(torch.load(out), torch.cat(expected, dim=1))
+    same(load_cache(path, model), cache)
 
 
 def test_any_safetensors_reader_opens_it(tmp_path: Path) -> None:

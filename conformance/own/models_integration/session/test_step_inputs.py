@@ -1,20 +1,26 @@
-"""What a forward behind a prompt is told about masks and positions agrees with the cache, wherever it is read."""
+"""What a forward is told of masks and positions agrees with the cache, by the rule over positions."""
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.masking_utils import eager_mask, sdpa_mask, sliding_window_causal_mask_function
 
 from conformance.own.models_integration.session.families import ENDS, METHODS, VOCABULARY, build, prompt
-from conformance.own.models_integration.session.ragged_checks import live_sets, method
+from conformance.own.models_integration.session.sessions import live_sets, method
 from models_integration import CrystalCache, RetainedCache, RetentionPolicy, prefill
 from models_integration.archive.layer_masks import layer_masks
+from models_integration.attention.masks import retained_mask
+from models_integration.cache.positions import EMPTY, SlotOffset, StoredRows
 from models_integration.model.cache_argument import CACHE, NAMES, cache_name
 from models_integration.model.rotation import prefilled
 from models_integration.session.verbs import read
@@ -22,6 +28,7 @@ from spec.errors import SpecError
 from spec.parameters import TINY
 
 pytestmark = pytest.mark.law("refused-before-anything-changes")
+
 
 N = 40
 POLICIES: dict[str, Callable[[], RetentionPolicy]] = {
@@ -65,6 +72,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "attention to what follows": ({"is_causal": False}, "is_causal = False"),
 }
 
+RIGHT: dict[str, Any] = {"attention_mask": ones(N + 1), "position_ids": torch.tensor([[N]])}
 WRONG_FOR_A_BLOCK: dict[str, tuple[dict[str, Any], str]] = {
     "embeddings": ({"input_ids": None, "inputs_embeds": torch.ones(1, 1, 48)}, "inputs_embeds = 'given'"),
     "a cache that is not used": ({"use_cache": False}, "use_cache = False"),
@@ -81,45 +89,45 @@ def told(model: PreTrainedModel, cache: RetainedCache, **given: Any) -> Tensor:
     return logits
 
 
+def check_refused(model: PreTrainedModel, cache: RetainedCache, given: dict[str, Any], words: str) -> None:
+    """Nothing that the cache holds has changed."""
+    before = live_sets(cache)
+    with pytest.raises(SpecError, match=words):
+        told(model, cache, **given)
+    assert live_sets(cache) == before
+    assert cache.get_seq_length() == N
+
+
 @pytest.mark.parametrize("reading", [False, True], ids=["step", "reading"])
-@pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_does_not_continue_is_refused_and_changes_nothing(policy: str, wrong: str, reading: bool) -> None:
-    model, (given, words) = build("llama"), WRONG[wrong]
+def test_what_does_not_continue_is_refused_and_changes_nothing(policy: str, reading: bool) -> None:
+    """Each mistake, one after the other; then the right token is read as if there had been none."""
+    model = build("llama")
     with POLICIES[policy]()(model) as run:
         told(model, RetainedCache(model.config), input_ids=prompt(N))
         assert run.cache is not None
-        before, untouched = live_sets(run.cache), copy.deepcopy(run.cache)
-        with ExitStack() as block:
-            if reading:
-                block.enter_context(run.reading())
+        untouched = copy.deepcopy(run.cache)
+        with run.reading() if reading else nullcontext():
             expected = told(model, untouched)
-            with pytest.raises(SpecError, match=words):
-                told(model, run.cache, **given)
-            assert live_sets(run.cache) == before
-            assert run.cache.get_seq_length() == N
-            right = {"attention_mask": ones(N + 1), "position_ids": torch.tensor([[N]])}
-            assert torch.equal(told(model, run.cache, **right), expected)
+            for given, words in WRONG.values():
+                check_refused(model, run.cache, given, words)
+            assert torch.equal(told(model, run.cache, **RIGHT), expected)
 
 
-@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_FOR_A_BLOCK])
 @pytest.mark.parametrize("policy", ["one set", "a set for each layer", "a set for each head"])
-def test_a_cache_read_through_layer_masks_is_told_the_same(policy: str, wrong: str) -> None:
+def test_a_cache_read_through_layer_masks_is_told_the_same(policy: str) -> None:
     """Outside any context."""
-    model, (given, words) = build("llama"), {**WRONG, **WRONG_FOR_A_BLOCK}[wrong]
+    model = build("llama")
     with POLICIES[policy]()(model) as run:
         told(model, RetainedCache(model.config), input_ids=prompt(N))
     assert run.cache is not None
-    before, untouched = live_sets(run.cache), copy.deepcopy(run.cache)
+    untouched = copy.deepcopy(run.cache)
     with layer_masks(model, untouched):
         expected = told(model, untouched)
     with layer_masks(model, run.cache):
-        with pytest.raises(SpecError, match=words):
-            told(model, run.cache, **given)
-        assert live_sets(run.cache) == before
-        assert run.cache.get_seq_length() == N
-        right = {"attention_mask": ones(N + 1), "position_ids": torch.tensor([[N]])}
-        assert torch.equal(told(model, run.cache, **right), expected)
+        for given, words in (WRONG | WRONG_FOR_A_BLOCK).values():
+            check_refused(model, run.cache, given, words)
+        assert torch.equal(told(model, run.cache, **RIGHT), expected)
     assert not model.get_decoder()._forward_pre_hooks  # type: ignore[no-untyped-call]
 
 
@@ -155,7 +163,7 @@ def test_rows_that_differ_have_no_mask_by_layer(policy: str) -> None:
 
 
 @pytest.mark.law("parts-equal-the-whole")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["one set", "a set for each head"])
 def test_of_padded_rows_the_mask_says_what_the_prompt_s_did(policy: str) -> None:
     """The rows' own padding, and one position for each row."""
     model, ids = build("llama"), prompt(2 * N).view(2, N)
@@ -276,3 +284,96 @@ def test_no_name_that_transformers_deprecates_is_used(policy: str, monkeypatch: 
         text = model.generate(prompt(N), max_new_tokens=2, do_sample=False)
         model.generate(text, past_key_values=run.cache, max_new_tokens=2, do_sample=False)
         model(torch.tensor([[7]]), **{CACHE: run.cache})
+
+
+def sees(query: int, key: int, window: int | None, hidden: set[int]) -> bool:
+    """The rule, in words: a stored token of the past, inside the window, not hidden."""
+    return key != EMPTY and key <= query and (window is None or key > query - window) and key not in hidden
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int]:
+    """Kept positions per row, tokens seen per row, queries."""
+    seen = draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    kept = [sorted(draw(st.sets(st.integers(0, n - 1), min_size=1))) for n in seen]
+    return kept, seen, draw(st.integers(1, 4))
+
+
+@pytest.mark.law("a-cache-like-any-other")
+@given(layouts(), st.integers(0, 3), st.none() | st.integers(1, 6), st.booleans(), st.data())
+def test_the_mask_is_the_rule_over_positions(
+    layout: tuple[list[list[int]], list[int], int], grown: int, window: int | None, eager: bool, data: st.DataObject,
+) -> None:
+    kept, seen, q = layout
+    width, columns = max(map(len, kept)), max(seen)
+    rows = StoredRows(
+        torch.tensor([[EMPTY] * (width - len(row)) + row for row in kept]), torch.tensor(seen)
+    )
+    padding = torch.ones(len(seen), columns + grown + q, dtype=torch.bool)
+    hidden: list[set[int]] = []
+    for row, n in enumerate(seen):
+        padding[row, : columns - n] = False
+        hidden.append(data.draw(st.sets(st.integers(0, n - 1), max_size=2)))
+        for position in hidden[-1]:
+            padding[row, position + columns - n] = False
+    kv_length = width + grown + q
+    options = {}
+    if window is not None:
+        options = {"mask_function": sliding_window_causal_mask_function(window), "local_size": window}
+    mask = retained_mask(eager_mask if eager else sdpa_mask)(
+        batch_size=len(seen), q_length=q, kv_length=kv_length, q_offset=columns + grown,
+        kv_offset=SlotOffset(columns - width, rows), attention_mask=padding, allow_is_causal_skip=True,
+        device=torch.device("cpu"), dtype=torch.float32, **options,
+    )
+    found = torch.ones(len(seen), 1, q, kv_length, dtype=torch.bool) if mask is None else _boolean(mask)
+    for row, n in enumerate(seen):
+        slots = rows.kept[row].tolist() + list(range(n, n + grown + q))
+        for i in range(q):
+            expected = [sees(n + grown + i, key, window, hidden[row]) for key in slots]
+            assert found[row, 0, i].tolist() == expected
+
+
+def _boolean(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask == 0
+
+
+@pytest.mark.law("a-cache-like-any-other")
+def test_a_single_decode_step_needs_no_mask() -> None:
+    rows = StoredRows(torch.tensor([[0, 3, 7]]), torch.tensor([9]))
+    mask = retained_mask(sdpa_mask)(
+        batch_size=1, q_length=1, kv_length=5, q_offset=10, kv_offset=SlotOffset(6, rows), allow_is_causal_skip=True
+    )
+    assert mask is None
+
+
+@pytest.mark.law("a-cache-like-any-other")
+def test_the_offset_added_to_slot_numbers_gives_positions() -> None:
+    offset = SlotOffset(6, StoredRows(torch.tensor([[0, 3, 7]]), torch.tensor([9])))
+    assert (torch.arange(5) + offset).tolist() == [0, 3, 7, 9, 10]
+    assert offset + 1 == 7
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_the_offset_of_differing_rows_is_refused_outside_the_context() -> None:
+    offset = SlotOffset(6, StoredRows(torch.tensor([[0, 3], [EMPTY, 2]]), torch.tensor([9, 4])))
+    with pytest.raises(SpecError, match="inside the context manager only"):
+        torch.arange(3) + offset
+    with pytest.raises(SpecError, match="not used in"):
+        torch.arange(3) * offset
+
+
+@pytest.mark.law("parts-equal-the-whole")
+def test_rows_that_share_a_hole_keep_other_tokens_without_a_warning() -> None:
+    """Tokens in columns 0, 1, 3, 4 of five: position p >= 2 stands in column p + 1."""
+    one = StoredRows.none().grown(2, torch.tensor([[False, True, True]]))
+    two = one.compacted(torch.tensor([[0, 2], [1, 3]]), torch.tensor([4]))
+    assert one.columns(torch.tensor([[0, 1, 2, 3]]), 5, torch.tensor([4])).tolist() == [[0, 1, 3, 4]]
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            columns = two.columns(torch.tensor([[0, 2], [1, 3]]), 5, torch.tensor([4, 4]))
+    finally:
+        torch.set_warn_always(before)
+    assert columns.tolist() == [[0, 3], [1, 4]]

@@ -13,18 +13,16 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from conformance.own.models_integration.session.families import (
     _GQA,
     ENDS,
-    FAMILIES,
     at_once,
     build,
+    crossed,
     greedy,
     prepare,
     prompt,
     relative,
     states_of,
 )
-from conformance.own.models_integration.session.observed import Observed
-from conformance.own.models_integration.session.test_breaths import now
-from conformance.own.models_integration.session.test_turns import same_state
+from conformance.own.models_integration.session.sessions import Observed, now, same_state
 from models_integration import CrystalCache, RetainedCache
 from reference.crystalcache import empty_state, extend
 from spec.budget import parse_budget
@@ -40,15 +38,13 @@ N = 5 * C + 7
 CUTS: dict[str, list[int]] = {
     "segments": [C] * 5 + [7], "single": [1] * N, "whole": [N], "odd": [3, 30, 1, 20, 1, 1, 31],
 }
-families = pytest.mark.parametrize("family", FAMILIES)
 
 
 def streaming(**options: Any) -> CrystalCache:
     return CrystalCache(BUDGET, ENDS, PARAMETERS, backend="numpy", **{"stream": True, **options})
 
 
-@families
-@pytest.mark.parametrize("cut", CUTS)
+@crossed("cut", ["odd", "single", "whole"], whole=("llama",))
 def test_it_does_not_matter_where_the_forwards_end(family: str, cut: str) -> None:
     """Logits of all tokens, and the kept set, are those of a stream that comes segment by segment."""
     dtype = torch.float32 if family == "gemma2" else torch.float64
@@ -155,8 +151,7 @@ def test_rows_of_a_batch_stream_as_they_do_alone() -> None:
         assert cache.stored_positions(row).tolist() == single.stored_positions().tolist()
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("asked", ["argument", "config", "tuple"])
+@pytest.mark.parametrize(("rows", "asked"), [(1, "argument"), (2, "config"), (2, "tuple")])
 def test_all_outputs_are_of_all_pieces(rows: int, asked: str) -> None:
     """Nothing is evicted, so that they are those of the model outside the context, its losses included."""
     torch.manual_seed(0)

@@ -1,29 +1,54 @@
-"""Turns: later segments on a compacted cache, in one context or in several."""
+"""Turns: later segments on a compacted cache, through generate, in pieces, under changing policies; refused turns."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
+from transformers import DynamicCache
 
-from conformance.own.models_integration.session.families import ENDS, at_once, build, prompt, states_of
-from conformance.own.models_integration.session.observed import Observed
-from models_integration import CrystalCache, RetainedCache
+from conformance.own.models_integration.session.families import (
+    ENDS,
+    METHODS,
+    SLIDING,
+    at_once,
+    build,
+    greedy,
+    prompt,
+    relative,
+    states_of,
+)
+from conformance.own.models_integration.session.sessions import (
+    TURN,
+    Looking,
+    Observed,
+    batch,
+    live_sets,
+    method_of,
+    prompts,
+    same_state,
+    sets,
+    turn,
+)
+from models_integration import CrystalCache, RetainedCache, StreamingLLM
 from reference.crystalcache import empty_state, extend
 from reference.crystalcache.activation import inverse_key_norms
 from reference.crystalcache.tail import append
 from spec.budget import parse_budget
-from spec.decode import DecodeState, check_state
+from spec.errors import SpecError
 from spec.parameters import TINY
+from spec.policy import Needs
+from spec.records import CrystalRetention
+from spec.retention import Retention
 
-pytestmark = pytest.mark.law("eviction-equals-masking")
-
-N, TURN, NEW = 64, 12, 5
+pytestmark = pytest.mark.law("parts-equal-the-whole")
 
 
-def turn(number: int, n: int = TURN) -> Tensor:
-    return prompt(n, seed=100 + number)
+N = 64
+NEW = 5
 
 
 @pytest.mark.law("decided-as-the-reference")
@@ -49,16 +74,197 @@ def test_the_kept_sets_are_those_of_the_reference(budget: float | int, which: in
             assert cache.stored_positions().tolist() == expected.stored.tolist()
 
 
-def same_state(found: DecodeState, expected: DecodeState, rtol: float = 1e-9) -> None:
-    assert found.stored.tolist() == expected.stored.tolist()
-    assert (found.seen, found.step, found.tail_ids) == (expected.seen, expected.step, expected.tail_ids)
-    np.testing.assert_array_equal(found.live.offsets, expected.live.offsets)
-    np.testing.assert_array_equal(found.ids, expected.ids)
-    np.testing.assert_array_equal(found.counts, expected.counts)
-    np.testing.assert_array_equal(found.W.indices, expected.W.indices)
-    for a, b in (
-        (found.D, expected.D), (found.live.impact, expected.live.impact), (found.W.weights, expected.W.weights),
-        (found.live.trunk_impact, expected.live.trunk_impact), (found.live.inverse_norms, expected.live.inverse_norms),
+CHUNKS_AFTER_A_TURN = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 18)
+"""Before, `prefill_chunk_size` reads a conversation from its start again, behind what the cache holds of it."""
+
+
+@pytest.mark.parametrize(("family", "cut"), [("llama", (5, 1, 6)), ("gemma3", (1, 11))])
+def test_a_turn_in_pieces_is_the_turn_in_one_forward(family: str, cut: tuple[int, ...]) -> None:
+    model, found = build(family, dtype=torch.float32 if family == "gemma2" else torch.float64), []
+    for pieces in ([TURN], list(cut)):
+        cache = RetainedCache(model.config)
+        with METHODS["crystalcache"]()(model) as run:
+            at_once(model, prompt(N), cache)
+            at_once(model, turn(1, 1), cache)
+            before = cache.stored_length
+            with run.prompt():
+                logits = [at_once(model, piece, cache) for piece in torch.split(turn(2), pieces, dim=1)]
+                assert cache.stored_length == before + TURN
+            assert run.kept is not None
+            assert run.kept.tolist() == cache.stored_positions().tolist()
+        found.append((torch.cat(logits, dim=1), states_of(cache).rows[0]))
+    (expected, state), (logits_of_pieces, state_of_pieces) = found
+    bound = 1e-5 if family == "gemma2" else 1e-10
+    assert relative(logits_of_pieces, expected) < bound
+    same_state(state_of_pieces, state, rtol=10 * bound)
+
+
+def test_a_block_of_one_token_is_a_step() -> None:
+    model, kept = build("llama"), []
+    for block in (True, False):
+        cache = RetainedCache(model.config)
+        with METHODS["crystalcache"]()(model) as run:
+            at_once(model, prompt(N), cache)
+            if block:
+                with run.prompt():
+                    at_once(model, turn(1, 1), cache)
+            else:
+                at_once(model, turn(1, 1), cache)
+            assert states_of(cache).pending_tokens == 1
+            at_once(model, turn(2), cache)
+        kept.append(cache.stored_positions().tolist())
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "chunk"), [("gemma3", "crystalcache", 5), ("llama", "streamingllm", 1)],
+)
+def test_generate_takes_a_second_turn(family: str, method: str, chunk: int | None) -> None:
+    """The whole conversation is passed again, with the cache of the first turn."""
+    model, cache = build(family), DynamicCache()
+    options = {} if chunk is None else {"prefill_chunk_size": chunk}
+    with METHODS[method]()(model) as run:
+        first = greedy(model, prompt(N), NEW, past_key_values=cache)
+        asked = torch.cat([prompt(N), first, turn(1)], dim=1)
+        if chunk is not None and not CHUNKS_AFTER_A_TURN:
+            with pytest.raises(SpecError, match="attention_mask"):
+                greedy(model, asked, NEW, past_key_values=cache, **options)
+            return
+        second = greedy(model, asked, NEW, past_key_values=cache, **options)
+        kept = run.kept
+    # The last token of the first answer had not been read: it belongs to the turn.
+    by_hand = RetainedCache(model.config)
+    with METHODS[method]()(model) as run:
+        at_once(model, prompt(N), by_hand)
+        for token in torch.split(first[:, :-1], 1, dim=1):
+            at_once(model, token, by_hand)
+        token = at_once(model, torch.cat([first[:, -1:], turn(1)], dim=1), by_hand)[:, -1:].argmax(-1)
+        np.testing.assert_array_equal(kept, run.kept)
+        chosen = [int(token)]
+        while len(chosen) < NEW:
+            token = at_once(model, token, by_hand)[:, -1:].argmax(-1)
+            chosen.append(int(token))
+    assert second[0].tolist() == chosen
+
+
+@pytest.mark.parametrize("method", ["crystalcache", "streamingllm"])
+@pytest.mark.parametrize("family", [*SLIDING, "llama"])
+def test_turns_of_padded_rows_equal_their_single_runs(family: str, method: str) -> None:
+    """Rows whose prompts differ in length take turns of one length."""
+    model = build(family, dtype=torch.float32 if family == "gemma2" else torch.float64)
+    bound, rows = 1e-5 if family == "gemma2" else 1e-10, prompts()
+    ids, mask = batch(rows)
+    new = [torch.cat([turn(10 * number + row, n) for row in range(3)]) for number, n in enumerate((1, TURN, 1, 7))]
+    cache = RetainedCache(model.config)
+    with METHODS[method]()(model) as run:
+        at_once(model, ids, cache, attention_mask=mask)
+        found = [at_once(model, ids, cache) for ids in new]
+    for row, own in enumerate(rows):
+        single = RetainedCache(model.config)
+        with METHODS[method]()(model) as alone:
+            at_once(model, own, single)
+            expected = [at_once(model, ids[row : row + 1], single) for ids in new]
+        for together, other in zip(found, expected, strict=True):
+            assert relative(together[row], other[0]) < bound
+        assert alone.kept is not None
+        assert sets(run)[row] == cache.stored_positions(row).tolist() == alone.kept.tolist()
+
+
+def hiding(columns: slice) -> dict[str, Tensor]:
+    """A turn of two rows, and a mask that hides these columns of the second."""
+    mask = torch.ones(2, N + TURN, dtype=torch.int64)
+    mask[1, columns] = 0
+    return {"input_ids": torch.cat([turn(1), turn(2)]), "attention_mask": mask}
+
+
+SEEN = torch.arange(N + TURN)[None]
+# Family, rows of the cache, what is given of a turn, words of the error.
+WRONG: list[tuple[str, int, dict[str, Tensor], str]] = [
+    ("llama", 1, {"attention_mask": (SEEN != N + TURN - 1).long()}, "right padding is not served"),
+    ("llama", 1, {"attention_mask": (SEEN > 3).long()}, "the prompt's padding so far was"),
+    ("llama", 1, {"attention_mask": torch.ones(1, TURN, dtype=torch.int64)}, "must have a column for each token"),
+    ("llama", 1, {"position_ids": torch.arange(32, 44)[None]}, "must be 64 to 75: they follow what was seen"),
+    ("llama", 1, {"input_ids": torch.cat([turn(1), turn(2)])}, "the cache has 1 rows"),
+    ("llama", 1, {"input_ids": torch.full((1, TURN), 999)}, "input_ids = 999"),
+    ("llama", 2, hiding(slice(N, N + TURN - 1)), "1 tokens.: one query is a decode step"),
+    ("llama", 2, hiding(slice(N, N + TURN)), "0 tokens.: one query is a decode step"),
+    ("llama", 2, hiding(slice(N + TURN - 4, N + TURN)), "right padding is not served"),
+    ("llama", 2, hiding(slice(N - 4, N + 4)), r"padding so far was \[0, 0\]"),
+    ("gemma3", 2, hiding(slice(N, N + 4)), "not served beside sliding-window or recurrent layers"),
+]
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("llama", 2), ("gemma3", 2)])
+def test_a_turn_that_cannot_follow_is_named_and_changes_nothing(family: str, rows: int) -> None:
+    model, cache = build(family), RetainedCache(build(family).config)
+    right = torch.cat([turn(1), turn(2)])[:rows]
+    with METHODS["crystalcache"]()(model):
+        at_once(model, torch.cat([prompt(N, seed=row) for row in range(rows)]), cache)
+        expected = at_once(model, right, other := copy.deepcopy(cache))
+        for _, _, given, words in (wrong for wrong in WRONG if wrong[:2] == (family, rows)):
+            with pytest.raises(SpecError, match=words), torch.no_grad():
+                model(**{"input_ids": turn(1), "past_key_values": cache, **given})
+        assert torch.equal(at_once(model, right, cache), expected)
+    assert live_sets(cache) == live_sets(other)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_policy_that_reads_ids_without_states_serves_one_segment() -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with method_of(Looking(Needs("observed", None, token_ids=True)))(model):
+        at_once(model, prompt(N), cache)
+        with pytest.raises(SpecError, match=r"evicts from the first prompt only: .* `with run\.reading"):
+            at_once(model, turn(1), cache)
+
+
+@pytest.mark.law("decided-as-the-reference")
+def test_scorers_without_states_see_all_stored_keys_and_the_segment_s_queries() -> None:
+    model, cache = build("llama", dtype=torch.float64), RetainedCache(build("llama").config)
+    observed, scorer = Observed(model), Looking(Needs("observed", None))
+    with observed.forward(), METHODS["streamingllm"]()(model):
+        at_once(model, prompt(N), cache)
+    stored = cache.stored_positions()
+    with observed.forward() as seen, method_of(scorer)(model):
+        at_once(model, turn(1), cache)
+    (observation,) = scorer.shown
+    assert observation.seen == N + TURN
+    assert observation.positions is not None
+    assert observation.positions.tolist() == [*stored.tolist(), *range(N, N + TURN)]
+    (view,) = observation.layers.values()
+    np.testing.assert_allclose(view.q, seen.q, atol=1e-6)
+    np.testing.assert_allclose(view.k, observed.stored(stored, seen), atol=1e-6)
+
+
+@pytest.mark.spec("PO-TURN")
+def test_a_larger_budget_brings_nothing_back_and_evicts_nothing() -> None:
+    model = build("llama")
+    for small, large in (
+        (StreamingLLM(20, 2), StreamingLLM(60, 2)),
+        (CrystalCache(20, ENDS, TINY, "numpy"), CrystalCache(60, ENDS, TINY, "numpy")),
     ):
-        np.testing.assert_allclose(a, b, rtol=rtol)
-    check_state(found)
+        cache = RetainedCache(model.config)
+        with small(model):
+            at_once(model, prompt(N), cache)
+        before = cache.stored_positions().tolist()
+        with large(model):
+            at_once(model, turn(1), cache)
+        assert cache.stored_positions().tolist() == [*before, *range(N, N + TURN)]
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_what_a_turn_reports() -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with CrystalCache(6, ENDS, replace(TINY, T_max=32), "numpy")(model) as run:
+        at_once(model, prompt(N), cache)
+        assert isinstance(run.retention, CrystalRetention)
+        stored = cache.stored_length
+        at_once(model, turn(1), cache)
+    assert isinstance(run.retention, Retention)
+    assert run.retention.seen == N + TURN
+    assert run.over_budget == cache.stored_length - 6 > 0
+    assert stored < N
+    assert run.bytes_freed == (N + TURN - cache.stored_length) * 3 * 2 * 2 * 12 * 4
+    numbers = f"seen={N + TURN}, stored={cache.stored_length}, bytes_freed={run.bytes_freed}"
+    assert repr(run) == f"Session('crystalcache', budget=6, {numbers})"
+    assert set(run.timings) == {"capture", "decision", "compaction"}

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="the study drives transformers models
 from transformers import AutoModelForCausalLM
 
 from conformance.own.models_integration.session.families import build, prompt, relative
-from conformance.own.models_integration.session.heads import MaskedHeads
+from conformance.own.models_integration.session.masked import Masked
 from conformance.own.models_integration.session.test_verbs import same
 from conformance.own.models_integration.studies.contexts import answer
 from models_integration import RetainedCache, compact
@@ -193,7 +193,7 @@ def dense_answer(
         each = {Granularity.MODEL: [0] * heads, Granularity.LAYER: [at] * heads}
         groups = each.get(kept.granularity, range(at * heads, (at + 1) * heads))
         sets[layer] = [kept.group(group).tolist() for group in groups]
-    oracle = MaskedHeads(subject.model, torch.tensor([context]), sets)
+    oracle = Masked(subject.model, torch.tensor([context]), sets)
     logits = oracle.read(torch.tensor([[*placement.fed_ids, *sample.answer_ids[:-1]]]))
     return logits[0, -len(sample.answer_ids) :].double().log_softmax(dim=-1)
 

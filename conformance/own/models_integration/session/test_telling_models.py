@@ -4,13 +4,12 @@ In the tiny models of `families`, Gemma's own scaling is 1 / sqrt(d).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     DynamicCache,
     Gemma2Config,
@@ -36,9 +35,8 @@ from conformance.own.models_integration.session.families import (
     prompt,
     relative,
 )
-from conformance.own.models_integration.session.probe import Looking, method_of
+from conformance.own.models_integration.session.sessions import Looking, method_of
 from models_integration import CrystalCache, prefill
-from models_integration.attention.capture import Attended, Recorder
 from models_integration.model.architecture import attention_modules
 from reference.crystalcache import prefill as decided
 from reference.crystalcache.coattention import attention
@@ -122,8 +120,6 @@ TELLING: dict[str, tuple[Callable[[Fields], PreTrainedModel], Fields, Mapping[st
         {"theta": rope(10_000.0)},
     ),
 }
-# The mistakes' models: those that have a scaling, or a cap, of their own.
-SCALED = ("gemma2", "gemma3", "granite")
 
 
 def build(family: str, changes: Fields | None = None) -> PreTrainedModel:
@@ -185,37 +181,3 @@ def test_what_a_scorer_is_shown_gives_the_layer_s_attention(family: str) -> None
 @pytest.mark.spec("CC-PREFILL")
 def test_the_decision_is_that_of_the_model_s_own_scaling_and_cap(family: str) -> None:
     check_decided(build(family))
-
-
-def without(option: str) -> Callable[[Patch], None]:
-    """The recorder does not read this argument of the model's attention."""
-
-    def mutate(patch: Patch) -> None:
-        record = Recorder.record
-
-        def wrong(recorder: Recorder, module: nn.Module, layer: Attended) -> None:
-            options = {name: value for name, value in layer.options.items() if name != option}
-            record(recorder, module, replace(layer, options=options))
-
-        patch.setattr(Recorder, "record", wrong)
-
-    return mutate
-
-
-@pytest.mark.law("the-proof-has-teeth")
-@pytest.mark.parametrize("check", [check_shown, check_decided])
-@pytest.mark.parametrize("family", SCALED)
-def test_the_model_s_own_scaling_ignored_is_killed(family: str, check: Callable[[PreTrainedModel], None]) -> None:
-    model = build(family)
-    with Patch.context() as patch, pytest.raises(AssertionError):
-        without("scaling")(patch)
-        check(model)
-
-
-@pytest.mark.law("the-proof-has-teeth")
-@pytest.mark.parametrize("check", [check_shown, check_decided])
-def test_the_model_s_own_cap_ignored_is_killed(check: Callable[[PreTrainedModel], None]) -> None:
-    model = build("gemma2")
-    with Patch.context() as patch, pytest.raises(AssertionError):
-        without("softcap")(patch)
-        check(model)

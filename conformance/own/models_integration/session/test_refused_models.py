@@ -1,0 +1,222 @@
+"""Models that cannot be served are refused for their true reason, before anything is read; what wraps one is served."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.models.ctrl import modeling_ctrl
+
+from conformance.own.models_integration.session.families import (
+    _GQA,
+    _SIZES,
+    METHODS,
+    WINDOW,
+    build,
+    greedy,
+    prepare,
+    prompt,
+)
+from conformance.own.models_integration.session.sessions import check_continuation, live_sets, method
+from models_integration import observe
+from models_integration.attention.capture import Attended, Recorder
+from models_integration.model.architecture import describe
+from spec.errors import SpecError
+from spec.policy import Needs
+
+pytestmark = pytest.mark.law("refused-before-anything-changes")
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}
+_GROUPED = {**_SMALL, "num_key_value_heads": 2}
+_DEEP: dict[str, Any] = {"vocab_size": 61, "n_layer": 2, "n_head": 4}
+
+
+def made(model: str, config: str | None = None, **fields: Any) -> Any:
+    """A model of transformers by the names of its class and its config's."""
+    kind = config or f"{model.removesuffix('ForCausalLM')}Config"
+    return getattr(transformers, model)(getattr(transformers, kind)(**fields))
+
+
+def flex() -> Any:
+    model = LlamaForCausalLM(LlamaConfig(**_GROUPED))
+    model.config._attn_implementation_internal = "flex_attention"
+    return model
+
+
+def wrapper() -> LlavaForConditionalGeneration:
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=LlamaConfig(**_GQA)))
+
+
+def with_slot_bias() -> PreTrainedModel:
+    """A model that says nothing of ALiBi, and whose attention adds a bias by the distance of slots."""
+    model = prepare(made("CTRLLMHeadModel", "CTRLConfig", **_DEEP, n_embd=64, dff=48), attention="eager")
+    modeling: Any = modeling_ctrl
+    own = modeling.eager_attention_forward
+
+    def biased(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        distance = torch.arange(key.shape[2] - 1, -1, -1)
+        return own(module, query, key, value, (0 if mask is None else mask) - 0.5 * distance, **options)
+
+    modeling.eager_attention_forward = biased
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "no attention of its own": (
+        lambda: made("RoFormerForCausalLM", **_SIZES, is_decoder=True), "no eager_attention_forward",
+    ),
+    "ALiBi that nothing tells of": (with_slot_bias, "depends on the distance of slots, as with ALiBi"),
+    "ALiBi, BLOOM": (lambda: made("BloomForCausalLM", **_DEEP, hidden_size=32), "ALiBi"),
+    "ALiBi, Falcon": (lambda: made("FalconForCausalLM", **_SMALL, alibi=True), "ALiBi"),
+    "recurrent, Mamba": (
+        lambda: made("MambaForCausalLM", vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=4),
+        "nothing to evict",
+    ),
+    "recurrent, RWKV": (
+        lambda: made("RwkvForCausalLM", vocab_size=61, hidden_size=32, num_hidden_layers=2), "recurrent",
+    ),
+    "sinks in the softmax": (
+        lambda: made("GptOssForCausalLM", **_GROUPED, head_dim=8, num_local_experts=2, rope_parameters=None),
+        "sinks inside the softmax",
+    ),
+    "all layers slide, Mistral": (
+        lambda: made("MistralForCausalLM", **_GROUPED, sliding_window=16), "no full-attention layer",
+    ),
+    "all layers slide, Phi-3": (
+        lambda: made("Phi3ForCausalLM", **_GROUPED, sliding_window=16), "no full-attention layer",
+    ),
+    "encoder and decoder": (
+        lambda: made("T5ForConditionalGeneration", "T5Config", vocab_size=61, d_model=32, d_kv=8, d_ff=48,
+                     num_layers=2, num_heads=4), "encoder-decoder",
+    ),
+    "attention that sees the future": (lambda: made("LlamaForCausalLM", **_GROUPED, is_causal=False), "not causal"),
+    "another attention implementation": (flex, "attn_implementation is 'flex_attention'"),
+    "images too": (
+        wrapper, r"embeddings, not input_ids, to its LlamaModel: use text = model.get_decoder\(\) and policy",
+    ),
+    "no transformers model": (lambda: nn.Linear(2, 2), "must be a transformers PreTrainedModel"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")  # some of these configurations warn of their own
+def test_a_model_that_cannot_be_served_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, words = MODELS[name]
+    monkeypatch.setattr(modeling_ctrl, "eager_attention_forward", modeling_ctrl.eager_attention_forward)
+    model = make()
+    with pytest.raises(SpecError, match=words) as caught:
+        METHODS["crystalcache"]()(model)
+    assert (caught.value.argument, caught.value.value) == ("model", type(model).__name__)
+
+
+@pytest.mark.parametrize(
+    ("options", "full"),
+    [({"use_sliding_window": False}, (0, 1, 2)), ({"use_sliding_window": True, "max_window_layers": 2}, (0, 1))],
+)
+def test_a_window_that_is_set_counts_only_where_it_is_used(options: dict[str, Any], full: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = prepare(Qwen2ForCausalLM(Qwen2Config(**_GQA, sliding_window=WINDOW, **options)))
+    assert describe(model).full_layers == full
+    check_continuation(model, METHODS["crystalcache"]())
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_wrapper_s_language_model_is_served() -> None:
+    whole = prepare(wrapper())
+    model: Any = whole.get_decoder()  # type: ignore[no-untyped-call]
+    with METHODS["crystalcache"]()(model) as run, torch.no_grad():
+        with pytest.raises(SpecError, match=r"inputs_embeds = 'given': .* the policy's own model with input_ids"):
+            whole(input_ids=prompt(40))
+        model(input_ids=prompt(40))
+    assert run.kept is not None
+    assert len(run.kept) == 20
+
+
+class Adapted(nn.Module):
+    """As peft's PeftModel: no PreTrainedModel, with one inside."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self) -> PreTrainedModel:
+        return self.base_model
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize(("wrap", "name"), [
+    (Adapted, "critical-adakv"), (lambda model: torch.compile(Adapted(model), backend="eager"), "crystalcache"),
+], ids=["adapters", "compiled adapters"])
+def test_what_wraps_a_model_is_served_as_the_model(wrap: Callable[[Any], Any], name: str) -> None:
+    """Its hooks, its generate and what a policy must know of it are those of the model inside."""
+    model = build("llama")
+    wrapped, found = wrap(model), []
+    for given in (wrapped, model):
+        with method(name)(given) as run, torch.no_grad():
+            model(input_ids=prompt(40))
+            with pytest.raises(SpecError, match="assisted decoding"):
+                greedy(model, prompt(40), 2, prompt_lookup_num_tokens=3)
+        assert run.cache is not None
+        found.append(live_sets(run.cache))
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the name of the switch is about to change
+@pytest.mark.parametrize("when", ["before the context", "inside it"])
+def test_gradient_checkpointing_leaves_the_cache_out(when: str) -> None:
+    model, words = build("llama"), "gradient checkpointing in training leaves the cache out"
+    if when == "before the context":
+        model.gradient_checkpointing_enable()  # type: ignore[no-untyped-call]
+        model.train(True)
+        with pytest.raises(SpecError, match=words):
+            method("adakv")(model)
+        return
+    with method("adakv")(model) as run, torch.no_grad():
+        model.gradient_checkpointing_enable()  # type: ignore[no-untyped-call]
+        model.train(True)
+        with pytest.raises(SpecError, match=words):
+            model(input_ids=prompt(40))
+        model.train(False)  # then nothing is checkpointed
+        model(input_ids=prompt(40))
+        assert run.cache is not None
+
+
+@pytest.mark.parametrize(("dtype", "options", "words"), [
+    (torch.complex64, {}, r"dtype = torch.complex64: must be one of"),
+    (torch.float32, {"s_aux": torch.zeros(2)}, "attention sinks"),
+    (torch.float32, {"position_bias": torch.zeros(2)}, "a position bias"),
+])
+def test_attention_beyond_q_and_k_is_refused(dtype: torch.dtype, options: dict[str, Tensor], words: str) -> None:
+    tensor = torch.zeros(1, 2, 3, 4, dtype=dtype)
+    seen = Attended(tensor, tensor, tensor, None, None, options)
+    with pytest.raises(SpecError, match=words):
+        Recorder(Needs("observed", None)).record(describe(build("llama")).attention[0], seen)
+
+
+def test_a_model_without_values_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**_GQA))
+    refused: list[Callable[[], object]] = [
+        lambda: METHODS["crystalcache"]()(model), lambda: method("adakv")(model), lambda: observe(model, prompt(40)),
+    ]
+    for act in refused:
+        with pytest.raises(SpecError, match=r"'LlamaModel': its weights have no values \(device meta\): load them"):
+            act()
