@@ -79,6 +79,9 @@ def summary(made: Mapping[str, Any]) -> Iterator[str]:
     if made["unneeded_exceptions"]:
         yield f"\nexceptions no longer needed: {', '.join(made['unneeded_exceptions'])}"
     yield f"\n{headline(made)}"
+    if made["subject"]["kind"] == "policy" and made["verdict"] in PASSED:
+        yield "a promise does not test the score: a wrong SnapKV keeps its promises too. To compare kept tokens with a"
+        yield "policy of kvspec, see 'A policy' in docs/guide/judge.md"
 
 
 def _failing(item: str, row: Mapping[str, Any], shown: dict[str, str]) -> Iterator[str]:

@@ -130,7 +130,8 @@ def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running)
     write_outputs(rows, running.table, running.figure)
     failed = failed_controls(controls)
     if failed:
-        console.print(f"controls FAIL: {', '.join(failed)}. The comparison does not measure retention on this model.")
+        console.print(f"controls FAIL: {', '.join(failed)}. The comparison does not measure retention with this"
+                      " model, length and budget.")
     return bool(failed)
 
 

@@ -79,7 +79,9 @@ def test_a_right_policy_is_certified_for_what_it_promises_and_the_check_notices_
 ) -> None:
     assert asked(monkeypatch, "--policy", "promisers:RIGHT") == 0
     said = "promisers:RIGHT keeps its promises (4 of 7); not compared with any method"
-    assert said in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert "a promise does not test the score" in shown
     made = certificate()
     assert (made["verdict"], made["judged"]) == (
         "keeps its promises", "its promises; not compared with any method",
