@@ -216,7 +216,7 @@ def read_tree(root: Path) -> Trace:
         tuple(backend for backend in BACKENDS if (root / backend).is_dir()),
         tuple(sorted({name for name in names if names.count(name) > 1})),
         proved,
-        stage_items(stages.read_text(encoding="utf-8")) if stages.exists() else frozenset(names),
+        stage_items(stages.read_text(encoding="utf-8")) if stages.exists() else frozenset(),
     )
 
 

@@ -57,6 +57,7 @@ def moved_to_accelerated(root: Path) -> None:
 
 def with_a_backend(root: Path) -> None:
     (root / "accelerated/numba_cpu").mkdir(parents=True)
+    (root / "spec/implementing.md").write_text("| sums | `add` | AB-SUM |\n", encoding="utf-8")
 
 
 def test_a_complete_tree_passes(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
