@@ -63,6 +63,10 @@ def check_name(name: str, argument: str = "name") -> str:
         SpecError: for another name, by `argument`, where those that look like it are named; as `own_policy`.
     """
     if name not in NAMES:
+        bare, bracket, _ = name.partition("(")
+        if bracket and bare in NAMES:
+            call = f"policy_from_name({bare!r}, constant=value)"
+            raise SpecError(argument, name, f"must be a name; give constants as arguments, as in {call}")
         own_policy(name, argument)
     return name
 

@@ -150,6 +150,7 @@ def test_a_policy_with_a_class_of_its_own_has_no_second_one(name: str) -> None:
         ("crystalcache", {}, "sentence_ends = None"),
         ("crystalcache", {"T": 3}, "T = 3: crystalcache has the constants C, D_c, M_max"),
         ("fullcache", {"N_sink": 4}, "fullcache has the constants none"),
+        ("snapkv(W=16)", {}, r"must be a name; give constants as arguments, .*\('snapkv', constant=value\)"),
     ],
 )
 def test_a_name_with_bad_constants_is_refused(name: str, constants: dict[str, Any], words: str) -> None:
