@@ -69,7 +69,7 @@ NIGHTLY = {
     "32768-tokens": ["pytest", "-v", "--kvspec-profile", "nightly", "--backend", "numba", "-m", "nightly",
                      "conformance/suite"],
     "long-attacks": ["pytest", "-v", "--kvspec-profile", "nightly", f"{ARCHIVE}/test_attacks.py",
-                     f"{ARCHIVE}/test_faults.py", f"{ARCHIVE}/test_power_loss.py", f"{ARCHIVE}/test_splice.py"],
+                     f"{ARCHIVE}/test_faults.py", f"{ARCHIVE}/test_splice.py"],
     "family-pairs": ["pytest", *WORKERS, "--kvspec-profile", "nightly", "-m", "nightly",
                      "conformance/own/models_integration/session"],
     "tests-of-tests": ["pytest", *WORKERS, "--kvspec-profile", "nightly", "-m", "nightly",

@@ -1,4 +1,4 @@
-"""A tiny random model of each causal family that the installed transformers knows, made from its own config class."""
+"""A tiny random model of each causal family that the installed transformers knows, from its own config class."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -9,9 +9,86 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from conformance.measure.families.own_sizes import OWN, TINY
+__all__ = ["OWN", "TINY", "VOCABULARY", "Family", "NotBuilt", "families"]
 
-__all__ = ["Family", "NotBuilt", "families"]
+VOCABULARY = 131
+
+# A config class takes those whose fields it has.
+TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "sliding_window": 16,
+    "attention_chunk_size": 16, "is_decoder": True,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+    "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8,
+    "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "d_model": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+}
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_SEEN: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+# By the first name that AutoModelForCausalLM has for the class.
+OWN: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 100},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "nemotron_h": {"layer_types": ["mamba", "attention", "moe", "attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "cohere_compass_text": {
+        "layer_types": _ALTERNATING, "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16},
+    },
+    "codegen": {"rotary_dim": 8}, "gptj": {"rotary_dim": 8},
+    "kimi_linear": {"num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "longcat_flash": {"num_key_value_heads": 4, "num_layers": 2},
+    **{
+        name: {"num_key_value_heads": 4} for name in (
+            "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note", "glm4_moe_lite", "glm_moe_dsa",
+            "hy_v4", "minicpm3", "sarvam_mla", "youtu",
+        )
+    },
+    "fuyu": {"text_config": {"model_type": "persimmon", **_TEXT}},
+    "gemma3": {"text_config": _TEXT, "vision_config": {**_SEEN, "image_size": 28, "patch_size": 14}},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _ALTERNATING},
+    "gemma4_text": {"layer_types": _ALTERNATING, "global_head_dim": 16, "num_global_key_value_heads": 1},
+    "gemma4_unified_text": {"layer_types": _ALTERNATING, "global_head_dim": 16, "num_global_key_value_heads": 1},
+    "gemma4": {"audio_config": None, "vision_config": None},
+    "got_ocr2": {
+        "text_config": {"model_type": "qwen2", **_TEXT},
+        "vision_config": {**_SEEN, "mlp_dim": 48, "image_size": 64, "global_attn_indexes": [1]},
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mllama": {"cross_attention_layers": [1, 3]},
+    "moss_transcribe_diarize": {
+        "text_config": {"model_type": "qwen3", **_TEXT}, "audio_config": _SEEN,
+    },
+    "qwen4_exp": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16], "attn_layers": ["local", "lsh"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
 
 MOST_PARAMETERS = 100_000_000
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conformance.cache_suite.oracle import Masked, full_layers
-from conformance.measure.families.models import Family, NotBuilt
-from conformance.measure.families.own_sizes import VOCABULARY
+from conformance.measure.families.models import VOCABULARY, Family, NotBuilt
 from models_integration import CrystalCache, Published, RetentionPolicy, Session, StreamingLLM
 from models_integration.model.cache_argument import CACHE
 from spec.errors import SpecError

@@ -132,7 +132,7 @@ def _parts(report: "Report", chosen: argparse.Namespace) -> dict[str, Callable[[
 
 
 def _of(module: str) -> Any:
-    """Imported when its part runs: it needs transformers, and where that is missing the other parts still run."""
+    """Imported when its part runs: where a package of it is missing, the other parts still run."""
     return import_module(f"conformance.measure.gpu.{module}")
 
 

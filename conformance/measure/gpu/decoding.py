@@ -13,7 +13,7 @@ import torch
 from accelerated.triton_gpu.device import default_device
 from conformance.measure.benchmarks.ragged import ROUTES, Heads, variable_length
 from conformance.measure.gpu.measure import median_ms, say, synchronize
-from conformance.measure.gpu.models import Subject, TransformersModel
+from conformance.measure.gpu.models import Subject
 from conformance.measure.gpu.report import Report, Table
 from conformance.measure.gpu.scale import Scale
 from models_integration.model.cache_argument import CACHE
@@ -60,9 +60,6 @@ def batched(report: Report, scale: Scale, subject: Subject) -> None:
 def _beside_the_full_cache(
     report: Report, scale: Scale, subject: Subject, names: tuple[str, ...], batch: int,
 ) -> None:
-    if not isinstance(subject, TransformersModel):
-        report.notes.append("Decoding was not measured: it needs transformers.")
-        return
     full = _tokens_a_second(scale, subject, None, 1.0, scale.behind, batch)
     rows = [("full cache", "1", f"{full:.1f}", "1.00")]
     for name in names:
@@ -75,9 +72,6 @@ def _beside_the_full_cache(
 
 def policies(report: Report, scale: Scale, subject: Subject) -> None:
     """What policies add to a prompt of the headline's length, and TOVA and H2O to a step at their slots."""
-    if not isinstance(subject, TransformersModel):
-        report.notes.append("What policies add was not measured: it needs transformers.")
-        return
     from models_integration import Published
 
     ids, rounds = subject.prompt(scale.headline), min(3, scale.rounds)
@@ -99,7 +93,7 @@ def policies(report: Report, scale: Scale, subject: Subject) -> None:
 
 @torch.no_grad()
 def _tokens_a_second(
-    scale: Scale, subject: TransformersModel, name: str | None, budget: float, n: int, batch: int = 1,
+    scale: Scale, subject: Subject, name: str | None, budget: float, n: int, batch: int = 1,
 ) -> float:
     """Of all rows, after a prompt of n tokens; the first three steps only warm up."""
     from models_integration import Published
@@ -112,7 +106,7 @@ def _tokens_a_second(
         return _steps(scale, subject.model, run.cache, batch)
 
 
-def _read(subject: TransformersModel, n: int, batch: int) -> Any:
+def _read(subject: Subject, n: int, batch: int) -> Any:
     ids = torch.from_numpy(np.resize(subject.prompt(batch * n), (batch, n))).to(default_device())
     return subject.model(input_ids=ids, use_cache=True, logits_to_keep=1)
 

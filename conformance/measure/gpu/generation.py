@@ -1,22 +1,119 @@
-"""Generation on the device: the kept set against the reference's, on the q and k that the model really made."""
+"""Generation on the device, and whether its kept set is right: on the q and k that the model really made."""
 
 import time
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from conformance.measure.gpu.agreement import kept_complaints
-from conformance.measure.gpu.measure import peak_bytes, say, synchronize
+from conformance import tolerances
+from conformance.measure.gpu.measure import Watch, peak_bytes, say, synchronize
 from conformance.measure.gpu.models import Subject
 from conformance.measure.gpu.report import Report
 from conformance.measure.gpu.scale import Scale
-from conformance.measure.gpu.watch import Watch
+from conformance.tolerances import Interval
+from reference.backend import BACKEND
 from reference.crystalcache import prefill
-from spec.backend import resolve
-from spec.records import CrystalRetention
+from reference.crystalcache.coattention import attention, row_normalise
+from spec.arrays import IntMatrix, Matrix
+from spec.backend import Backend, CrystalStages, resolve
+from spec.parameters import CrystalCacheParameters
+from spec.records import CoAttention, CrystalRetention
 
-__all__ = ["generation"]
+__all__ = ["coattention_complaints", "following", "generation", "kept_complaints"]
+
+Array = np.ndarray[Any, Any]
+
+
+def following(found: CoAttention) -> Backend:
+    """The reference, with this S1 in place of its own."""
+
+    class Following:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(BACKEND.require_crystal(), name)
+
+        def coattention(self, *_: Any) -> CoAttention:
+            return found
+
+    return replace(BACKEND, name="following", crystal=cast(CrystalStages, Following()))
+
+
+def kept_complaints(found: CrystalRetention, q: Array, k: Array, **arguments: Any) -> Iterator[str]:
+    """What is wrong with a prefill's result in float32, given float64 q and k and the other arguments of `prefill`."""
+    p, scaling = arguments["parameters"], arguments["scaling"]
+    yield from coattention_complaints(found.coattention, q, k, p, scaling, arguments["softcap"], "float32")
+    want = prefill(q, k, backend=following(found.coattention), **arguments)
+    if found.kept.tolist() != want.kept.tolist():
+        yield f"{len(set(found.kept.tolist()) ^ set(want.kept.tolist()))} kept positions differ after S1"
+
+
+def coattention_complaints(
+    found: CoAttention, q: Array, k: Array, p: CrystalCacheParameters, scaling: float, softcap: float | None,
+    precision: str,
+) -> Iterator[str]:
+    """S1 of one segment from position 0 against the reference, chunk by chunk."""
+    n, at = q.shape[1], np.arange(q.shape[1])
+    for c in range(0, n, p.C):
+        stop = min(n, c + p.C)
+        rows = slice(c, stop)
+        error = tolerances.attention_error(q[:, rows], k[:, :stop], scaling, softcap, precision)
+        A = attention(q[:, rows], k[:, :stop], at[rows], at[:stop], scaling, softcap)
+        own = A[:, :, c:]
+        S = np.clip(np.sort(own.sum(axis=1), axis=0)[::-1][: p.k_heads].sum(axis=0), p.M_min, p.M_max)
+        radius = tolerances.salience_radius(own, error, p.k_heads, p.M_min, precision)
+        far = np.flatnonzero(~(np.abs(found.salience[rows] - S) <= radius))
+        if len(far):
+            yield f"salience of {len(far)} tokens from {c + far[0]} on is outside its box"
+        mean: Matrix = A.mean(axis=0)
+        unit = row_normalise(mean[:, c:], p.epsilon)
+        cosine = unit @ unit.T
+        relative = tolerances.cosine_error(error[:, None], error, stop - c, len(q), precision)
+        index = np.where(found.intra[rows] >= 0, found.intra[rows] - c, -1)
+        others = ~np.eye(stop - c, dtype=np.bool_)
+        boxes = _Boxes(cosine, cosine * relative, others)
+        yield from boxes.complaints(f"inside the chunk at {c}", index, found.intra_weight[rows], p.tau_intra)
+        relative = error + tolerances.gamma(len(q) + 2, precision) + tolerances.gamma(len(q) + 2, "float64")
+        earlier = mean[:, :c]
+        boxes = _Boxes(earlier, earlier * relative[:, None], np.ones(earlier.shape, dtype=np.bool_))
+        where = f"before the chunk at {c}"
+        yield from boxes.complaints(where, found.cross[rows], found.cross_weight[rows], p.tau_cross)
+
+
+@dataclass(frozen=True)
+class _Boxes:
+    """Weights (rows, columns) that may be chosen where `admitted`, each known up to a radius."""
+
+    centre: Matrix
+    radius: Matrix
+    admitted: Any
+
+    def complaints(self, where: str, index: IntMatrix, weight: Matrix, tau: float) -> Iterator[str]:
+        """Lists that no weights in their boxes produce.
+
+        Of the columns not chosen only the strongest matters: by its least possible weight, then by its index. If
+        that one need not be chosen, none need be.
+        """
+        radius = self.radius + tolerances.SMALLEST["float32"]
+        least = np.where(self.admitted, (self.centre - radius).astype(np.float32), -np.inf)
+        for row, (places, w) in enumerate(zip(index.tolist(), weight.tolist(), strict=True)):
+            chosen = [j for j in places if j != -1]
+            legal = all(0 <= j < least.shape[1] and self.admitted[row, j] for j in chosen)
+            if not legal or places[len(chosen) :] != [-1] * (len(places) - len(chosen)) or any(w[len(chosen) :]):
+                yield f"row {row}, neighbours {where}: {places} with {w} is no list"
+                continue
+            rest = least[row].copy()
+            rest[chosen] = -np.inf
+            other = [int(rest.argmax())] if len(rest) and rest.max() > -np.inf else []
+            boxes = {j: Interval.around(self.centre[row, j], radius[row, j]) for j in [*chosen, *other]}
+            inside = all(x in boxes[j] for j, x in zip(chosen, w, strict=False))
+            order = [(-np.float32(x), j) for j, x in zip(chosen, w, strict=False)]
+            legal = inside and order == sorted(order)
+            if not (legal and tolerances.list_is_realisable(chosen, boxes, len(places), tau)):
+                yield f"row {row}, neighbours {where}: {places} with {w}"
+
+
 
 
 def generation(report: Report, scale: Scale, subject: Subject) -> None:

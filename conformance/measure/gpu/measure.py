@@ -1,17 +1,22 @@
-"""Time and memory on the device, and progress: nothing takes long without saying so."""
+"""Time and memory on the device, progress, and a backend whose stages are timed as they run."""
 
 import signal
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
+from typing import Any, cast
 
 import torch
 
 from accelerated.triton_gpu.device import default_device
+from spec.backend import Backend, CrystalStages
+from spec.records import CoAttention
 
-__all__ = ["PartTimeout", "limit", "median_ms", "peak_bytes", "say", "synchronize"]
+__all__ = ["PartTimeout", "Watch", "limit", "median_ms", "peak_bytes", "say", "synchronize"]
 
 START = time.perf_counter()
 
@@ -79,3 +84,32 @@ def peak_bytes(run: Callable[[], object]) -> tuple[int, int] | None:
     run()
     synchronize()
     return before, torch.cuda.max_memory_allocated()
+
+
+
+
+class Watch:
+    """Stands before a backend's stages; `backend` is what to hand on."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._stages = backend.require_crystal()
+        self.backend = replace(backend, crystal=cast(CrystalStages, self))
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.given: tuple[Any, ...] = ()
+        """The arguments of the last S1."""
+        self.found: CoAttention | None = None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        stage = getattr(self._stages, name)
+
+        def timed(*arguments: Any) -> Any:
+            synchronize()
+            start = time.perf_counter()
+            result = stage(*arguments)
+            synchronize()
+            self.seconds[name] += time.perf_counter() - start
+            if name == "coattention":
+                self.given, self.found = arguments, result
+            return result
+
+        return timed

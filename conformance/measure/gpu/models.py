@@ -1,56 +1,28 @@
-"""Models that are measured: a Llama of a given shape with random weights, or a checkpoint.
+"""Models that are measured: a Llama of a given shape with random weights, or a checkpoint, under the integration."""
 
-Where transformers is installed, they run under the integration, as a user has it. Where it is missing, a Llama in
-plain torch stands in (`plain_llama`), with the same shapes and the same prefill.
-"""
-
-from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from accelerated.triton_gpu.device import default_device
-from conformance.measure.gpu.plain_llama import PlainLlama
 from conformance.measure.gpu.scale import Scale
 from conformance.paths import ROOT
 from spec.arrays import IntVector
 from spec.backend import Backend
 from spec.records import CrystalRetention
 
-__all__ = ["Subject", "TransformersModel", "subject"]
+__all__ = ["Subject", "subject"]
 
 
-
-class Subject(Protocol):
-    """What the measurements ask of a model."""
-
-    name: str
-    sentence_ends: frozenset[int]
-
-    def prompt(self, n: int) -> IntVector:
-        """n token ids."""
-        ...
-
-    def forward(self, ids: IntVector) -> None:
-        """Read the prompt with a full cache; the last token's logits only."""
-        ...
-
-    def generate(
-        self, ids: IntVector, backend: Backend, scale: Scale, new_tokens: int,
-    ) -> tuple[CrystalRetention, dict[str, float]]:
-        """Read the prompt under CrystalCache at half the cache and go on greedily; seconds beside the stages."""
-        ...
-
-
-class TransformersModel:
-    """A causal model of transformers under `models_integration`."""
+class Subject:
+    """A causal model of transformers: `prompt(n)`, `forward` with a full cache, `generate` under CrystalCache."""
 
     def __init__(self, model: Any, name: str, sentence_ends: frozenset[int], text: IntVector | None) -> None:
         self.model, self.name, self.sentence_ends, self._text = model.eval(), name, sentence_ends, text
 
     @classmethod
-    def random(cls, scale: Scale) -> "TransformersModel":
+    def random(cls, scale: Scale) -> "Subject":
         """A Llama made on the device."""
         from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -64,10 +36,10 @@ class TransformersModel:
         with default_device():
             make: Any = AutoModelForCausalLM.from_config
             model = make(config, dtype=getattr(torch, scale.dtype))
-        return cls(model, f"random Llama, {scale.layers} layers, transformers", _every_eighteenth(scale), None)
+        return cls(model, f"random Llama, {scale.layers} layers", _every_eighteenth(scale), None)
 
     @classmethod
-    def loaded(cls, path: str, scale: Scale) -> "TransformersModel":
+    def loaded(cls, path: str, scale: Scale) -> "Subject":
         """A checkpoint, whose prompt is the text of the specification."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -108,16 +80,8 @@ class TransformersModel:
 
 
 def subject(scale: Scale, checkpoint: str | None) -> Subject:
-    """The model to measure.
-
-    Raises:
-        RuntimeError: for a checkpoint without transformers.
-    """
-    if find_spec("transformers") is None:
-        if checkpoint is not None:
-            raise RuntimeError("--model needs transformers, which is not installed here")
-        return PlainLlama(scale, _every_eighteenth(scale))
-    return TransformersModel.random(scale) if checkpoint is None else TransformersModel.loaded(checkpoint, scale)
+    """The model to measure: random weights, or a checkpoint."""
+    return Subject.random(scale) if checkpoint is None else Subject.loaded(checkpoint, scale)
 
 
 def _every_eighteenth(scale: Scale) -> frozenset[int]:

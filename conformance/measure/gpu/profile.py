@@ -3,11 +3,10 @@
 import statistics
 import time
 
-from conformance.measure.gpu.measure import median_ms, say, synchronize
+from conformance.measure.gpu.measure import Watch, median_ms, say, synchronize
 from conformance.measure.gpu.models import Subject
 from conformance.measure.gpu.report import Report, Table
 from conformance.measure.gpu.scale import Scale
-from conformance.measure.gpu.watch import Watch
 from spec.backend import resolve
 
 __all__ = ["profile"]

@@ -8,7 +8,7 @@ import torch
 
 from accelerated.triton_gpu.device import default_device
 from conformance.measure.gpu.measure import median_ms, say
-from conformance.measure.gpu.models import Subject, TransformersModel
+from conformance.measure.gpu.models import Subject
 from conformance.measure.gpu.report import Report, Table
 from conformance.measure.gpu.scale import Scale
 from conformance.measure.paged import Load, served
@@ -30,9 +30,6 @@ def splices(report: Report, scale: Scale, subject: Subject) -> None:
 
     A chunk is what one forward over it alone gave: reading the text computes more than a splice has, and not the same.
     """
-    if not isinstance(subject, TransformersModel):
-        report.notes.append("Splices were not measured: they need transformers.")
-        return
     rotary, n = recognise(subject.model), scale.chunk
     ids = subject.prompt(CHUNKS[-1] * n + QUESTION).tolist()
     with torch.no_grad():
@@ -56,7 +53,7 @@ def _moved(chunk: Chunk, device: torch.device | str) -> Chunk:
     return replace(chunk, layers=layers)
 
 
-def _behind(subject: TransformersModel, chunks: list[Chunk], rotary: Rotary, text: list[int]) -> None:
+def _behind(subject: Subject, chunks: list[Chunk], rotary: Rotary, text: list[int]) -> None:
     cache = RetainedCache(subject.model.config)
     here = [_moved(chunk, default_device()) for chunk in chunks]
     splice(cache, here, frequencies_at(subject.model, rotary, len(text)))
@@ -64,16 +61,13 @@ def _behind(subject: TransformersModel, chunks: list[Chunk], rotary: Rotary, tex
 
 
 @torch.no_grad()
-def _first_token(subject: TransformersModel, cache: RetainedCache | None, ids: list[int]) -> None:
+def _first_token(subject: Subject, cache: RetainedCache | None, ids: list[int]) -> None:
     row = torch.tensor([ids], device=default_device())
     subject.model(input_ids=row, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
 
 
 def paged(report: Report, scale: Scale, subject: Subject) -> None:
     """The same requests in the same pool, without eviction and with it; StreamingLLM's choice costs next to nothing."""
-    if not isinstance(subject, TransformersModel):
-        report.notes.append("Continuous batching was not measured: it needs transformers.")
-        return
     load = Load(*scale.load)
     texts = subject.prompt(load.requests * load.tokens).reshape(load.requests, -1).tolist()
     rows = []

@@ -1,4 +1,4 @@
-"""S1 on the device against its goals, and the two routes that S2 to S6 can take."""
+"""S1 on the device against its goals, on inputs made there, and the two routes that S2 to S6 can take."""
 
 from functools import partial
 from typing import Any
@@ -11,14 +11,64 @@ from accelerated.triton_gpu.backend import BACKEND, ON_DEVICE
 from accelerated.triton_gpu.device import default_device
 from conformance.measure.benchmarks import bench_stages
 from conformance.measure.benchmarks.baselines import torch_s1
-from conformance.measure.gpu.data import first_layer
-from conformance.measure.gpu.measure import median_ms, peak_bytes, say
+from conformance.measure.benchmarks.data import ARCHETYPES, VOCABULARY, zipf_tokens
+from conformance.measure.gpu.measure import Watch, median_ms, peak_bytes, say
 from conformance.measure.gpu.models import Subject
 from conformance.measure.gpu.report import Report, Table
 from conformance.measure.gpu.scale import Scale
-from conformance.measure.gpu.watch import Watch
 
-__all__ = ["routes", "s1", "whole_prefill"]
+__all__ = ["first_layer", "routes", "s1", "whole_prefill"]
+
+Tensor = torch.Tensor
+MATCH = 10.0  # what a match adds to a logit
+
+
+def first_layer(scale: Scale, n: int, kind: str) -> tuple[Tensor, Tensor]:
+    """q (H, n, d) and k (H_kv, n, d) after rotation; "mixed" or "peaky" as there, the same statistics."""
+    H, H_kv, d, dtype = scale.H, scale.H_kv, scale.d, getattr(torch, scale.dtype)
+    torch.manual_seed(n)
+    device = default_device()
+    q = torch.empty(H, n, d, device=device, dtype=dtype)
+    k = torch.empty(H_kv, n, d, device=device, dtype=dtype)
+    tokens = torch.from_numpy(zipf_tokens(n, np.random.default_rng(n))).to(device)
+    for head in range(H_kv):
+        rows, keys = _shared(ARCHETYPES[head % len(ARCHETYPES)] if kind == "mixed" else "diffuse", tokens, d)
+        noise, near = (0.5, 0.8) if kind == "mixed" else (2.0, 0.0)
+        k[head] = _rotated(keys + noise * torch.randn(n, d, device=device)).to(dtype)
+        for query in range(H // H_kv):
+            mine = (near + 0.1 * query) * rows + noise * torch.randn(n, d, device=device)
+            q[head * (H // H_kv) + query] = _rotated(mine).to(dtype)
+    return q, k
+
+
+def _shared(archetype: str, tokens: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """What the queries and the keys of one head have in common."""
+    n, length, device = len(tokens), (MATCH * d**0.5) ** 0.5, tokens.device
+    if archetype == "diffuse":
+        return torch.zeros(n, d, device=device), torch.zeros(n, d, device=device)
+    if archetype == "token":
+        table = torch.nn.functional.normalize(torch.randn(VOCABULARY, d, device=device), dim=1)
+        rows = length * table[tokens]
+        return rows, rows
+    v = torch.randn(d, device=device)
+    if archetype == "sink":
+        v[: d // 4] = v[d // 2 : d // 2 + d // 4] = 0
+    rows = (length * v / v.norm()).repeat(n, 1)
+    keys = rows.clone()
+    if archetype == "sink":
+        keys[1:] = 0
+    return rows, keys
+
+
+def _rotated(x: Tensor, base: float = 5e5) -> Tensor:
+    n, half = x.shape[0], x.shape[1] // 2
+    at = torch.arange(n, device=x.device, dtype=torch.float64)
+    angle = at[:, None] * base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
+    cos, sin = angle.cos().float(), angle.sin().float()
+    low, high = x[:, :half], x[:, half:]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=1)
+
+
 
 # Milliseconds by length: what is asked, and what is aimed at.
 GOALS = {4096: (1.0, 0.4), 8192: (2.0, 1.0), 16384: (5.0, 3.0), 32768: (15.0, 10.0), 131072: (220.0, 150.0)}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from conformance.measure.site import item_pages
-from conformance.measure.site.evidence import gathered
+from conformance.measure.site.item_pages import gathered
 from conformance.paths import ROOT
 
 __all__ = ["foreign", "main", "write"]

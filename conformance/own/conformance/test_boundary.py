@@ -1,5 +1,6 @@
-"""What the judged code raises is a failure with its file and line, and what a failure tells."""
+"""What the judged code raises: a failure with its file and line, or a refusal that names argument, value and bound."""
 
+import ast
 import unittest
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis.errors import UnsatisfiedAssumption
 
-from conformance.checks.refusals import SubjectFailure, boundary, guarded
+from conformance.checks.refusals import SubjectFailure, boundary, guarded, refused, tells
+from conformance.paths import ROOT
 from conformance.policy_suite import test_promises
 from conformance.verify import outcomes
 from conformance.verify.outcomes import failure
@@ -19,8 +21,6 @@ from reference.policies import policy_from_score
 from spec.errors import SpecError
 from spec.parameters import PAPER
 from spec.policy import Promises
-
-pytestmark = pytest.mark.law("the-proof-has-teeth")
 
 
 def skips() -> None:
@@ -51,6 +51,7 @@ def assumes() -> None:
 WAYS = [skips, leaves, fails_expectedly, ends_all, skips_quietly, assumes]
 
 
+@pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize("way", WAYS)
 def test_no_exception_of_the_judged_code_ends_a_test_otherwise_than_failed(way: Callable[[], Any]) -> None:
     class Mine(type(BACKEND.require_crystal())):  # type: ignore[misc]
@@ -70,12 +71,14 @@ def test_no_exception_of_the_judged_code_ends_a_test_otherwise_than_failed(way: 
         test_promises.test_a_promise_holds("budget exact", lambda inputs: policy)
 
 
+@pytest.mark.law("the-proof-has-teeth")
 def test_refusals_and_what_has_a_meaning_pass() -> None:
     for error in (SpecError("k", 1, "no"), NotImplementedError("later"), KeyboardInterrupt()):
         with pytest.raises(type(error)), boundary("it", NotImplementedError):
             raise error
 
 
+@pytest.mark.law("the-proof-has-teeth")
 def test_the_line_is_of_the_judged_code_and_not_of_what_it_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -125,3 +128,60 @@ def test_the_sentence_of_a_refusal_is_told_where_a_refusal_fails() -> None:
     assert outcomes.must("CC-COATTENTION", {"test": "test_x.py::test_y", "found": "DID NOT RAISE"}) == refusal
     asked = outcomes.must("CC-COATTENTION", {"test": "test_x.py::test_y", "found": "1, not 2"})
     assert asked.startswith("take `q (H, n")
+
+
+BAD = np.array([[0.5, np.nan]], dtype=np.float32)
+
+
+class Reworded(SpecError):
+    """An engine's own error, whose message is not ours."""
+
+    def __str__(self) -> str:
+        return f"engine E17, {self.argument}: {self.bound}"
+
+
+@pytest.mark.parametrize("value", [BAD, BAD[0, 1], (1, 2), [1, 2], BAD.dtype, "float32", "ndarray", np.ndarray, 1])
+def test_the_words_of_a_refusal_are_free(value: object) -> None:
+    """An array is told by itself, an element, its shape, its type, its kind or its length."""
+    with refused("lse", BAD):
+        raise Reworded("lse", value, "all of it must be numbers")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SpecError("q", BAD, "must be finite"), SpecError("lse", 7.0, "must be finite"), SpecError("lse", BAD, " "),
+        SpecError("lse", None, "must be finite"), SpecError("lse", BAD, None),  # type: ignore[arg-type]
+    ],
+)
+def test_a_refusal_without_argument_value_or_bound_is_none(error: SpecError) -> None:
+    with pytest.raises(AssertionError), refused("lse", BAD):
+        raise error
+
+
+def test_the_suite_asks_for_no_words() -> None:
+    asking = [
+        f"{path.name}:{node.lineno}" for path in (ROOT / "conformance" / "suite").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.keyword) and node.arg == "match"
+    ]
+    assert asking == []
+
+
+def test_another_error_is_no_refusal() -> None:
+    with pytest.raises(ValueError, match="bad"), refused("lse"):
+        raise ValueError("bad")
+    with pytest.raises(pytest.fail.Exception), refused("lse"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("value", "given", "right"),
+    [
+        (0.5, 0.5, True), (0.25, 0.5, False), (float("nan"), float("nan"), True), (None, None, True), ([], set(), True),
+        (".", {"."}, True), ("NoneType", None, True), ("half", "half", True), (np.array([1]), [1], True),
+        ((2,), [1], False),
+    ],
+)
+def test_a_value_stands_for_what_came(value: Any, given: Any, right: bool) -> None:
+    assert tells(value, given) is right

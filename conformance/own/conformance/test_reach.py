@@ -1,13 +1,20 @@
-"""Strategies reach what they are there for."""
+"""Strategies reach what they are there for, and single inputs of the suite tell one wrong number."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis import strategies as st
 
+from conformance.assurance.item_vectors.items import ITEMS
+from conformance.assurance.mutants.edits import replaced
+from conformance.assurance.mutants.table import MUTANTS
 from conformance.oracles import s1, s2
 from conformance.strategies.numbers import ablations, small_parameters
 from conformance.strategies.prompts import (
@@ -20,6 +27,25 @@ from conformance.strategies.prompts import (
     prompts,
 )
 from conformance.strategies.trunks import CORNERS, EvictionProblem, Text, corners, evictions, random_evictions, texts
+from conformance.suite import (
+    test_activation,
+    test_coattention,
+    test_dissolution,
+    test_diversity,
+    test_extensions,
+    test_graph,
+    test_nestedkv,
+    test_policy_stages,
+    test_resonance,
+    test_score,
+)
+from conformance.vectors import files
+from conformance.vectors.files import decoded
+from reference import backend, nestedkv
+from reference.backend import BACKEND
+from reference.crystalcache import coverage
+from spec.arrays import Vector
+from spec.parameters import PAPER
 
 # Reach is a question of existence: no shrinking, fixed cases.
 SEARCH = settings(
@@ -134,3 +160,213 @@ def test_parameters_reach_zero(name: str) -> None:
 @pytest.mark.parametrize(("impact", "graph"), [("uniform", "zero"), ("salience", "degree"), ("mixture", "zero")])
 def test_ablations_reach_each_form(impact: str, graph: str) -> None:
     reaches(ablations(), lambda p: (p.impact, p.graph) == (impact, graph))
+
+
+Wrong = Callable[..., Any]
+CRYSTAL, BREATH, POLICIES = BACKEND.require_crystal(), BACKEND.require_breath(), BACKEND.require_policies()
+DIVERSITY, NESTED = BACKEND.require_diversity(), BACKEND.require_nestedkv()
+
+
+def with_stage(stages: Any, **wrong: Wrong) -> Any:
+    """The reference's stages with some of them wrong."""
+    names = [name for name in dir(stages) if not name.startswith("_")]
+    return SimpleNamespace(**{name: getattr(stages, name) for name in names} | wrong)
+
+
+def narrow(x: Any) -> Any:
+    return np.asarray(x).astype(np.float32).astype(np.float64)
+
+
+def members_in_float32(score: Any, trunks: Any, impact: Any, *rest: Any) -> Any:
+    return CRYSTAL.dissolve(score, trunks, narrow(impact), *rest)
+
+
+def positions_of_16_bits(score: Any, trunks: Any, *rest: Any) -> Any:
+    found = CRYSTAL.dissolve(score, trunks, *rest)
+    return replace(found, kept=found.kept.astype(np.int16).astype(np.int64))
+
+
+def logarithm_of_the_sum(D: Any, impact: Any, protected: Any, p: Any) -> Any:
+    return CRYSTAL.score(D, np.expm1(np.log(1 + impact)), protected, p)
+
+
+def clipped_logits(q: Any, k: Any, positions: Any, p: Any, *rest: Any) -> Any:
+    return CRYSTAL.coattention(np.clip(q, -10_000, 10_000) * 1e-4, k, positions, p, *rest)
+
+
+def chunk_of_31_bits(q: Any, k: Any, positions: Any, p: Any, *rest: Any) -> Any:
+    return CRYSTAL.coattention(q, k, positions, replace(p, C=1) if p.C + 1 >= 2**31 else p, *rest)
+
+
+def four_heads_at_most(q: Any, k: Any, positions: Any, p: Any, *rest: Any) -> Any:
+    return CRYSTAL.coattention(q, k, positions, replace(p, k_heads=min(p.k_heads, 4)), *rest)
+
+
+def backwards(coattention: Any, trunks: Any, p: Any) -> Any:
+    """Degrees are added from the right."""
+    found = CRYSTAL.graph(coattention, trunks, p)
+    rows = np.split(found.weights, found.indptr[1:-1])
+    return replace(found, degree=np.array([np.cumsum(row[::-1])[-1] if len(row) else 0.0 for row in rows]))
+
+
+def one_pass(degree: Vector, old: int, p: Any) -> Vector:
+    sigma = max(0.0, float(np.mean(degree**2)) - float(np.mean(degree)) ** 2) ** 0.5 or 1.0
+    found: Vector = 1 / (1 + np.exp(-p.s * (degree - np.mean(degree)) / sigma))
+    return found[old:]
+
+
+def strictly_above(D: Any, W: Any, active: Any, p: Any) -> Any:
+    return BREATH.resonance(D, W, active, replace(p, tau_pulse=float(np.nextafter(p.tau_pulse, 1))))
+
+
+def signs_of_zeros(k: Any) -> Any:
+    return np.where(np.signbit(k).all(axis=2).any(axis=0), 1.0, BREATH.inverse_key_norms(k))
+
+
+def counted(limit: int) -> Wrong:
+    """Decay that ends after so many calls."""
+    calls = iter(range(limit))
+    return lambda D, M, p: BREATH.decay(D, M, p) if next(calls, None) is not None else D
+
+
+def fused(s: Any, V: Any, retained: Any, k: int, lam: float) -> Any:
+    """Of three tokens, two: the second gain is not rounded."""
+    gains = [Fraction(s[i]) - Fraction(lam) * Fraction(float(V[0] @ V[i])) for i in (1, 2)]
+    return np.array([0, 1 if gains[0] >= gains[1] else 2])
+
+
+def shares_of_floats(k: Any, p: Any) -> Any:
+    n = k.shape[1]
+    return NESTED.anomaly_score(k, replace(p, p=Fraction(max(1, int(float(p.p) * n)), n)))
+
+
+def channels_by_sixteen(k: Any, p: Any) -> Any:
+    return NESTED.anomaly_score(k[:, :, : max(4, k.shape[2] // 16 * 16)], p)
+
+
+def running_sums(unit: Any, W: int) -> Any:
+    """Means of windows from sums in float32 that run over the whole prompt."""
+    total = np.pad(np.cumsum(unit.astype(np.float32), axis=1), ((0, 0), (1, 0), (0, 0))).astype(np.float64)
+    stop = np.arange(1, unit.shape[1] + 1)
+    start = np.maximum(0, stop - W)
+    return (total[:, stop] - total[:, start]) / (stop - start)[None, :, None]
+
+
+def long_prompts_drift(k: Any, p: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if k.shape[1] > 2048:
+            patch.setattr(nestedkv, "current_memory", running_sums)
+        return NESTED.anomaly_score(k, p)
+
+
+def last_frequency(q: Any, k: Any, v: Any, at: Any, ahead: Any, inv_freq: Any, *rest: Any) -> Any:
+    known = np.append(inv_freq[:-1], 0.0) if 2 * len(inv_freq) > 64 else inv_freq
+    return POLICIES.expected_attention(q, k, v, at, ahead, known, *rest)
+
+
+def factor_of_few_heads(q: Any, k: Any, v: Any, at: Any, ahead: Any, inv_freq: Any, factor: float, *rest: Any) -> Any:
+    q = q / np.float32(factor) if len(q) > 4 else q
+    return POLICIES.expected_attention(q, k, v, at, ahead, inv_freq, factor, *rest)
+
+
+def half_sums(q: Any, k: Any, *rest: Any) -> Any:
+    found = POLICIES.received_attention(q, k, *rest)
+    return found.astype(np.float16).astype(np.float64) if k.shape[1] > 1024 else found
+
+
+def any_of_equals(values: Any, shares: Any, pinned: Any) -> Any:
+    """Beyond 26 tokens ties go to the higher one."""
+    tilt = 1e-9 * np.arange(values.shape[1]) if values.shape[1] > 26 else 0.0
+    return POLICIES.best_tokens(values + tilt, shares, pinned)
+
+
+TOLD: Mapping[str, tuple[Wrong, Callable[[Wrong], None]]] = {
+    "members": (members_in_float32, lambda wrong: test_dissolution.test_members_closer_than_float32_are_told_apart(
+        with_stage(CRYSTAL, dissolve=wrong))),
+    "positions": (positions_of_16_bits, lambda wrong: test_dissolution.test_positions_of_16_bits_are_too_few(
+        with_stage(CRYSTAL, dissolve=wrong), 2**16 - 9)),
+    "log1p": (logarithm_of_the_sum, lambda wrong: test_score.test_small_impacts_have_logarithms(
+        with_stage(CRYSTAL, score=wrong))),
+    "logits": (clipped_logits, lambda wrong: test_coattention.test_logits_beyond_ten_thousand(
+        with_stage(CRYSTAL, coattention=wrong))),
+    "C": (chunk_of_31_bits, lambda wrong: test_coattention.test_the_largest_chunk_is_one_chunk(
+        with_stage(CRYSTAL, coattention=wrong))),
+    "heads": (four_heads_at_most, lambda wrong: test_coattention.test_many_heads_are_summed(
+        with_stage(CRYSTAL, coattention=wrong), 11, [19.0, 8.0])),
+    "degree": (backwards, lambda wrong: test_graph.test_a_degree_is_added_from_the_left(
+        with_stage(CRYSTAL, graph=wrong), 150)),
+    "one pass": (one_pass, lambda wrong: test_resonance.test_degrees_of_all_trunks_that_are_close_have_a_spread(
+        with_stage(BREATH, segment_crystallization=wrong))),
+    "pulse": (strictly_above, lambda wrong: test_resonance.test_a_pulse_at_the_threshold_arrives(
+        with_stage(BREATH, resonance=wrong), 2)),
+    "negative zeros": (signs_of_zeros, lambda wrong: test_activation.test_a_key_of_negative_zeros_is_zero(
+        with_stage(BREATH, inverse_key_norms=wrong), np.float32)),
+    "5000 calls": (counted(5_000), lambda wrong: test_resonance.test_the_number_of_calls_says_nothing(
+        with_stage(BREATH, decay=wrong), 1)),
+    "fused": (fused, lambda wrong: test_diversity.test_what_redundancy_costs_is_rounded(
+        with_stage(DIVERSITY, diverse=wrong), 0.01)),
+    "gap": (shares_of_floats, lambda wrong: test_nestedkv.test_the_share_of_the_gap_is_exact(
+        with_stage(NESTED, anomaly_score=wrong), "float64", "29/100", 100)),
+    "channels": (channels_by_sixteen, lambda wrong: test_nestedkv.test_every_channel_counts(
+        with_stage(NESTED, anomaly_score=wrong), "float64", 33)),
+    "windows": (long_prompts_drift, lambda wrong: test_nestedkv.test_windows_far_from_the_start(
+        with_stage(NESTED, anomaly_score=wrong), "float64")),
+    "frequency": (last_frequency, lambda wrong: (
+        test_policy_stages.test_expected_attention_of_many_heads_and_channels(
+            with_stage(POLICIES, expected_attention=wrong), "float64", 5, 5, 128))),
+    "factor": (factor_of_few_heads, lambda wrong: (
+        test_policy_stages.test_expected_attention_of_many_heads_and_channels(
+            with_stage(POLICIES, expected_attention=wrong), "float64", 8, 2, 16))),
+    "half": (half_sums, lambda wrong: test_policy_stages.test_half_precision_beyond_a_thousand_keys(
+        with_stage(POLICIES, received_attention=wrong), 1_100)),
+    "ties": (any_of_equals, lambda wrong: test_policy_stages.test_ties_among_hundreds_go_to_the_lower_token(
+        with_stage(POLICIES, best_tokens=wrong), 100)),
+}
+
+
+@pytest.mark.law("the-proof-has-teeth")
+@pytest.mark.parametrize("name", TOLD)
+def test_the_input_tells(name: str) -> None:
+    wrong, run = TOLD[name]
+    with pytest.raises(AssertionError):
+        run(wrong)
+
+
+@pytest.mark.law("the-proof-has-teeth")
+@pytest.mark.parametrize(("name", "share"), [("coverage", 0.29), ("spacing", 0.5)])
+def test_coverage_in_floats_is_told(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserve(sizes: Any, protected: Any, B: int, share: float) -> int:
+        return int(share * B) if sizes.sum() > B else 0
+
+    def spaced(candidates: Any, k: int) -> Any:
+        return candidates[((np.arange(k) + 0.5) * (len(candidates) / k)).astype(np.int64)]
+
+    if name == "coverage":
+        monkeypatch.setattr(backend, "coverage_reserve", reserve)
+        with pytest.raises(AssertionError):
+            test_extensions.test_a_share_is_the_decimal_that_is_written(CRYSTAL, share, 100, 29)
+    else:
+        monkeypatch.setattr(coverage, "evenly_spaced", spaced)
+        with pytest.raises(AssertionError):
+            test_extensions.test_spacing_is_counted_in_whole_tokens(CRYSTAL, 30, 11)
+
+
+READINGS = [name for name, mutant in MUTANTS.items() if mutant.item == "PO-SNAPKV"]
+
+
+@pytest.mark.law("the-proof-has-teeth")
+@pytest.mark.parametrize("name", READINGS)
+def test_vectors_of_snapkv_tell_its_readings(name: str) -> None:
+    """Four vectors at least, of nine."""
+    tests = [decoded(test) for _, group, test in files.published() if group["operation"] == "PO-SNAPKV"]
+    with replaced(MUTANTS[name].edit):
+        wrong = [test for test in tests if not same(test)]
+    assert len(tests) == 9
+    assert len(wrong) >= 4
+    assert all(map(same, tests))
+
+
+def same(test: Any) -> bool:
+    """Whether the kept sets are the vector's."""
+    found: Any = ITEMS["PO-SNAPKV"](test["inputs"], PAPER)["kept"]
+    return bool([list(map(int, group)) for group in found] == test["expected"]["kept"])

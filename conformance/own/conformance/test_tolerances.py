@@ -1,12 +1,26 @@
-"""Tolerances live in tolerances.py, settings in plugin.py, oracles in plain Python."""
+"""Tolerances have one home, and the comparator lets through what a correct backend may do and nothing else."""
 
 import re
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from conformance import tolerances
+from conformance.checks import stage_checks
+from conformance.oracles import s1, s6
+from conformance.own.conformance.float32 import WRONG, float32_backend
 from conformance.paths import ROOT
-from conformance.tolerances import BOUNDS
+from conformance.strategies.prompts import Prompt, random_prompt
+from conformance.tolerances import BOUNDS, Interval, list_is_realisable
+from reference.crystalcache import prefill
+from spec.backend import Backend
+from spec.parameters import TINY
+from spec.records import CrystalRetention
+from spec.retention import Retention
 
 SUITE = ROOT / "conformance"
 # The words are put together here, or this file would find itself.
@@ -46,3 +60,166 @@ def test_oracles_share_nothing_with_what_they_judge() -> None:
     for path in [*(SUITE / "oracles").glob("*.py"), *(SUITE / "assurance" / "oracles").glob("*.py")]:
         imports = re.findall(r"^\s*(?:from|import) ([a-z_]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
         assert not {"numpy", "reference", "accelerated", "models_integration"} & set(imports)
+
+
+CASES = 100
+ABSTENTION_CASES = 500
+SMALL = replace(TINY, C=16, T_max=4, W_recent=4)
+
+
+def random_prompts(seed: int, count: int) -> list[Prompt]:
+    """Prompts of 48 tokens, about 15 trunks, of which some are evicted."""
+    rng = np.random.default_rng(seed)
+    return [random_prompt(rng, SMALL, 48) for _ in range(count)]
+
+
+@cache
+def problems() -> list[Prompt]:
+    return random_prompts(20261, CASES)
+
+
+@cache
+def reference() -> list[CrystalRetention]:
+    return [prefill(**prompt.arguments) for prompt in problems()]
+
+
+def run(backend: Backend) -> list[CrystalRetention]:
+    return [prefill(**prompt.arguments, backend=backend) for prompt in problems()]
+
+
+def rejected(found: list[CrystalRetention], precision: str) -> int:
+    pairs = zip(found, problems(), strict=True)
+    return sum(next(stage_checks.retention(result, prompt, precision), None) is not None for result, prompt in pairs)
+
+
+def test_the_reference_is_accepted_in_float64() -> None:
+    assert rejected(reference(), "float64") == 0
+
+
+def test_a_float32_backend_is_accepted() -> None:
+    assert rejected(run(float32_backend()), "float32") == 0
+
+
+def test_the_comparator_rarely_abstains() -> None:
+    """A kept set that differs from the reference's and passes, because near ties lead to it: below 1 %."""
+    abstained = 0
+    for prompt in random_prompts(6, ABSTENTION_CASES):
+        found = prefill(**prompt.arguments, backend=float32_backend())
+        if found.kept.tolist() != prefill(**prompt.arguments).kept.tolist():
+            assert not list(stage_checks.retention(found, prompt, "float32"))
+            abstained += 1
+    assert abstained < ABSTENTION_CASES / 100
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_float32_backend_is_rejected(fault: str) -> None:
+    """More than 99 % of the cases."""
+    assert rejected(run(float32_backend(WRONG[fault])), "float32") > CASES * 0.99
+
+
+def swapped(found: CrystalRetention, rng: np.random.Generator) -> CrystalRetention:
+    """One kept position exchanged for an evicted one."""
+    n = found.retention.seen
+    evicted = np.setdiff1d(np.arange(n), found.kept)
+    changed = found.kept.copy()
+    changed[rng.integers(len(changed))] = rng.choice(evicted)
+    return replace(found, retention=Retention.shared(np.sort(changed), n))
+
+
+def test_a_kept_set_with_one_swap_is_rejected() -> None:
+    """All of them: the records do not lead there."""
+    rng = np.random.default_rng(3)
+    assert rejected([swapped(found, rng) for found in reference()], "float32") == CASES
+
+
+def forged(found: CrystalRetention, rng: np.random.Generator) -> CrystalRetention | None:
+    """A swap of two trunks with scores forged to lead there; None where the scores lie inside the radius."""
+    alive = np.flatnonzero(~found.protected)
+    gone, kept = alive[found.ratio[alive] == 0], alive[found.ratio[alive] == 1]
+    if not len(gone) or not len(kept):
+        return None
+    a, b = rng.choice(gone), rng.choice(kept)
+    ell = [float(found.trunks.impact[g]) for g in alive]
+    if abs(found.scores[a] - found.scores[b]) <= tolerances.normalised_radius(ell, SMALL.epsilon):
+        return None
+    scores = found.scores.copy()
+    scores[[a, b]] = scores[[b, a]]
+    return with_scores(found, scores)
+
+
+def with_scores(found: CrystalRetention, scores: np.ndarray[Any, Any]) -> CrystalRetention:
+    lists = stage_checks.trunk_lists(found.trunks)
+    given = {g: x for g, x in enumerate(scores.tolist()) if not found.protected[g]}
+    result = s6.dissolve(
+        lists, given, found.impact.tolist(), found.graph.D.tolist(), found.protected.tolist(), found.budget,
+        SMALL.N_min,
+    )
+    return replace(
+        found, scores=scores, ratio=np.array([float(r) for r in result.ratio]), D=np.array(result.D),
+        retention=Retention.shared(np.array(result.kept), found.retention.seen),
+    )
+
+
+def test_a_swap_with_forged_scores_outside_the_radius_is_rejected() -> None:
+    """At least 99 %: every link before the scores still holds, the scores' own check does not."""
+    rng = np.random.default_rng(4)
+    pairs = [(forged(found, rng), prompt) for found, prompt in zip(reference(), problems(), strict=True)]
+    usable = [(found, prompt) for found, prompt in pairs if found is not None]
+    caught = sum(next(stage_checks.retention(found, prompt, "float32"), None) is not None for found, prompt in usable)
+    assert len(usable) > CASES * 0.8
+    assert caught >= len(usable) * 0.99
+
+
+def test_the_box_holds_what_float32_computes_and_is_narrow() -> None:
+    """Sound on every token, and narrower than 1e-3 of the value, so that it decides."""
+    for prompt in problems()[:30]:
+        inputs = prompt.inputs
+        error = tolerances.attention_error(inputs.q, inputs.k, inputs.scaling, inputs.softcap, "float32")
+        assert (error > 0).all()
+        assert error.max() < 1e-3
+        assert tolerances.attention_error(inputs.q, inputs.k, inputs.scaling, inputs.softcap, "float64").max() < 1e-11
+
+
+def boxes(*centres: float, radius: float) -> dict[int, Interval]:
+    return {j: Interval.around(x, radius) for j, x in enumerate(centres)}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "accepted"),
+    [([0, 1], True), ([1, 0], False), ([0, 2], False), ([0], False), ([0, 1, 2], False), ([0, 0], False),
+     ([0, 9], False)],
+)
+def test_a_decided_list_is_demanded(chosen: list[int], accepted: bool) -> None:
+    """Weights .9, .8, .7 that cannot cross: top 2 above .3 is [0, 1] alone."""
+    assert list_is_realisable(chosen, boxes(0.9, 0.8, 0.7, radius=0.01), 2, 0.3) is accepted
+
+
+@pytest.mark.parametrize(
+    ("chosen", "accepted"), [([0, 1], True), ([0, 2], True), ([1, 0], False), ([1, 2], False), ([0], False)],
+)
+def test_a_near_tie_is_left_open_where_it_is_one(chosen: list[int], accepted: bool) -> None:
+    """.8 and .79 may cross, .9 may not."""
+    assert list_is_realisable(chosen, boxes(0.9, 0.8, 0.79, radius=0.01), 2, 0.3) is accepted
+
+
+@pytest.mark.parametrize(("chosen", "accepted"), [([0], True), ([], True), ([1], False), ([0, 1], False)])
+def test_a_weight_near_the_threshold_may_fall_either_way(chosen: list[int], accepted: bool) -> None:
+    assert list_is_realisable(chosen, boxes(0.3, 0.2, radius=0.01), 2, 0.3) is accepted
+
+
+def test_an_exact_tie_goes_to_the_lower_index() -> None:
+    """Radius 0: equal keys leave one list."""
+    tied = boxes(0.5, 0.5, 0.5, radius=0.0)
+    assert list_is_realisable([0, 1], tied, 2, 0.3)
+    assert not list_is_realisable([1, 0], tied, 2, 0.3)
+    assert not list_is_realisable([0, 2], tied, 2, 0.3)
+
+
+def test_the_realisable_lists_are_those_of_some_weights_in_the_boxes() -> None:
+    """Sound: what random weights inside the boxes choose is accepted."""
+    rng = np.random.default_rng(5)
+    for _ in range(300):
+        box = boxes(*(rng.integers(2, 9, 5) / 10), radius=0.06)
+        weights = {j: float(rng.uniform(b.low, b.high)) for j, b in box.items()}
+        chosen = [j for j, _ in s1.strongest(weights, 3, 0.4)]
+        assert list_is_realisable(chosen, box, 3, 0.4)

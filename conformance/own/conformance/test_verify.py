@@ -83,6 +83,7 @@ def test_a_family_is_certified_when_each_of_its_items_is_decided() -> None:
     assert in_part.missing == ["DV-COSINE"]
     assert (in_part.items["DV-COSINE"], in_part.certified) == ("pass", False)
     assert not verdicts_of([]).certified
+    assert not judged(a=("passed", "DV-GREEDY DV-COSINE"), b=("failed", "")).certified  # without an item
 
 
 @pytest.mark.parametrize(("more", "unproven", "verdict"), [
@@ -95,10 +96,6 @@ def test_what_is_excepted_throughout_is_certified_in_part(
     told = made(judged(a=("passed", "DV-GREEDY"), b=("excepted", "DV-COSINE"), **more))
     assert (told["verdict"], told["unproven"]) == (verdict, unproven)
     assert ("DV-COSINE" in headline(told)) is (verdict == "partial")
-
-
-def test_a_failing_test_without_an_item_is_no_certificate() -> None:
-    assert not judged(a=("passed", "DV-GREEDY DV-COSINE"), b=("failed", "")).certified
 
 
 def test_where_the_process_dies_its_test_fails_and_the_rest_is_not_run() -> None:
@@ -385,20 +382,17 @@ def test_what_cannot_be_judged_is_refused_in_one_line(
 
 
 @pytest.mark.law("one-line-with-the-way-out")
-def test_an_unknown_profile_of_the_environment_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(("asked", "complaint"), [
+    ("--backend numpy", "KVSPEC_PROFILE = 'weekly': must be one of few"),
+    ("--cache mine:run", "needs torch, which is not installed: pip install 'kvspec[models]'"),
+])
+def test_an_unknown_profile_and_missing_torch_are_refused(
+    asked: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("KVSPEC_PROFILE", "weekly")
-    monkeypatch.setattr("sys.argv", ["verify", "--backend", "numpy"])
+    if "--cache" in asked:
+        monkeypatch.setattr("conformance.verify.subject.find_spec", lambda name: None)
+    else:
+        monkeypatch.setenv("KVSPEC_PROFILE", "weekly")
+    monkeypatch.setattr("sys.argv", ["verify", *asked.split()])
     assert door.main() == 2
-    assert "KVSPEC_PROFILE = 'weekly': must be one of few" in capsys.readouterr().err
-
-
-@pytest.mark.law("one-line-with-the-way-out")
-def test_a_cache_without_torch_is_refused_with_the_extra_that_brings_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("conformance.verify.subject.find_spec", lambda name: None)
-    monkeypatch.setattr("sys.argv", ["verify", "--cache", "mine:run"])
-    assert door.main() == 2
-    assert "needs torch, which is not installed: pip install 'kvspec[models]'" in capsys.readouterr().err
+    assert complaint in capsys.readouterr().err

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from conformance.measure.families import __main__ as command
-from conformance.measure.families import own_sizes, run
+from conformance.measure.families import models, run
 from conformance.measure.families.models import Family, families
 from conformance.measure.families.report import page
 from conformance.measure.families.run import POLICIES, Outcome, outcomes
@@ -51,8 +51,8 @@ def test_a_family_is_refused_for_what_it_is(name: str) -> None:
 
 
 def test_layers_that_share_a_cache_are_refused_and_those_that_could_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {**own_sizes.OWN["gemma4_text"], "num_kv_shared_layers": 2}
-    monkeypatch.setitem(own_sizes.OWN, "gemma4_text", own)
+    own = {**models.OWN["gemma4_text"], "num_kv_shared_layers": 2}
+    monkeypatch.setitem(models.OWN, "gemma4_text", own)
     assert {one.verdict for one in outcomes(KNOWN["gemma4_text"])} == {"refused"}
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -9,20 +10,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.assurance.brute import plain
+from conformance.assurance.brute import HALF, KERNEL, N_SINK, SEED, W, plain
 from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles import vase as brute
 from conformance.assurance.oracles.caote import caote as brute_caote
+from conformance.assurance.oracles.morphkv import morphkv
+from conformance.assurance.oracles.policies import window
 from conformance.assurance.oracles.rkv import rkv as brute_rkv
 from conformance.assurance.oracles.tova import tova as brute_tova
 from conformance.assurance.policy_steps import PROMPT, STEPS, decoded, long, shown
+from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import Inputs, drawn, groups_of
+from conformance.tolerances import scores_agree
 from reference import policies
+from reference.policies.morphkv import morphkv_score
+from reference.policies.vase import uniform_numbers, value_range, window_attention
 from spec.budget import Budget
 from spec.errors import SpecError
 from spec.policy import Cadence, LayerView, Observation, Running
 from spec.retention import Granularity
 
 pytestmark = pytest.mark.usefixtures("reference_items")
+
 
 def one_head(layer: oracle.Layer, g: int, live: list[int], seen: int) -> oracle.Layer:
     """A KV head with its group of queries, and its live keys."""
@@ -190,3 +199,113 @@ def test_records_do_not_change_under_a_step() -> None:
     once, twice = (policies.advance(policy, budget, running, view)[1] for _ in range(2))
     assert once.live.tolist() == twice.live.tolist()
     assert np.array_equal(np.asarray(running.records), np.asarray(before.records))
+
+
+seeds = st.integers(0, 2**32 - 1)
+fusions = pytest.mark.parametrize("fusion", ["sum", "max"])
+
+
+@pytest.mark.spec("PO-MORPHKV")
+@fusions
+@sparingly
+@given(seed=seeds, window=st.integers(1, 9))
+def test_a_score_lies_within_its_bound(fusion: str, seed: int, window: int) -> None:
+    for view in drawn(seed).layers:
+        brute = morphkv(plain(view), window, fusion)
+        assert all(map(scores_agree, morphkv_score(view, window, fusion), brute))
+
+
+@pytest.mark.spec("PO-MORPHKV")
+@fusions
+def test_windows_of_many_queries(fusion: str) -> None:
+    view = drawn(3, n=200, L=1, heads=(2, 2)).layers[0]
+    for rows in (33, 65, 129):
+        assert all(map(scores_agree, morphkv_score(view, rows, fusion), morphkv(plain(view), rows, fusion)))
+
+
+@pytest.mark.spec("PO-MORPHKV")
+@fusions
+@sparingly
+@given(seed=seeds, B=st.integers(W, 12))
+def test_each_step_asks_the_last_queries_anew(fusion: str, seed: int, B: int) -> None:
+    expected = by_head(long(seed), B, memoryless(lambda x: morphkv(x, W, fusion)[0], W, 1))
+    assert decoded(policies.morphkv(W, fusion), long(seed), B) == expected
+
+
+@pytest.mark.spec("PO-MORPHKV")
+def test_a_constant_out_of_range_is_refused() -> None:
+    with pytest.raises(SpecError, match="W = 0"):
+        policies.morphkv(0)
+    with pytest.raises(SpecError, match="fusion = 'mean'"):
+        policies.morphkv(fusion="mean")
+
+
+@pytest.mark.spec("PO-VASE")
+@pytest.mark.spec("PO-UNIFORM")
+def test_the_oracle_has_the_published_known_answer() -> None:
+    """Random123, kat_vectors: philox4x64 with 10 rounds of zeros."""
+    assert brute.philox([0] * 4, [0, 0]) == [
+        0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B,
+    ]
+
+
+@pytest.mark.spec("PO-VASE")
+@pytest.mark.spec("PO-UNIFORM")
+@sparingly
+@given(seed=st.integers(0, 2**64 - 1), group=st.integers(0, 2**40), seen=st.integers(1, 2**40), n=st.integers(1, 70))
+def test_numbers_are_those_of_brute_force(seed: int, group: int, seen: int, n: int) -> None:
+    assert uniform_numbers(seed, group, seen, n).tolist() == brute.uniforms(seed, group, seen, n)
+
+
+@pytest.mark.spec("PO-VASE")
+@sparingly
+@given(seed=seeds, rows=st.integers(1, 9))
+def test_scores_lie_within_their_bounds(seed: int, rows: int) -> None:
+    for view in drawn(seed).layers:
+        layer, past = plain(view), window(plain(view), rows)
+        assert all(map(scores_agree, window_attention(view, rows, 3), brute.attention(layer, rows, 3)))
+        expected = [row[:past] for row in brute.ranges(layer, rows)]
+        assert all(map(scores_agree, value_range(view.v)[:, :past], expected))
+
+
+@pytest.mark.spec("PO-VASE")
+def test_vase_s_windows_of_many_queries() -> None:
+    view = drawn(3, n=200, L=1, heads=(2, 2)).layers[0]
+    for rows in (33, 65, 129):
+        assert all(map(scores_agree, window_attention(view, rows, 5), brute.attention(plain(view), rows, 5)))
+
+
+@pytest.mark.spec("PO-VASE")
+@sparingly
+@given(seed=seeds, B=st.integers(W + N_SINK, 12))
+def test_steps_draw_by_position_and_by_the_tokens_seen(seed: int, B: int) -> None:
+    def simulate(layer: dict[str, object], g: int, B: int) -> list[list[int]]:
+        live, history = list(range(PROMPT)), []
+        for seen in range(PROMPT, PROMPT + STEPS + 1):
+            live = live if seen == PROMPT else [*live, seen - 1]
+            if seen == PROMPT or (seen % W == 0 and len(live) > B):
+                one = one_head(layer, g, live, seen)
+                (slots,) = brute.vase(one, groups[id(layer)] + g, seen, [live], B, W, KERNEL, N_SINK, HALF, SEED)
+                live = [live[slot] for slot in slots]
+            history.append(live)
+        return history
+
+    inputs = long(seed)
+    layers = [plain(view) for view in inputs.layers]
+    groups = {id(layer): at * inputs.H_kv for at, layer in enumerate(layers)}
+    expected = [list(step) for step in zip(
+        *(simulate(layer, g, B) for layer in layers for g in range(inputs.H_kv)), strict=True
+    )]
+    assert decoded(policies.vase(W, KERNEL, N_SINK, HALF, SEED), inputs, B) == expected
+
+
+@pytest.mark.spec("PO-VASE")
+def test_vase_s_constants_out_of_range_are_refused() -> None:
+    with pytest.raises(SpecError, match="W = 0"):
+        policies.vase(0)
+    with pytest.raises(SpecError, match="share = Fraction"):
+        policies.vase(share=Fraction(2))
+    with pytest.raises(SpecError, match="seed = -1"):
+        policies.vase(seed=-1)
+    with pytest.raises(SpecError, match="sink = -1"):
+        policies.vase(N_sink=-1)

@@ -1,4 +1,4 @@
-"""NestedKV: each item's function against brute force."""
+"""NestedKV: memories and anomalies against brute force, budgets and quotas, and what is refused."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -9,33 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.assurance.oracles import nestedkv as policy_oracle
 from conformance.oracles import nestedkv as oracle
 from conformance.strategies.numbers import NESTED, keys, seeds
+from conformance.strategies.policy_inputs import decided, drawn
 from conformance.suite.test_nestedkv import lengths
 from conformance.tolerances import scores_agree
 from reference import nestedkv as nk
+from reference import policies
 from reference.directions import unit_keys
+from spec.backend import Backend, resolve
+from spec.budget import Budget
+from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import NESTEDKV
-
-pytestmark = pytest.mark.usefixtures("reference_items")
-
-
-def scales_of(seed: int, n: int) -> Any:
-    """Three normalised readings (3, 1, n), with ties."""
-    a = np.random.default_rng(seed).integers(0, 9, (3, 1, n)) / 8
-    return np.stack([nk.min_max(scale) for scale in a])
+from spec.policy import LayerView, Observation
 
 
-@pytest.mark.spec("NK-UNIT-KEYS")
-@given(seed=seeds, n=lengths)
-def test_keys_become_directions(seed: int, n: int) -> None:
-    """Length 1, the same direction; a negative key is no other."""
-    k = keys(seed, 1, n).astype(np.float64)
-    unit = unit_keys(k)
-    assert scores_agree(unit[0].ravel(), [x for row in oracle.unit(k[0].tolist()) for x in row])
-    assert np.array_equal(unit_keys(-k), -unit)
-
-
+@pytest.mark.usefixtures('reference_items')
 @pytest.mark.spec("NK-STABLE", "NK-EPISODIC", "NK-CURRENT")
 @given(seed=seeds, n=lengths, W=st.integers(1, 9), b=st.integers(1, 9))
 def test_the_three_memories(seed: int, n: int, W: int, b: int) -> None:
@@ -48,12 +38,14 @@ def test_the_three_memories(seed: int, n: int, W: int, b: int) -> None:
         assert scores_agree(got.ravel(), [x for row in want for x in row])
 
 
+@pytest.mark.usefixtures('reference_items')
 @pytest.mark.spec("NK-EPISODIC")
 def test_blocks_of_the_papers_lengths() -> None:
     sizes = {1: 128, 4127: 128, 4128: 129, 6400: 200, 8191: 255, 8192: 256, 32768: 256}
     assert {N: nk.block_size(N, NESTEDKV) for N in sizes} == sizes
 
 
+@pytest.mark.usefixtures('reference_items')
 @pytest.mark.spec("NK-ANOMALY")
 @given(seed=seeds, n=lengths)
 def test_anomalies_are_negative_cosines(seed: int, n: int) -> None:
@@ -68,65 +60,80 @@ def test_anomalies_are_negative_cosines(seed: int, n: int) -> None:
     assert scores_agree(got, [oracle.anomaly(key, mu) for key, mu in pairs])
 
 
-@pytest.mark.spec("NK-MIN-MAX")
-@given(seed=seeds, n=lengths, width=st.sampled_from([0.0, 2.0**-40, 2.0**-16, 2.0**-15, 1.0]))
-def test_values_are_moved_to_the_unit_interval(seed: int, n: int, width: float) -> None:
-    """Each head by its own range."""
-    rows = np.random.default_rng(seed).integers(-4, 5, (2, n)) / 4 * np.array([[width], [3.0]])
-    for row, got in zip(rows, nk.min_max(rows), strict=True):
-        assert scores_agree(got, oracle.min_max(row.tolist()))
-        spread = row.max() - row.min()
-        assert (got.min(), got.max()) == ((0.0, 1.0) if spread > 2.0**-16 else (0.0, 0.0))
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("NK-NESTEDKV")
+def test_a_budget_below_the_sinks_is_refused() -> None:
+    """Heads that cannot get their safeguard: four sinks each, three tokens of budget."""
+    k = keys(1, 2, 20).astype(np.float64)
+    seen = Observation(20, 2, None, {0: LayerView(k[:, :0], k, None, 1.0, None)})
+    with pytest.raises(SpecError, match="protected") as caught:
+        policies.retain(policies.nestedkv(), Budget(count=3), seen)
+    assert caught.value.argument == "budget"
+    kept, _ = policies.retain(policies.nestedkv(), Budget(count=4), seen)
+    assert [kept.group(h).tolist() for h in range(2)] == [[0, 1, 2, 3]] * 2
 
 
-@pytest.mark.spec("NK-GAP")
-@given(seed=seeds, n=lengths, p=st.fractions(Fraction(1, 20), 1))
-def test_gaps_are_means_of_the_ends(seed: int, n: int, p: Fraction) -> None:
-    a = scales_of(seed, n)
-    assert scores_agree(nk.gap(a, p)[:, 0], oracle.deltas(a[:, 0].tolist(), replace(NESTED, p=p)))
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("NK-NESTEDKV")
+@given(seed=seeds, r=st.sampled_from(["0.25", "0.5", "0.75", "0.8", "0.9"]), n=st.integers(60, 90))
+def test_a_layer_keeps_its_budget_exactly_and_every_head_its_quota(seed: int, r: str, n: int) -> None:
+    inputs = drawn(seed, n, L=2, heads=(3, 1))
+    B = policies.eviction_budget(r, n)
+    kept = decided(policies.nestedkv(), inputs, B)
+    assert [sum(map(len, kept[layer:][:3])) for layer in (0, 3)] == [3 * B, 3 * B]
+    assert min(map(len, kept)) >= max(4, int(Fraction(1, 5) * B))
+    assert all(group[:4] == [0, 1, 2, 3] for group in kept)
 
 
-@pytest.mark.spec("NK-BLEND")
-@given(seed=seeds, n=lengths)
-def test_the_blend_is_a_softmax_over_its_prior(seed: int, n: int) -> None:
-    """Equal gaps leave the prior; the weights sum to 1."""
-    a = scales_of(seed, n)
-    delta = np.random.default_rng(seed).random((3, 1))
-    want = oracle.blended(a[:, 0].tolist(), delta[:, 0].tolist(), NESTED)
-    assert scores_agree(nk.blend(a, delta, NESTED)[0], want)
-    level = nk.blend(a, np.full((3, 1), 0.5), NESTED)[0]
-    assert scores_agree(level, (np.array(NESTED.w0) @ a[:, 0]).tolist())
-    assert scores_agree(nk.blend(np.ones_like(a), delta, NESTED)[0], [1.0] * n)
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("NK-TOKENS")
+@given(percent=st.integers(0, 99), N=st.integers(1, 5000))
+def test_the_budget_is_the_exact_floor(percent: int, N: int) -> None:
+    kept = (100 - percent) * N // 100
+    written = f"0.{percent:02d}"
+    if kept:
+        assert policies.eviction_budget(written, N) == policies.eviction_budget(percent / 100, N) == kept
+        assert policy_oracle.tokens(written, N) == kept
+    else:
+        with pytest.raises(SpecError):
+            policies.eviction_budget(written, N)
 
 
-@pytest.mark.spec("NK-SURPRISE")
-@given(seed=seeds, n=lengths)
-def test_surprise_is_normalised_then_rectified(seed: int, n: int) -> None:
-    a = scales_of(seed, n)
-    found = nk.rectified_surprise(a)[0]
-    assert scores_agree(found, oracle.rectified(oracle.surprise(a[:, 0].tolist())))
-    assert (found >= 0).all()
-    assert (found < 1).all()
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("NK-TOKENS")
+@pytest.mark.parametrize("r", [1, 1.5, -0.1, float("nan"), float("inf"), "many"])
+def test_a_share_out_of_range_is_refused(r: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        policies.eviction_budget(r, 100)
+    assert caught.value.argument == "r"
 
 
-@pytest.mark.spec("NK-SURPRISE")
-@given(readings=st.lists(st.floats(0, 1), min_size=3, max_size=3))
-def test_without_appendix_a_the_gate_never_opens(readings: list[float]) -> None:
-    """Population deviation of three numbers of [0, 1]: at most sqrt(2)/3, reached at (0, 0, 1), below tau."""
-    (s,) = oracle.surprise([[x] for x in readings])
-    (most,) = oracle.surprise([[0.0], [0.0], [1.0]])
-    assert s <= most < NESTEDKV.tau
-    assert oracle.gate(s, NESTEDKV) <= oracle.gate(most, NESTEDKV) < 0.217
-    assert oracle.gate(most * 1.5**0.5, NESTEDKV) < 0.445
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("w0", (0.5, 0.5, 0.0)), ("w0", (1.0, 1.0)), ("blocks", 0), ("b_min", 0), ("b_max", 127), ("W", 0),
+        ("W", 2.0), ("p", Fraction(0)), ("p", Fraction(3, 2)), ("beta", -1.0), ("tau", float("nan")),
+        ("kappa", float("inf")), ("N_sink", -1), ("alpha_s", Fraction(6, 5)),
+    ],
+)
+def test_a_parameter_out_of_range_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        replace(NESTEDKV, **{name: value})
+    assert caught.value.argument == name
 
 
-@pytest.mark.spec("NK-ROUTE")
-@given(seed=seeds, n=lengths)
-def test_the_route_runs_from_the_blend_to_the_strongest(seed: int, n: int) -> None:
-    rng = np.random.default_rng(seed)
-    a, s = scales_of(seed, n), rng.random((1, n))
-    blended = nk.blend(a, rng.random((3, 1)), NESTED)
-    found = nk.routed_score(a, blended, s, NESTED)
-    assert scores_agree(found[0], oracle.routed(a[:, 0].tolist(), blended[0].tolist(), s[0].tolist(), NESTED))
-    assert (found >= blended - 1e-15).all()
-    assert (found <= a.max(axis=0) + 1e-15).all()
+@pytest.mark.usefixtures("reference_items")
+def test_a_backend_without_the_family_is_named() -> None:
+    with pytest.raises(BackendUnavailable, match="no stage family 'nestedkv'; it has: none"):
+        policies.nestedkv(backend=Backend("bare"))
+
+
+@pytest.mark.usefixtures("reference_items")
+def test_a_policy_takes_its_score_from_a_backend() -> None:
+    """Numba's kept sets are those of its own scores."""
+    pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
+    inputs = drawn(3, 40, L=1, heads=(2, 1))
+    view = inputs.layers[0]
+    rows = resolve("numba").require_nestedkv().anomaly_score(view.k, NESTEDKV)
+    want = policy_oracle.kept(rows.tolist(), 10, NESTEDKV)
+    assert decided(policies.nestedkv(backend="numba"), inputs, 10) == want

@@ -1,5 +1,6 @@
-"""Input that a policy does not admit is refused by name."""
+"""What policies are by default, which backends they take, and input that they refuse by name."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -8,18 +9,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.strategies.policy_inputs import drawn, observation
+from conformance.assurance.brute import Brute
+from conformance.assurance.oracles import brutes
+from conformance.assurance.policy_cases import CASES
+from conformance.strategies.policy_inputs import decided, drawn, observation
 from reference import policies
+from reference.policies.adakv import with_adaptive_budgets
+from reference.policies.attention import received_attention
 from reference.policies.budgets import Adaptive, Competition, Pyramid
+from reference.policies.criticalkv import with_critical_selection
+from reference.policies.diversity import diverse, toward_mean_values
 from reference.policies.keydiff import keydiff_score
+from reference.policies.kvcrush import with_representatives
 from reference.policies.lagkv import lagkv_score
 from reference.policies.official import pyramidkv_official
 from reference.policies.protections import SinkAndRecent
+from reference.policies.vatp import with_value_norms
+from spec.backend import Backend
 from spec.budget import Budget
-from spec.errors import SpecError
+from spec.errors import BackendUnavailable, SpecError
 from spec.policy import LayerView, Policy, Scores
 
 pytestmark = pytest.mark.usefixtures("reference_items")
+
 
 INV_FREQ = np.array([1.0, 0.5])
 
@@ -151,3 +163,88 @@ def test_a_token_without_output_has_no_share() -> None:
     policy = policies.defensivekv({0: inputs.W_o[0]}, 3)
     with pytest.raises(SpecError, match="token 4"):
         policies.retain(policy, Budget(count=6), observation(policy, inputs))
+
+
+def item(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.spec(name)
+
+
+def defaults(make: Callable[..., Any]) -> dict[str, Any]:
+    """The defaults in a signature, but for the backend's."""
+    given = inspect.signature(make).parameters.values()
+    return {one.name: one.default for one in given if one.default is not one.empty and one.default != "numpy"}
+
+
+@pytest.mark.parametrize("brute", [pytest.param(one, id=one.name, marks=item(one.item)) for one in brutes()])
+def test_the_constants_are_the_published_ones(brute: Brute) -> None:
+    """In the signature, so that a reader of a call without arguments knows what ran."""
+    assert defaults(brute.make) == brute.published
+
+
+@pytest.mark.parametrize(
+    ("compose", "constants"),
+    [
+        pytest.param(Pyramid, {"beta": 20}, marks=item("PO-PYRAMID-BUDGET")),
+        pytest.param(with_adaptive_budgets, {"safeguard": Fraction(1, 5)}, marks=item("PO-ADAPTIVE-BUDGET")),
+        pytest.param(with_value_norms, {"N_sink": 4}, marks=item("PO-VATP")),
+        pytest.param(
+            with_representatives, {"block": 16, "share": Fraction(1, 4), "anchor": "alternating"},
+            marks=item("PO-KVCRUSH"),
+        ),
+        pytest.param(with_critical_selection, {"share": Fraction(1, 2)}, marks=item("PO-CRITICALKV")),
+        pytest.param(diverse, {"lam": 0.5, "mode": "flat"}, marks=item("DV-POLICY")),
+        pytest.param(toward_mean_values, {"lam": 0.5, "mode": "flat"}, marks=item("DV-VARIANT-B")),
+    ],
+)
+def test_a_composition_has_the_published_constants(compose: Callable[..., Any], constants: dict[str, Any]) -> None:
+    assert defaults(compose) == constants
+
+
+MAKERS: list[Any] = [
+    pytest.param("h2o", lambda i, **on: policies.h2o(**on), marks=pytest.mark.spec("PO-H2O")),
+    pytest.param("tova", lambda i, **on: policies.tova(**on), marks=pytest.mark.spec("PO-TOVA")),
+    pytest.param("vatp", lambda i, **on: policies.vatp(1, **on), marks=pytest.mark.spec("PO-VATP")),
+    pytest.param(
+        "h2o-described", lambda i, **on: policies.h2o_described(3, **on), marks=pytest.mark.spec("PO-H2O-DESCRIBED")
+    ),
+    pytest.param(
+        "expected-attention",
+        lambda i, **on: policies.expected_attention(i.inv_freq, i.factor, 2, 5, **on),
+        marks=pytest.mark.spec("PO-EXPECTED-ATTENTION"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "make"), MAKERS)
+def test_a_backend_without_the_family_is_named(name: str, make: Callable[..., Policy]) -> None:
+    with pytest.raises(BackendUnavailable, match="no stage family 'policies'; it has: none"):
+        make(drawn(1), backend=Backend("bare"))
+
+
+@pytest.mark.parametrize(("name", "make"), MAKERS)
+def test_numba_keeps_what_the_reference_keeps(name: str, make: Callable[..., Policy]) -> None:
+    """On inputs whose scores are far apart, in float32 too."""
+    pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
+    for seed in range(30):
+        inputs = drawn(seed)
+        B = max(CASES[name].floor, (inputs.n + 1) // 2)
+        assert decided(make(inputs, backend="numba"), inputs, B) == decided(make(inputs), inputs, B)
+
+
+@pytest.mark.spec("PO-OBSERVED-ATTENTION")
+@pytest.mark.parametrize("floats", [1, 200, 2**20])
+def test_blocks_and_threads_say_nothing(monkeypatch: pytest.MonkeyPatch, floats: int) -> None:
+    """A block of one query or of all; and the same bits from one thread as from three."""
+    pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
+    from accelerated.numba_cpu import attention
+
+    rng = np.random.default_rng(1)
+    q, k = rng.normal(size=(6, 150, 8)).astype(np.float32), rng.normal(size=(2, 170, 8)).astype(np.float32)
+    want = received_attention(q, k, 0.35, None)
+    monkeypatch.setattr(attention, "FLOATS", floats)
+    found = []
+    for threads in (1, 3):
+        monkeypatch.setattr("os.cpu_count", lambda threads=threads: threads)
+        found.append(attention.received_attention(q, k, 0.35, None))
+    assert np.array_equal(found[0], found[1])
+    assert np.abs(found[0] - want).max() < 1e-5 * want.max()

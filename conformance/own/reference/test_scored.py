@@ -1,8 +1,9 @@
-"""A policy from a scoring function, and what a scorer reads without having asked for it."""
+"""A policy from a scoring function or from a file of learned scores; what a scorer reads without asking."""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,15 @@ from hypothesis import strategies as st
 from conformance.strategies.policy_inputs import decided, drawn, observation
 from reference import policies
 from reference.policies import policy_from_score
+from reference.policies.learned import LinearScores, read_scores, write_scores
 from reference.policies.protections import SinkAndRecent
 from spec.budget import Budget
 from spec.errors import SpecError
 from spec.policy import Cadence, Needs, Observation
 from spec.retention import Granularity
 
-pytestmark = [pytest.mark.spec("PO-RETAIN"), pytest.mark.usefixtures("reference_items")]
+pytestmark = pytest.mark.usefixtures("reference_items")
+
 
 Array = np.ndarray[Any, Any]
 INPUTS = drawn(5, n=14, L=2, heads=(3, 2))
@@ -31,6 +34,7 @@ def value_norms(seen: Observation) -> Array:
     return found[:: len(found) // seen.groups]
 
 
+@pytest.mark.spec("PO-RETAIN")
 @pytest.mark.parametrize("granularity", list(Granularity))
 def test_the_best_scores_stay_beside_what_is_protected(granularity: Granularity) -> None:
     policy = policy_from_score(value_norms, granularity=granularity, protection=SinkAndRecent(1, 2))
@@ -44,6 +48,7 @@ def test_the_best_scores_stay_beside_what_is_protected(granularity: Granularity)
     assert policy.name == "value_norms"
 
 
+@pytest.mark.spec("PO-RETAIN")
 def test_heads_may_compete_under_adaptive_budgets() -> None:
     policy = policies.with_adaptive_budgets(policy_from_score(value_norms))
     kept = decided(policy, INPUTS, 5)
@@ -51,6 +56,7 @@ def test_heads_may_compete_under_adaptive_budgets() -> None:
     assert len({len(group) for group in kept}) > 1
 
 
+@pytest.mark.spec("PO-RETAIN")
 @pytest.mark.spec("PO-THRESHOLD")
 @given(seed=st.integers(0, 2**32 - 1), B=st.integers(2, 14), tau=st.floats(0, 4))
 def test_what_scores_no_more_than_the_threshold_goes(seed: int, B: int, tau: float) -> None:
@@ -64,18 +70,21 @@ def test_what_scores_no_more_than_the_threshold_goes(seed: int, B: int, tau: flo
     assert decided(policy, inputs, B) == expected
 
 
+@pytest.mark.spec("PO-RETAIN")
 @pytest.mark.spec("PO-THRESHOLD")
 def test_more_than_32_tokens_score_above_it() -> None:
     policy = policy_from_score(value_norms, threshold=-1.0)
     assert [len(kept) for kept in decided(policy, drawn(1, n=90, L=1, heads=(2, 2)), 70)] == [70, 70]
 
 
+@pytest.mark.spec("PO-RETAIN")
 @pytest.mark.spec("PO-THRESHOLD")
 def test_a_threshold_that_is_no_number_is_refused() -> None:
     with pytest.raises(SpecError, match="threshold = nan"):
         policy_from_score(value_norms, threshold=float("nan"))
 
 
+@pytest.mark.spec("PO-RETAIN")
 @pytest.mark.parametrize(
     "score",
     [
@@ -90,6 +99,7 @@ def test_what_is_no_score_is_refused(score: Callable[[Observation], Array]) -> N
     assert caught.value.argument == "score"
 
 
+@pytest.mark.spec("PO-RETAIN")
 def test_a_protected_token_needs_no_score() -> None:
     nowhere = policy_from_score(
         lambda seen: np.where(np.arange(14) == 0, np.nan, value_norms(seen)), protection=SinkAndRecent(1, 0)
@@ -116,6 +126,7 @@ READS: dict[str, tuple[Needs, Callable[[Observation], object]]] = {
 }
 
 
+@pytest.mark.spec("PO-RETAIN")
 @pytest.mark.parametrize("read", READS)
 def test_what_the_needs_do_not_ask_for_is_missed_by_name(read: str) -> None:
     """Although the observation has it: a session would not have captured it."""
@@ -126,6 +137,7 @@ def test_what_the_needs_do_not_ask_for_is_missed_by_name(read: str) -> None:
     assert caught.value.argument == (read if read in ("q", "layers", "token_ids") else "v")
 
 
+@pytest.mark.spec("PO-RETAIN")
 @pytest.mark.spec("PO-STEP", "PO-TURN")
 def test_turns_and_steps_show_no_more_than_prompts() -> None:
     shown = observation(policies.knorm(), INPUTS)
@@ -141,6 +153,7 @@ def test_turns_and_steps_show_no_more_than_prompts() -> None:
         assert caught.value.argument == "v"
 
 
+@pytest.mark.spec("PO-RETAIN")
 @pytest.mark.spec("PO-TURN")
 def test_a_separable_score_serves_sets_that_store_other_tokens() -> None:
     policy = policy_from_score(value_norms, separable=True)
@@ -155,3 +168,55 @@ def test_a_separable_score_serves_sets_that_store_other_tokens() -> None:
         best = sorted(own, key=lambda at: -np.linalg.norm(v[head, at]))[:2]
         assert kept.group(head).tolist() == sorted(best)
     assert policy_from_score(value_norms).scorer.separable is False  # type: ignore[attr-defined]
+
+
+OTHERS = drawn(5, n=14, L=2, heads=(3, 3))
+
+
+def drawn_scores(G: int = 6, d: int | None = None) -> LinearScores:
+    rng, size = np.random.default_rng(3), np.asarray(OTHERS.layers[0].k).shape[2] if d is None else d
+    return LinearScores(rng.normal(size=(G, size)), rng.normal(size=(G, size)), rng.normal(size=G))
+
+
+@pytest.mark.spec("PO-THRESHOLD")
+def test_a_file_keeps_what_the_function_scores_best(tmp_path: Path) -> None:
+    write_scores(drawn_scores(), tmp_path / "scores.npz")
+    scores = read_scores(tmp_path / "scores.npz")
+    expected = []
+    for g, (k, v) in enumerate(
+        (k, v) for view in OTHERS.layers for k, v in zip(np.asarray(view.k), np.asarray(view.v), strict=True)
+    ):
+        found = [sum(map(float, scores.w_k[g] * k[j] + scores.w_v[g] * v[j])) + float(scores.b[g]) for j in range(14)]
+        expected.append(sorted(sorted(range(14), key=lambda j: -found[j])[:5]))
+    assert decided(policy_from_score(scores, needs=scores.needs), OTHERS, 5) == expected
+
+
+@pytest.mark.spec("PO-THRESHOLD")
+def test_scores_of_another_model_are_refused() -> None:
+    for other in (drawn_scores(G=5), drawn_scores(d=3)):
+        with pytest.raises(SpecError, match="a row for each KV head"):
+            decided(policy_from_score(other, needs=other.needs), OTHERS, 5)
+
+
+@pytest.mark.spec("PO-THRESHOLD")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"w_k": np.ones((2, 3)), "w_v": np.ones((2, 4)), "b": np.ones(2)},
+        {"w_k": np.ones((2, 3)), "w_v": np.ones((2, 3)), "b": np.ones(3)},
+        {"w_k": np.ones((2, 3)), "w_v": np.full((2, 3), np.inf), "b": np.ones(2)},
+        {"w_k": np.ones((2, 3)), "b": np.ones(2)},
+    ],
+)
+def test_a_file_that_is_not_one_of_scores_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    np.savez(tmp_path / "scores.npz", **fields)
+    with pytest.raises(SpecError):
+        read_scores(tmp_path / "scores.npz")
+
+
+@pytest.mark.spec("PO-THRESHOLD")
+@pytest.mark.parametrize("write", [lambda path: path.write_text("w_k"), lambda path: None])
+def test_what_is_no_file_of_arrays_is_refused(tmp_path: Path, write: Callable[[Path], object]) -> None:
+    write(tmp_path / "scores.npz")
+    with pytest.raises(SpecError, match="file with w_k, w_v, b"):
+        read_scores(tmp_path / "scores.npz")

@@ -1,8 +1,10 @@
-"""The functions of S1 to S6, item by item, on given inputs: what no stage shows of them."""
+"""The functions of S1 to S6, of the essay and of the future work, on given inputs; figures that papers print."""
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,41 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
-from conformance.checks import stage_checks
-from conformance.oracles import s1, s2, s3, s4, s5, s6
+from conformance.checks.refusals import refused
+from conformance.oracles import s2, s3, s5, s6
 from conformance.strategies.numbers import end_masks, small_parameters, token_ids
-from conformance.strategies.prompts import AttentionInputs, attention_inputs
-from conformance.strategies.trunks import EvictionProblem, degrees, evictions, partitions
-from conformance.suite.test_dissolution import partitions_of
-from conformance.tolerances import gamma
-from reference.crystalcache import coattention, dissolution, impact, protection, trunks
+from conformance.strategies.trunks import EvictionProblem, evictions, partitions, record
+from conformance.suite.test_extensions import RARITIES, salient_tokens
+from reference.crystalcache import coattention, coverage, dissolution, impact, protection, renewal, tiers, trunks
+from reference.crystalcache.coattention import intra_neighbours, row_normalise
 from reference.crystalcache.compaction import compact
-from reference.crystalcache.crystallization import crystallization
+from reference.crystalcache.impact import rarity, unit_impact
+from reference.crystalcache.protection import effective_budget
 from reference.crystalcache.score import normalised_impact
 from reference.crystalcache.sentences import sentence_offsets
-from reference.policies import full_cache, retain, streaming_llm
+from reference.memory import kv_bytes
 from spec.arrays import BoolVector, IntVector, Vector
+from spec.backend import CrystalStages
 from spec.budget import Budget, parse_budget
-from spec.parameters import PAPER, CrystalCacheParameters
-from spec.policy import Observation
+from spec.parameters import ESSAY, PAPER, CrystalCacheParameters
 from spec.records import Trunks
 
 pytestmark = pytest.mark.usefixtures("reference_items")
-
-
-def weights_in_eighths(rows: int, columns: int) -> st.SearchStrategy[list[list[float]]]:
-    row = st.lists(st.integers(0, 8).map(lambda eighths: eighths / 8), min_size=columns, max_size=columns)
-    return st.lists(row, min_size=rows, max_size=rows)
-
-
-@pytest.mark.spec("CC-CROSS")
-@given(weights=weights_in_eighths(3, 6), k=st.integers(0, 7), tau=st.sampled_from([0.0, 0.25, 0.3]))
-def test_selection_on_given_weights_is_exact(weights: list[list[float]], k: int, tau: float) -> None:
-    """Higher weight first, then lower index; strictly above tau."""
-    index, weight = coattention.cross_neighbours(np.array(weights), replace(PAPER, k_cross=k, tau_cross=tau))
-    for row, chosen, kept in zip(weights, index.tolist(), weight.tolist(), strict=True):
-        want = s1.strongest(dict(enumerate(row)), k, tau)
-        assert list(zip(chosen, kept, strict=True)) == want + [(-1, 0.0)] * (k - len(want))
 
 
 @pytest.mark.spec("CC-INTRA")
@@ -65,52 +52,6 @@ def test_selection_reads_weights_as_float32_and_stores_them_as_they_are() -> Non
     assert weight.tolist() == [[0.5, 0.5 + 1e-12, 0, 0]]
 
 
-@pytest.mark.spec("CC-ATTENTION")
-@given(inputs=attention_inputs())
-def test_attention_is_causal_and_stochastic(inputs: AttentionInputs) -> None:
-    """A query MUST see the keys at its own position and before, and its weights sum to 1."""
-    at = inputs.positions
-    A = coattention.attention(
-        inputs.q.astype(np.float64), inputs.k.astype(np.float64), at, at, inputs.scaling, inputs.softcap
-    )
-    rows: Vector = np.abs(A.sum(axis=2) - 1)
-    assert rows.max() <= gamma(len(at) + 8, "float64")
-    assert not np.triu(A, 1).any()
-    assert A.min() >= 0
-
-
-@pytest.mark.spec("CC-ROW-NORM")
-@given(rows=weights_in_eighths(4, 4), epsilon=st.sampled_from([1e-8, 1.0]))
-def test_epsilon_stands_outside_the_norm(rows: list[list[float]], epsilon: float) -> None:
-    """Eq. 12: a row's length after it is |a| / (|a| + epsilon), below 1."""
-    found = coattention.row_normalise(np.array(rows), epsilon)
-    norm = np.linalg.norm(np.array(rows), axis=1)
-    want = norm / (norm + epsilon)
-    assert (np.abs(np.linalg.norm(found, axis=1) - want) <= gamma(24, "float64")).all()
-    assert (found[norm == 0] == 0).all()
-
-
-@pytest.mark.spec("CC-CRYSTALLIZATION")
-@given(degree=degrees(), p=small_parameters())
-def test_reference_D_of_given_degrees_equals_the_oracle(degree: Vector, p: CrystalCacheParameters) -> None:
-    """Eq. 27 within its radius, and Cantelli's bound: few trunks can have a large D."""
-    D = crystallization(degree, p.s, p.epsilon)
-    radius = tolerances.crystallization_radius(degree, p.s, p.epsilon)
-    assert (np.abs(D - np.array(s4.crystallization(degree.tolist(), p))) <= radius).all()
-    for d in (0.7, 0.9, 0.99):
-        share = 1 / (1 + (math.log(d / (1 - d)) / p.s) ** 2)
-        assert (d + radius <= D).sum() <= len(degree) * share
-
-
-@pytest.mark.spec("CC-CRYSTALLIZATION")
-def test_a_deviation_of_about_epsilon_may_fall_either_way() -> None:
-    """Here the oracle's sigma is epsilon and the reference's below it: 0.0067 and 0.49999999 are both right."""
-    degree = np.array([0.0, 1.9999999999999997e-08, 0.0, 2e-08])
-    off = np.abs(crystallization(degree, PAPER.s, PAPER.epsilon) - s4.crystallization(degree.tolist(), PAPER)).max()
-    assert 0.4 < off <= tolerances.crystallization_radius(degree, PAPER.s, PAPER.epsilon)
-    assert tolerances.crystallization_radius(degree * 1.001, PAPER.s, PAPER.epsilon) < 1e-12
-
-
 @pytest.mark.spec("CC-NORMALISED-IMPACT")
 def test_the_logarithm_of_almost_1_is_exact_on_either_side() -> None:
     """ln(1 + 1e-12) from the rounded sum is off by 9e-17, which epsilon makes 9e-9."""
@@ -118,15 +59,6 @@ def test_the_logarithm_of_almost_1_is_exact_on_either_side() -> None:
     found = normalised_impact(np.array(M_bar), np.zeros(2, dtype=np.bool_), PAPER.epsilon)
     want = s5.normalised_impact(M_bar, [0, 1], PAPER.epsilon)
     assert abs(found[1] - want[1]) <= tolerances.normalised_radius(M_bar, PAPER.epsilon)
-
-
-@pytest.mark.spec("CC-COUNT", "CC-RARITY")
-@given(ids=st.integers(0, 20).flatmap(token_ids))
-def test_reference_counts_and_rarity_equal_the_oracle(ids: IntVector) -> None:
-    """Item by item: c_i exactly, U_i within the bound of its logarithm."""
-    c = impact.token_counts(ids)
-    assert c.tolist() == s3.counts(ids.tolist())
-    assert tolerances.close("CC-RARITY", impact.rarity(c), [s3.rarity(count) for count in c.tolist()])
 
 
 @pytest.mark.spec("CC-IMPACT")
@@ -152,24 +84,6 @@ def test_the_reference_reads_sentences_and_windows_as_the_oracle(
         assert [list(side) for side in P] == [s2.last5(left), s2.first5(right)]
     for sentence in expected:
         assert trunks.split_sizes(len(sentence), p.T_max) == [len(g) for g in s2.split(sentence, p.T_max)]
-
-
-@pytest.mark.spec("CC-SENTENCES")
-def test_no_token_is_no_sentence() -> None:
-    assert sentence_offsets(np.zeros(0, dtype=np.bool_)).tolist() == [0]
-
-
-@pytest.mark.spec("CC-ALLOCATE")
-@pytest.mark.parametrize("N_min", [0, 1, 2, 3, 4, 12])
-def test_every_small_allocation(N_min: int) -> None:
-    """Eq. 32 for all partitions of totals up to 11 and all cuts: the loop, the oracle and the prefix sum agree."""
-    for total in range(1, 12):
-        for sizes, c_0 in itertools.product(partitions_of(total), range(total + 1)):
-            r = dissolution.allocate(np.array(sizes), c_0, N_min)
-            want, c = s6.allocate(sizes, c_0, N_min)
-            assert r.tolist() == [float(x) for x in want]
-            assert [x * g for x, g in zip(want, sizes, strict=True)] == s6.closed_form(sizes, c_0, N_min)
-            assert -max(0, N_min - 1) <= c <= 0
 
 
 @pytest.mark.spec("CC-DISSOLVE")
@@ -217,18 +131,6 @@ def windows(draw: st.DrawFn) -> tuple[Trunks, int, int]:
     return draw(partitions(n)), draw(st.integers(0, 24), label="N_sink"), draw(st.integers(0, 24), label="W_recent")
 
 
-@pytest.mark.spec("CC-PROTECTED")
-@given(case=windows())
-def test_protection_takes_whole_trunks(case: tuple[Trunks, int, int]) -> None:
-    """A trunk that touches the sink or the window MUST be protected, and no other; B_prot is bounded."""
-    trunks, N_sink, W_recent = case
-    n = int(trunks.offsets[-1])
-    found = protection.protected_trunks(trunks.offsets, n, N_sink, W_recent)
-    assert found.tolist() == s6.protected(stage_checks.trunk_lists(trunks), n, N_sink, W_recent)
-    B_prot = int(trunks.sizes[found].sum())
-    assert min(n, max(N_sink, W_recent)) <= B_prot <= N_sink + W_recent + 2 * (int(trunks.sizes.max()) - 1)
-
-
 @pytest.mark.spec("CC-BUDGET")
 @given(n=st.integers(1, 200_000), percent=st.integers(1, 100), N_sink=st.integers(0, 9), W=st.integers(0, 200))
 def test_the_budget_is_an_exact_ceiling_with_a_floor(n: int, percent: int, N_sink: int, W: int) -> None:
@@ -237,28 +139,6 @@ def test_the_budget_is_an_exact_ceiling_with_a_floor(n: int, percent: int, N_sin
         N_sink + W, (percent * n + 99) // 100
     )
     assert protection.effective_budget(Budget(count=n), n, N_sink, W) == max(N_sink + W, n)
-
-
-def blank(seen: int, groups: int = 1) -> Observation:
-    return Observation(seen, groups, None, {})
-
-
-@pytest.mark.spec("CC-PROTECTED")
-@given(seen=st.integers(2, 60), B=st.integers(1, 70), N_sink=st.integers(0, 6))
-def test_streaming_llm_keeps_the_sink_and_the_last_tokens(seen: int, B: int, N_sink: int) -> None:
-    """The first N_sink tokens and the last B - N_sink, at absolute positions."""
-    retention, records = retain(streaming_llm(N_sink), Budget(count=B), blank(seen))
-    total = max(B, N_sink)
-    last = range(max(0, seen - (total - N_sink)), seen)
-    assert records is None
-    assert retention.positions.tolist() == sorted({*range(min(N_sink, seen)), *last})
-
-
-@pytest.mark.spec("CC-BUDGET")
-@given(seen=st.integers(2, 60), B=st.integers(1, 70))
-def test_full_cache_keeps_everything(seen: int, B: int) -> None:
-    """Whatever the budget."""
-    assert retain(full_cache(), Budget(count=B), blank(seen))[0].positions.tolist() == list(range(seen))
 
 
 @pytest.mark.spec("CC-COMPACT")
@@ -273,3 +153,149 @@ def test_compaction_takes_the_same_rows_of_every_head(data: st.DataObject, n: in
     assert V_R.tolist() == [[V[h, i].tolist() for i in R] for h in range(H)]
     assert (K_R.dtype, V_R.dtype) == (K.dtype, V.dtype)
     assert not np.shares_memory(K_R, K)
+
+
+SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=12)
+N_MIN = st.sampled_from([3, 0, 1, 2, 4, 12])
+
+
+def test_the_profile_is_the_paper_but_for_what_the_essay_says() -> None:
+    """Every value of the page's table, and no other difference."""
+    paper, essay = asdict(PAPER), asdict(ESSAY)
+    wanted = {
+        "C": 128, "k_cross": 0, "s": 2.0, "M_min": 0.0, "M_max": 128.0, "heads": "mean", "impact": "unit",
+        "trunk_impact": "unit", "allocation": "tiers", "renewal": 0.3, "breath_protection": "sink+recent",
+    }
+    assert {name: value for name, value in essay.items() if value != paper[name]} == wanted
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"heads": "max"}, {"impact": "essay"}, {"trunk_impact": "sum"}, {"allocation": "tier"}, {"renewal": 1.5},
+     {"renewal": -0.1}, {"coverage": 1.01}, {"coverage": float("nan")}, {"rarity": "none"}, {"merge": "mean"}],
+)
+def test_a_form_that_is_not_there_is_refused(change: dict[str, Any]) -> None:
+    ((name, value),) = change.items()
+    with refused(name, value):
+        replace(PAPER, **change)
+
+
+@pytest.mark.spec("CC-UNIT-IMPACT")
+@given(tokens=salient_tokens(), U=st.floats(0.05, 0.6))
+def test_unit_impact_is_computed_in_its_stated_order(tokens: tuple[Vector, IntVector], U: float) -> None:
+    """Quotient, half, half of U, sum: the same bits."""
+    S = tokens[0]
+    want = [0.5 * (x / max(S) if max(S) else 0.0) + 0.5 * U for x in S.tolist()]
+    assert unit_impact(S, np.full(len(S), U), PAPER).tolist() == want
+
+
+@pytest.mark.spec("CC-TIER-COUNT")
+@given(sizes=SIZES, N_min=N_MIN, t=st.integers(-13, 13))
+def test_tier_counts_equal_the_fractions(sizes: list[int], N_min: int, t: int) -> None:
+    """What each rank keeps MUST be the rule in exact fractions."""
+    assert tiers.tier_counts(np.array(sizes), t, N_min).tolist() == s6.tier_counts(sizes, t, N_min)
+
+
+@pytest.mark.spec("CC-TIER-COUNT")
+def test_a_half_is_rounded_up() -> None:
+    """The essay keeps 5 of 9 at ratio 1/2; floats miss the half at rank 167 of 178."""
+    assert tiers.tier_counts(np.full(10, 9), 0, 3)[6] == 5
+    assert tiers.tier_counts(np.full(445, 59), 0, 3)[133 + 167] == 31
+
+
+@pytest.mark.spec("CC-TIERS")
+@given(sizes=SIZES, N_min=N_MIN, data=st.data())
+def test_the_shift_is_the_least(sizes: list[int], N_min: int, data: st.DataObject) -> None:
+    """It keeps enough, and one less does not: over all integers, since the total never falls with t."""
+    B_avail = data.draw(st.integers(0, sum(sizes)), label="B_avail")
+    totals = {t: sum(s6.tier_counts(sizes, t, N_min)) for t in range(-20, 21)}
+    found = tiers.least_shift(np.array(sizes), B_avail, N_min)
+    assert totals[found] >= B_avail
+    assert all(totals[t] < B_avail for t in range(-len(sizes), found))
+    assert all(totals[t] <= totals[t + 1] for t in range(-20, 20))
+
+
+D_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=8)
+
+
+@pytest.mark.spec("CC-RENEWAL")
+@given(D=D_VALUES, share=st.floats(0, 1), data=st.data())
+def test_renewal_moves_active_trunks_towards_1(D: list[float], share: float, data: st.DataObject) -> None:
+    """D + renewal (1 - D) in this order where active; nothing else moves; D stays in [D, 1]."""
+    active = data.draw(st.lists(st.booleans(), min_size=len(D), max_size=len(D)), label="active")
+    found = renewal.renewed_D(np.array(D), np.array(active), share)
+    assert found.tolist() == [d + share * (1.0 - d) if on else d for d, on in zip(D, active, strict=True)]
+    assert ((found >= np.array(D)) & (found <= 1)).all()
+
+
+@pytest.mark.spec("CC-RARITY-FORMS")
+@pytest.mark.parametrize("form", RARITIES)
+@given(ids=st.integers(1, 30).flatmap(token_ids))
+def test_a_rarity_form_equals_its_formula(form: str, ids: IntVector) -> None:
+    """U_i within the bound, and in (0, 1/2]."""
+    c = impact.token_counts(ids)
+    p = replace(PAPER, rarity=form)  # type: ignore[arg-type]
+    U = RARITIES[form](c)
+    assert tolerances.close("CC-RARITY-FORMS", U, [s3.rarity_of(x, p) for x in c.tolist()])
+    assert ((U > 0) & (U <= 0.5)).all()
+
+
+@pytest.mark.spec("CC-COVERAGE")
+def test_the_reserve_is_an_exact_share_of_what_is_not_protected() -> None:
+    """0.29 of 100 are 29 (28 in binary); half of 100 less 40; nothing where all fits or nothing is left."""
+    free, shut = np.array([False, False]), np.array([True, False])
+    assert coverage.coverage_reserve(np.array([40, 90]), free, 100, 0.29) == 29
+    assert coverage.coverage_reserve(np.array([40, 90]), shut, 100, 0.5) == 30
+    assert coverage.coverage_reserve(np.array([40, 60]), free, 100, 0.5) == 0
+    assert coverage.coverage_reserve(np.array([140, 60]), shut, 100, 1.0) == 0
+
+
+KIB, GIB = 2**10, 2**30
+
+
+@pytest.mark.spec("CC-RARITY")
+@pytest.mark.parametrize(("count", "U"), [(1, 0.591), (10, 0.294), (100, 0.178)])
+def test_rarity_of_a_few_counts(count: int, U: float) -> None:
+    """Section 3.4, with its .295 corrected: 1 / (1 + ln 11) = .2943."""
+    assert round(float(rarity(np.array([count]))[0]), 3) == U
+
+
+@pytest.mark.spec("CC-MEMORY")
+def test_a_token_of_llama_3_1_8b_takes_128_kib() -> None:
+    """Eq. 1: L = 32, H_kv = 8, d = 128, bf16; 16 GiB at 128K (the paper's "GB" is GiB)."""
+    assert kv_bytes(L=32, H_kv=8, d=128, n=1, batch=1, b=2) == 128 * KIB
+    assert kv_bytes(L=32, H_kv=8, d=128, n=128 * 1024, batch=1, b=2) == 16 * GIB
+
+
+@pytest.mark.spec("CC-MEMORY")
+@pytest.mark.parametrize("batch", [1, 2, 7])
+def test_memory_is_linear_in_the_batch(batch: int) -> None:
+    """Eq. 4 is Eq. 1 times the batch."""
+    one = kv_bytes(L=3, H_kv=2, d=8, n=11, batch=1, b=4)
+    assert kv_bytes(L=3, H_kv=2, d=8, n=11, batch=batch, b=4) == batch * one == batch * 2 * 3 * 2 * 8 * 11 * 4
+
+
+@pytest.mark.spec("CC-TRUNK-EDGES", "CC-INTRA")
+def test_a_trunk_weight_can_reach_the_root_of_2(stages: CrystalStages) -> None:
+    """Rows (1, 0, 0), (.5, .5, 0), (.5, .5, 0): the last two are mutual neighbours with cosine 1."""
+    rows = np.array([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]])
+    index, weight = intra_neighbours(row_normalise(rows, PAPER.epsilon), PAPER)
+    intra = [[(j, w) for j, w in zip(*row, strict=True) if j >= 0]
+             for row in zip(index.tolist(), weight.tolist(), strict=True)]
+    graph = stages.graph(
+        record([1.0] * 3, intra, [[], [], []], 8, 4), Trunks(np.arange(4), np.ones(3)), PAPER
+    )
+    W = dict(zip(graph.indices[graph.indptr[1] : graph.indptr[2]].tolist(),
+                 graph.weights[graph.indptr[1] : graph.indptr[2]].tolist(), strict=True))
+    assert round(W[2], 5) == round(math.sqrt(2), 5)
+
+
+@pytest.mark.spec("CC-BUDGET")
+@pytest.mark.parametrize(
+    ("beta", "n", "B"), [("3/10", 100, 132), ("3/10", 200, 132), ("1/2", 1001, 501), ("7/25", 25, 132)]
+)
+def test_budgets_have_a_floor(beta: str, n: int, B: int) -> None:
+    """Eq. 30 at its floor: n = 100 and 200 at .3 both give 132."""
+    share = Fraction(beta)
+    assert effective_budget(Budget(fraction=share), n, PAPER.N_sink, PAPER.W_recent) == B
+    assert s6.effective_budget(share, n, PAPER.N_sink, PAPER.W_recent) == B

@@ -1,6 +1,5 @@
 """The functions of decode: states, tails, protection at a breath, refusals."""
 
-import pickle
 from dataclasses import replace
 from decimal import Decimal, localcontext
 from typing import Any
@@ -93,15 +92,6 @@ def test_D_of_degree_0_in_decimals(s: float, mu: float) -> None:
     assert tolerances.close("CC-TAIL-D", [tail.edgeless_D(mu, 0.375, replace(PAPER, s=s))], [want])
 
 
-@pytest.mark.spec("CC-TAIL-TRUNKS")
-def test_a_tail_has_no_room_for_an_edge() -> None:
-    """No neighbour and no weight for any of its tokens, where its segment begins, and their salience as given."""
-    found = tail.edgeless(7, np.array([1.0, 2.0, 3.0]))
-    assert (found.start, found.salience.tolist()) == (7, [1.0, 2.0, 3.0])
-    neighbours = (found.intra, found.intra_weight, found.cross, found.cross_weight)
-    assert [array.shape for array in neighbours] == [(3, 0)] * 4
-
-
 @pytest.mark.spec("CC-LIVE")
 @given(situation=situations(), data=st.data())
 def test_what_is_kept_lives_and_the_rest_is_forgotten(situation: Situation, data: st.DataObject) -> None:
@@ -139,13 +129,6 @@ def test_who_is_safe_at_a_breath(situation: Situation) -> None:
         assert found == decode.protected(decode_checks.model(state), q)
     bare = replace(p, breath_protection="sink+recent", N_sink=0, W_recent=0)
     assert not breath.breath_protection(state, bare).any()
-
-
-@given(situation=situations())
-def test_a_state_survives_a_copy(situation: Situation) -> None:
-    again = pickle.loads(pickle.dumps(situation[0]))
-    check_state(again)
-    assert decode_checks.same_bits(again, situation[0])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import triattention as brute
 from conformance.assurance.oracles.triattention import rows as tri_rows
-from conformance.assurance.policy_cases import CASES, triattention
+from conformance.assurance.policy_cases import triattention
 from conformance.assurance.policy_steps import PROMPT, decoded, long
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import calibrated, decided, drawn, identity, observation
@@ -27,13 +27,7 @@ from spec.errors import SpecError
 pytestmark = pytest.mark.usefixtures("reference_items")
 
 MODES: tuple[Mode, ...] = ("global", "head", "layer and head")
-NAMES = ("triattention", "triattention-by-head", "triattention-by-layer-and-head")
 seeds = st.integers(0, 2**32 - 1)
-
-
-def three_or_more(seed: int) -> int:
-    """Of two tokens every row's z-scores are 1 and -1: whether two rows tie is then a matter of rounding."""
-    return 3 + seed % 20
 
 
 @pytest.mark.spec("TA-STATISTICS")
@@ -82,17 +76,6 @@ def test_scores_are_those_of_the_equations(seed: int, later: int) -> None:
         assert scores_agree(row, want)
 
 
-@pytest.mark.spec("TA-SCORE")
-def test_one_query_gives_its_rotary_product() -> None:
-    """A calibration of a single query: the mean over t + 1, t + 2, ... of its logits there, without the scaling."""
-    rng = np.random.default_rng(3)
-    q, k, inv_freq = rng.standard_normal(4), rng.standard_normal(4), np.array([1.0, 0.01])
-    mean, magnitude = band_statistics(q[None, None])
-    (found,) = distance_score(turned(k, 7, inv_freq)[None], 9, mean, magnitude, inv_freq, 1.0)
-    logits = [float(turned(q, 9 + delta, inv_freq) @ turned(k, 7, inv_freq)) for delta in OFFSETS]
-    assert scores_agree(found, [sum(logits) / 17])
-
-
 def turned(x: np.ndarray, position: int, inv_freq: np.ndarray) -> np.ndarray:
     half, (cos, sin) = len(x) // 2, (f(position * inv_freq) for f in (np.cos, np.sin))
     return np.concatenate([x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin])
@@ -125,15 +108,6 @@ def test_three_modes_of_two_layers() -> None:
     ]
 
 
-@pytest.mark.spec("TA-RANKING", "TA-POLICY")
-@pytest.mark.parametrize("name", NAMES)
-@sparingly
-@given(seed=seeds, B=st.integers(1, 24))
-def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> None:
-    case, inputs = CASES[name], drawn(seed, n=three_or_more(seed))
-    assert decided(case.policy(inputs), inputs, B) == case.expected(inputs, B)
-
-
 @pytest.mark.spec("TA-POLICY", "PO-STEP")
 @pytest.mark.parametrize("mode", MODES)
 @sparingly
@@ -151,18 +125,6 @@ def test_steps_fire_at_the_budget_and_the_slack(mode: Mode, seed: int, B: int, s
             rows = tri_rows(inputs, mode, lambda g, at=at: at[g % groups], seen, pinned)  # type: ignore[misc]
             live = [[row[i] for i in oracle.top(s, B)] for s, row in zip(rows, live, strict=True)]
         assert found == live
-
-
-@pytest.mark.spec("TA-POLICY")
-def test_scores_say_how_many_rows_a_layer_has() -> None:
-    """One for the whole cache, or one for each KV head."""
-    inputs = drawn(5, n=8, L=2, heads=(3, 1))
-    found = []
-    for mode in MODES:
-        policy = triattention(inputs, mode)
-        scores = policy.scorer(observation(policy, inputs), policy.protection(inputs.n))
-        found.append((scores.heads, len(scores.values)))
-    assert found == [(1, 1), (3, 6), (3, 6)]
 
 
 @pytest.mark.spec("TA-POLICY")

@@ -13,18 +13,48 @@ import pytest
 from conformance.assurance.item_vectors.items import BY_ITEM
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.items import items_of
-from conformance.own.spec.essay_examples import ESSAY_ADAPTERS
 from conformance.paths import SPEC
 from conformance.vectors.codec import call, flags, floats, integers, plain
 from conformance.vectors.files import decoded, parameters_of
 from reference.crystalcache import coattention as s1
-from reference.crystalcache import compaction, dissolution, graph, impact, protection, sentences, trunks
+from reference.crystalcache import compaction, coverage, dissolution, graph, impact, protection, sentences, trunks
 from reference.crystalcache import prefill as run_prefill
 from reference.crystalcache.crystallization import crystallization
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
-from spec.records import CoAttention, Edges
+from spec.records import CoAttention, Dissolution, Edges
+
+__all__ = ["ESSAY_ADAPTERS"]
+
+Json = Any
+
+
+def merge_thresholds(cases: Json) -> object:
+    return [
+        trunks.median_strength(
+            integers(case["sentences"]), {(a, b): w for a, b, w in case["edges"]}, case["tau_merge"]
+        )
+        for case in cases
+    ]
+
+
+def covered(i: Json) -> object:
+    reserves = [coverage.coverage_reserve(integers(sizes), flags(shut), *rest) for sizes, shut, *rest in i["reserves"]]
+    before = Dissolution(integers(i["kept"]), floats(i["ratio"]), floats(i["ratio"]) * floats(i["D"]))
+    return {
+        "reserves": reserves, **vars(coverage.backfill(before, integers(i["offsets"]), floats(i["D"]), i["reserve"]))
+    }
+
+
+ESSAY_ADAPTERS: dict[str, Callable[[Json], object]] = {
+    "CC-RARITY-FORMS": lambda c: {
+        "reciprocal": impact.reciprocal_rarity(integers(c)), "exponential": impact.exponential_rarity(integers(c)),
+    },
+    "CC-ADAPTIVE-MERGE": merge_thresholds,
+    "CC-COVERAGE": covered,
+}
+
 
 PAGE = SPEC / "crystalcache.md"
 ALL = {
@@ -34,7 +64,6 @@ ITEMS = {name: text for name, text in ALL.items() if name.startswith("CC-")}
 PARTS = ["Source", "Determinism", "Formula", "MUST", "Example", "Rationale"]
 FENCE = re.compile(r"```json\n(.*?)```", re.DOTALL)
 
-Json = Any
 Adapter = Callable[[Json], object]
 
 

@@ -1,4 +1,4 @@
-"""How a backend is found, and what is said when it is not."""
+"""How a backend or a policy is found by its name, and what is said when it is not."""
 
 import sys
 from collections.abc import Iterator
@@ -9,9 +9,12 @@ import pytest
 
 from conformance.plugin import subject_of
 from reference.backend import BACKEND
+from reference.policies.names import ENTRY_POINTS as POLICY_ENTRY_POINTS
+from reference.policies.names import NAMES, check_name, constants_of, constants_of_model, make_policy, own_policy
 from spec.backend import BUILT_IN, ENTRY_POINTS, Backend, CrystalStages, resolve
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import TINY
+from spec.validate import check_choices
 
 MODULE = """
 from spec.backend import Backend
@@ -142,3 +145,87 @@ def test_numba_without_threadpoolctl_says_so_where_it_is_needed(monkeypatch: pyt
     q = np.ones((1, 2, 2), dtype=np.float32)
     with pytest.raises(BackendUnavailable, match=r"needs threadpoolctl: pip install 'kvspec\[numba\]'"):
         resolve("numba").require_crystal().coattention(q, q, np.arange(2), TINY, 1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("snapkw", "snapkv"), ("SnapKV", "snapkv"), ("crystal", "crystalcache"), ("ada-kv", "adakv")],
+)
+def test_an_unknown_policy_is_answered_with_its_nearest(name: str, near: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        check_name(name)
+    assert f"did you mean {near}" in caught.value.bound
+    assert len(str(caught.value)) < 160
+
+
+def test_a_name_that_looks_like_none_has_no_suggestion() -> None:
+    with pytest.raises(SpecError, match=rf"'zzzz': is none of the {len(NAMES)} known names \(your own"):
+        check_name("zzzz")
+
+
+def test_of_a_few_names_all_are_listed() -> None:
+    with pytest.raises(SpecError, match=r"task = 'x': must be one of needle, delayed$"):
+        check_choices("task", ("x",), ("needle", "delayed"))
+
+
+OWN_MODULE = """
+from reference.policies import knorm, snapkv
+MINE = knorm()
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a user's module; and another folder, in which a distribution is installed."""
+    installed = tmp_path / "site" / "third_party-1.0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n", encoding="utf-8")
+    (installed / "entry_points.txt").write_text(f"[{POLICY_ENTRY_POINTS}]\ntheirs = users_own:MINE\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    (work / "users_own.py").write_text(OWN_MODULE, encoding="utf-8")
+    for name in ("users_own", "wrong"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return work
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("PO-RETAIN")
+@pytest.mark.parametrize("name", ["users_own:MINE", "theirs"])
+def test_a_policy_is_found_by_attribute_and_by_entry_point(name: str, here: Path) -> None:
+    folders = list(sys.path)
+    policy = make_policy(check_name(name), {})
+    assert policy is sys.modules["users_own"].MINE
+    assert (policy.name, constants_of(name), constants_of_model(name)) == ("knorm", frozenset(), frozenset())
+    assert sys.path == folders
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("PO-RETAIN")
+def test_a_digest_is_of_the_code_that_runs(here: Path) -> None:
+    """A file that changes while its code runs does not give the results of that code another name."""
+    first = own_policy("users_own:MINE").digest
+    (here / "users_own.py").write_text(OWN_MODULE + "\n# later, and longer\n", encoding="utf-8")
+    assert own_policy("users_own:MINE").digest == own_policy("theirs").digest == first
+    del sys.modules["users_own"]
+    assert own_policy("users_own:MINE").digest != first
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("PO-RETAIN")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("their", "did you mean theirs"), ("users_own:YOURS", "no attribute 'YOURS'"),
+        ("nowhere:MINE", "No module named 'nowhere'"), ("users_own:NUMBER", "must be a Policy"),
+        ("users_own:knorm", "policy_from_score"), ("wrong:MINE", "SyntaxError"), (":MINE", "cannot be loaded"),
+    ],
+)
+def test_what_is_no_policy_is_one_line(name: str, words: str, here: Path) -> None:
+    (here / "wrong.py").write_text("MINE = (", encoding="utf-8")
+    with pytest.raises(SpecError, match=words) as caught:
+        check_name(name, "policy")
+    assert (caught.value.argument, caught.value.value) == ("policy", name)
+    assert "\n" not in str(caught.value)

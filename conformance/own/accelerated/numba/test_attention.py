@@ -16,8 +16,9 @@ from accelerated.numba_cpu import coattention as s1
 from accelerated.numba_cpu import kernels
 from conformance.checks import stage_checks
 from conformance.measure.benchmarks.data import first_layer
+from conformance.oracles import s1 as oracle
 from conformance.plugin import sparingly
-from conformance.strategies.prompts import AttentionInputs, attention_inputs, later_segments
+from conformance.strategies.prompts import AttentionInputs, attention_inputs, hot_sets, later_segments
 from spec.parameters import PAPER
 from spec.records import CoAttention
 
@@ -34,13 +35,23 @@ def run(q: Array, k: Array, C: int = 128, lse: Array | None = None, k_cross: int
     return s1.coattention(q, k, np.arange(k.shape[1]), p, q.shape[2] ** -0.5, None, lse)
 
 
+def sized(inputs: AttentionInputs, **sizes: Any) -> CoAttention:
+    """In blocks and tiles of other sizes: at their real ones one holds any prompt of the common suite."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in sizes.items():
+            patch.setattr(s1, name, value)
+        return s1.coattention(
+            inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap
+        )
+
+
 def same(a: CoAttention, b: CoAttention) -> bool:
     """Salience, neighbours and weights equal to the bit."""
     names = ("salience", "intra", "intra_weight", "cross", "cross_weight")
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
-@pytest.mark.spec("CC-COATTENTION")
+@pytest.mark.spec("CC-ATTENTION", "CC-SALIENCE", "CC-ROW-NORM", "CC-INTRA", "CC-CROSS", "CC-COATTENTION")
 @given(
     inputs=st.one_of(attention_inputs(), later_segments()), rows=st.sampled_from([1, 16, 64]),
     least=st.integers(1, 5), most=st.integers(5, 9), keys=st.integers(1, 9), square=st.integers(1, 9),
@@ -49,13 +60,22 @@ def test_every_block_size_lies_in_the_certified_box(
     inputs: AttentionInputs, rows: int, least: int, most: int, keys: int, square: int,
 ) -> None:
     """Sizes that divide neither the chunk nor one another, so that few tokens cross several blocks and tiles."""
-    with pytest.MonkeyPatch.context() as sizes:
-        for name, value in (("ROWS", rows), ("BLOCK", (least, most)), ("KEYS", keys), ("SQUARE", square)):
-            sizes.setattr(s1, name, value)
-        found = s1.coattention(
-            inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap
-        )
+    found = sized(inputs, ROWS=rows, BLOCK=(least, most), KEYS=keys, SQUARE=square)
     assert not list(stage_checks.coattention(found, inputs, "float32"))
+
+
+@pytest.mark.spec("CC-SALIENCE", "CC-CROSS")
+@given(inputs=hot_sets(), sizes=st.sampled_from([(1, 1, 2), (2, 3, 1), (5, 2, 3)]))
+def test_blocks_of_hot_sets_are_exact(inputs: AttentionInputs, sizes: tuple[int, int, int]) -> None:
+    """Ties between sources of different tiles go to the lower index, too."""
+    queries, keys, side = sizes
+    found = sized(inputs, BLOCK=(queries, queries), KEYS=keys, SQUARE=side)
+    want = oracle.coattention(
+        inputs.q.tolist(), inputs.k.tolist(), inputs.positions.tolist(), inputs.parameters, inputs.scaling,
+        inputs.softcap,
+    )
+    assert found.salience.tolist() == want.salience
+    assert [[j for j in row if j >= 0] for row in found.cross.tolist()] == [[j for j, _ in row] for row in want.cross]
 
 
 @pytest.mark.spec("CC-COATTENTION")

@@ -17,9 +17,8 @@ require_runtime()
 
 from accelerated.triton_gpu.device import INTERPRETED
 from conformance.measure.gpu import __main__ as command
-from conformance.measure.gpu import generation, measure, models, profile, speed, suite
-from conformance.measure.gpu.agreement import coattention_complaints
-from conformance.measure.gpu.plain_llama import PlainLlama
+from conformance.measure.gpu import measure, profile, speed, suite
+from conformance.measure.gpu.generation import coattention_complaints
 from conformance.measure.gpu.report import Figure, Report
 from conformance.measure.gpu.scale import DRY, FULL
 from conformance.own.conformance.float32 import BACKEND as FLOAT32
@@ -31,10 +30,6 @@ pytestmark = [
     pytest.mark.judges("triton"),
     pytest.mark.skipif(not INTERPRETED, reason="where there is a GPU, the run itself is the test"),
 ]
-
-
-def empty() -> Report:
-    return Report({"device": "a CPU", "date": "today"}, dry=True)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -58,20 +53,6 @@ def test_the_dry_run_is_done_with_every_part(tmp_path: Path, monkeypatch: pytest
         "Decoding behind 96 tokens, batch 8", "Continuous batching of 3 requests of 24 + 3 tokens, room for 2",
     ]
     assert any("accepts the kept set" in note for note in record["notes"])
-
-
-@pytest.mark.spec("CC-PREFILL")
-def test_without_transformers_a_plain_llama_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S1 is given tensors where they are, and what is kept is checked as for any model."""
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
-    subject, report = models.subject(DRY, None), empty()
-    assert isinstance(subject, PlainLlama)
-    generation.generation(report, DRY, subject)
-    assert "a tensor on" in report.notes[0]
-    profile.profile(report, DRY, subject)
-    speed.whole_prefill(report, DRY, subject)
-    with pytest.raises(RuntimeError, match="--model needs transformers"):
-        models.subject(DRY, "a/model")
 
 
 @pytest.mark.spec("CC-COATTENTION")

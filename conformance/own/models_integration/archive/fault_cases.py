@@ -1,4 +1,4 @@
-"""What an archive does while a call to the system fails, and what must hold afterwards."""
+"""Chunks for tests, and what an archive does while a call to the system fails, and must hold afterwards."""
 
 import os
 import shutil
@@ -8,15 +8,41 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from conformance.assurance.faults import KILL, faults
-from conformance.own.models_integration.archive.chunks import chunk
 from models_integration.archive.errors import ArchiveError
 from models_integration.archive.keyring import Keyring
+from models_integration.archive.manifest import ALL, Manifest, ids_digest
 from models_integration.archive.names import key_in
 from models_integration.archive.store import Archive
 from models_integration.cache.atomic_file import TEMPORARY
+from models_integration.model.identity import ModelIdentity
 
-__all__ = ["OPERATIONS", "Case", "blobs", "damage", "killed", "path_of"]
+__all__ = ["MODEL", "OPERATIONS", "Case", "blobs", "chunk", "damage", "killed", "path_of"]
+
+MODEL = ModelIdentity("weights", "float32", "rotation", "config", "bfloat16")
+
+
+def chunk(
+    seed: int, tenant: str = "alice", tokens: int = 6, layers: int = 2, model: ModelIdentity = MODEL,
+) -> tuple[Manifest, dict[str, Tensor]]:
+    """The manifest and the tensors of a raw chunk."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 1000, (tokens,), generator=generator)
+    tensors: dict[str, Tensor] = {"token_ids": ids}
+    for layer in range(layers):
+        for name in ("k", "v"):
+            values = torch.randn((2, tokens, 8), generator=generator)
+            tensors[f"{layer}.{name}"] = values.to(torch.bfloat16)
+    manifest = Manifest(
+        tenant, ids_digest(ids), tokens, "raw", 0, (), 0, tokens, "none", tuple(range(layers)), ALL,
+        model, float(seed),
+    )
+    return manifest, tensors
+
+
 
 ALICE, BOB, CAROL = "alice-the-tenant", "bob-the-tenant", "carol-the-tenant"
 MADE = {name: chunk(seed, tenant=tenant, tokens=8) for seed, (name, tenant) in enumerate(

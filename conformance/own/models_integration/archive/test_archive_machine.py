@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from conformance.assurance.faults import FAULTS, WELL, Fault, Killed
-from conformance.own.models_integration.archive.chunks import chunk
 from conformance.own.models_integration.archive.conftest import MEMORY
-from conformance.own.models_integration.archive.fault_cases import MASTER, blobs, path_of
+from conformance.own.models_integration.archive.fault_cases import MASTER, blobs, chunk, path_of
 from models_integration.archive.errors import ArchiveError, KeyUnavailable
 from models_integration.archive.keyring import Keyring
 from models_integration.archive.objects import FORMAT

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from conformance.own.models_integration.archive.chunks import chunk
+from conformance.own.models_integration.archive.fault_cases import chunk
 from models_integration.archive.errors import ArchiveError, KeyUnavailable, NoSuchChunk, WrongModel
 from models_integration.archive.store import Archive
 from models_integration.cli.app import app
@@ -117,21 +117,6 @@ def test_an_encrypted_chunk_needs_its_key(tmp_path: Path) -> None:
     assert isinstance(refused("get", key, *locked), KeyUnavailable | NoSuchChunk)
 
 
-@pytest.mark.law("nothing-readable-without-the-key")
-def test_forgetting_without_the_key_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("cryptography")
-    for at, name in enumerate(("master", "wrong")):
-        (tmp_path / name).write_bytes(bytes(range(at, 32 + at)))
-        (tmp_path / name).chmod(0o600)
-    (tmp_path / "note.txt").write_text(FACTS[0], encoding="utf-8")
-    here = ("--archive", str(tmp_path / "a"))
-    run("put", str(tmp_path / "note.txt"), *here, "--master-key", str(tmp_path / "master"))
-    for given in ((), ("--master-key", str(tmp_path / "wrong"))):
-        assert isinstance(refused("forget", "default", "--yes", *here, *given), KeyUnavailable)
-    assert len(list((tmp_path / "a" / "objects").glob("*/*"))) == 1
-    assert run("forget", "default", "--yes", *here, "--master-key", str(tmp_path / "master")).startswith("1 objects")
-
-
 @pytest.mark.parametrize("device", ["/dev/urandom", "a FIFO", "a long file"])
 def test_a_master_key_is_read_from_a_regular_file_of_32_bytes(tmp_path: Path, device: str) -> None:
     """And no more than 33 bytes are read."""
@@ -188,12 +173,6 @@ def test_a_tenant_s_name_is_shown_as_it_was_typed(tmp_path: Path) -> None:
 def test_bad_input_is_named(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
     assert words in str(refused(*arguments, "--archive", str(tmp_path / "none")))
     assert not (tmp_path / "none").exists()
-
-
-def test_a_wrapper_of_another_family_is_named(tmp_path: Path) -> None:
-    (tmp_path / "note.txt").write_text(FACTS[0], encoding="utf-8")
-    error = refused("put", str(tmp_path / "note.txt"), "--wrapper", "markers", "--archive", str(tmp_path / "a"))
-    assert "must be one token id" in str(error)
 
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from conformance.own.models_integration.archive.block_mask import block_masked, ids
-from conformance.own.models_integration.archive.models import ROTATIONS, build
+from conformance.own.models_integration.archive.block_mask import ROTATIONS, block_masked, build, ids
 from conformance.own.models_integration.archive.test_library import VOCABULARY
 from conformance.own.models_integration.archive.test_splice import BOUND, CHUNKS, QUERY, read
 from conformance.own.models_integration.archive.test_splice_and_evict import SESSION, VISIBLE, kept_of, window_of
@@ -274,16 +273,3 @@ def test_a_policy_with_records_of_each_token_refuses_what_it_has_not_read(name: 
         splice(cache, [chunk], recognise(twin))
         with pytest.raises(SpecError, match="tokens without records"):
             model(input_ids=torch.tensor([QUERY]), past_key_values=cache)
-
-
-@pytest.mark.law("an-object-proves-itself")
-def test_a_flipped_position_is_a_miss(archive: Archive) -> None:
-    library = Library(archive, build("Llama"), VOCABULARY, "alice")
-    key = library.put(PART, method=StreamingLLM(12))
-    (path,) = archive.folder.glob(f"objects/*/{key}.safetensors")
-    data, places = path.read_bytes(), np.array([0, 1, 2, 3, *range(16, 24)], dtype="<i8").tobytes()
-    assert data.count(places) == 2  # one for each layer
-    at = data.index(places) + 8 * 5
-    path.write_bytes(data[:at] + bytes([data[at] ^ 2]) + data[at + 1 :])
-    assert library.get(key) is None
-    assert not path.exists()

@@ -1,29 +1,26 @@
-"""Encrypted objects: each tenant's key opens its own alone, and what is forgotten is gone."""
+"""Encrypted objects: each tenant's key opens its own alone, and the folder tells no identity of them."""
 
+import errno
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from conformance.own.models_integration.archive.fault_cases import MODEL, blobs, chunk, path_of
+from models_integration.archive.errors import ForeignVersion, KeyUnavailable, NotEncrypted
+from models_integration.archive.keyring import Keyring, read_master
+from models_integration.archive.objects import padded, read_claim
+from models_integration.archive.store import Archive
+from models_integration.cache.tensor_file import header_bytes
+from spec.errors import SpecError
 
 pytest.importorskip("cryptography")
 
-import errno
-import json
-import random
-
-import torch
-
-from conformance.own.models_integration.archive.chunks import MODEL, chunk
-from conformance.own.models_integration.archive.fault_cases import blobs, path_of
-from models_integration.archive.errors import ForeignVersion, KeyUnavailable, NotEncrypted, WrongModel
-from models_integration.archive.keyring import Keyring
-from models_integration.archive.objects import read_claim, read_object
-from models_integration.archive.store import Archive
-from models_integration.cache.tensor_file import header_bytes
-from models_integration.model.identity import ModelIdentity
-from spec.errors import SpecError
-
 pytestmark = pytest.mark.law("nothing-readable-without-the-key")
+
 
 MASTER = bytes(range(32))
 
@@ -32,102 +29,12 @@ def opened(folder: Path, master: bytes = MASTER) -> Archive:
     return Archive(folder, Keyring(folder / "keys", master))
 
 
-@pytest.mark.law("saved-is-what-was")
-def test_what_is_put_is_got(tmp_path: Path) -> None:
-    manifest, tensors = chunk(1)
-    with opened(tmp_path) as archive:
-        key = archive.put(manifest, tensors)
-    with opened(tmp_path) as archive:
-        found = archive.get(key, "alice", MODEL)
-        assert found is not None
-        assert found.manifest == manifest
-        assert all(torch.equal(found.tensors[name], tensors[name]) for name in tensors)
-        with pytest.raises(WrongModel):
-            archive.get(key, "alice", ModelIdentity("other", "float32", "rotation", "config", "bfloat16"))
-        assert archive.verify().clean
-
-
 def test_neither_keys_nor_token_ids_stand_in_the_file(tmp_path: Path) -> None:
     manifest, tensors = chunk(1, tokens=50)
     with opened(tmp_path) as archive:
         data = path_of(tmp_path, archive.put(manifest, tensors)).read_bytes()
     for tensor in tensors.values():
         assert tensor.flatten().view(torch.uint8).numpy().tobytes()[:64] not in data
-
-
-def test_a_key_of_one_tenant_never_opens_an_object_of_another(tmp_path: Path) -> None:
-    with opened(tmp_path) as archive:
-        hers = archive.put(*chunk(1, tenant="alice"))
-        his = archive.put(*chunk(1, tenant="bob"))
-        assert archive.get(his, "alice") is None
-        assert archive.get(hers, "bob") is None
-        ring = Keyring(tmp_path / "keys", MASTER)
-        with pytest.raises(KeyUnavailable, match="another salt"):
-            read_object(path_of(tmp_path, his), his, lambda _: ring.cipher("alice"))
-        assert read_object(path_of(tmp_path, his), his, lambda _: ring.cipher("bob"))
-        assert archive.verify().clean
-
-
-@pytest.mark.law("an-object-proves-itself")
-def test_an_object_under_another_name_is_damage(tmp_path: Path) -> None:
-    """Her object copied over his: his key does not open it, and hers is not asked."""
-    with opened(tmp_path) as archive:
-        hers, his = (archive.put(*chunk(1, tenant=tenant)) for tenant in ("alice", "bob"))
-        path_of(tmp_path, his).write_bytes(path_of(tmp_path, hers).read_bytes())
-        assert archive.get(his, "bob") is None
-        assert not path_of(tmp_path, his).exists()
-        assert archive.get(hers, "alice") is not None
-
-
-@pytest.mark.law("an-object-proves-itself")
-def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
-    rng = random.Random(3)
-    with opened(tmp_path) as archive:
-        path = path_of(tmp_path, key := archive.put(*chunk(1)))
-        data = path.read_bytes()
-        for at in range(200):
-            header = 8 + int.from_bytes(data[:8], "little")
-            bit = rng.randrange(8 * header) if at % 2 else rng.randrange(8 * len(data))
-            path.write_bytes(data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :])
-            assert archive.get(key, "alice") is None
-            assert not path.exists()
-            path.write_bytes(data)
-        assert archive.get(key, "alice") is not None
-
-
-@pytest.mark.law("promised-is-there-forgotten-is-not")
-@pytest.mark.parametrize("encrypted", [True, False])
-def test_after_forget_the_folder_holds_none_of_the_bytes(tmp_path: Path, encrypted: bool) -> None:
-    """A raw scan for the payload, the key, the salt and the tenant's name, damaged and unfinished objects included."""
-    ring = Keyring(tmp_path / "keys", MASTER) if encrypted else None
-    with Archive(tmp_path, ring) as archive:
-        manifests = [chunk(seed, tenant="alice-the-tenant", tokens=40) for seed in range(3)]
-        keys = [archive.put(*made) for made in manifests]
-        other = archive.put(*chunk(7, tenant="bob", tokens=40))
-        broken = path_of(tmp_path, keys[0])
-        data = bytearray(broken.read_bytes())
-        data[-1] ^= 1
-        broken.write_bytes(data)
-        assert archive.get(keys[0], "alice-the-tenant") is None
-        unfinished = path_of(tmp_path, keys[1])
-        (unfinished.parent / f".tmp-{unfinished.name}-1").write_bytes(unfinished.read_bytes()[:-20])
-        needles = [path_of(tmp_path, key).read_bytes()[-200:] for key in keys[1:]] + [bytes(data[-200:])]
-        salts = {path: path.read_bytes() for path in (tmp_path / "keys").glob("*")}
-        needles += [key.encode() for key in keys] + ([] if encrypted else [b"alice-the-tenant"])
-        assert all(any(needle in blob for blob in blobs(tmp_path)) for needle in needles)
-        archive.forget("alice-the-tenant")
-        remaining = [path for path in salts if path.exists()]
-        needles += [salt for path, salt in salts.items() if path not in remaining]
-        assert not any(needle in blob for needle in needles for blob in blobs(tmp_path))
-        assert len(remaining) == (1 if encrypted else 0)
-        assert archive.get(other, "bob") is not None
-        assert [entry.key for entry in archive.entries()] == [other]
-        if encrypted:
-            with pytest.raises(KeyUnavailable, match="forgotten"):
-                Keyring(tmp_path / "keys", MASTER).cipher("alice-the-tenant")
-    with Archive(tmp_path, ring) as archive:
-        assert archive.verify().clean
-        assert not any(needle in blob for needle in needles for blob in blobs(tmp_path))
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -144,17 +51,6 @@ def test_another_master_key_is_refused_and_nothing_is_lost(tmp_path: Path) -> No
         assert len(report.strays) == 1  # the salt
     with opened(tmp_path) as archive:
         assert archive.get(key, "alice") is not None
-
-
-@pytest.mark.law("refused-before-anything-changes")
-def test_without_a_keyring_an_encrypted_object_is_refused_and_kept(tmp_path: Path) -> None:
-    with opened(tmp_path) as archive:
-        key = archive.put(*chunk(1))
-    with Archive(tmp_path) as archive:
-        with pytest.raises(KeyUnavailable, match="no key is given"):
-            archive.get(key, "alice")
-        assert [entry.key for entry in archive.entries()] == [key]
-    assert path_of(tmp_path, key).exists()
 
 
 @pytest.mark.parametrize("with_key", [True, False])
@@ -289,12 +185,6 @@ def test_verify_reads_each_salt_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert reads <= 3 * 40
 
 
-@pytest.mark.law("refused-before-anything-changes")
-def test_the_master_key_has_32_bytes(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="32 random bytes"):
-        Keyring(tmp_path, b"short")
-
-
 @pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_salt_that_could_not_be_read_once_locks_nothing_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -337,3 +227,98 @@ def test_a_salt_under_two_names_is_named_and_locks_nothing(tmp_path: Path) -> No
         report = archive.verify()
         assert (report.read, report.locked) == (1, [])
         assert report.strays == [f"keys/{name}" for name in sorted(["0" * 64, "f" * 64, salt.name])]
+
+
+NAMED = replace(MODEL, weights="weights-of-a-model", rotation="rotation-of-a-model", config="config-of-a-model")
+
+
+def test_an_encrypted_object_tells_neither_tenant_nor_text_nor_length_nor_weights(tmp_path: Path) -> None:
+    manifest, tensors = chunk(1, tenant="alice-the-tenant", tokens=41, model=NAMED)
+    with Archive(tmp_path, Keyring(tmp_path / "keys", MASTER)) as archive:
+        key = archive.put(manifest, tensors)
+        assert [entry.key for entry in archive.entries("alice-the-tenant")] == [key]
+        assert archive.entries("bob") == []
+        stored = archive.get(key, "alice-the-tenant", NAMED)
+        assert stored is not None
+        assert stored.manifest == manifest
+    assert key != manifest.key
+    needles = [b"alice-the-tenant", manifest.ids.encode(), manifest.key.encode(), manifest.key[:32].encode()]
+    needles += [text.encode() for text in (NAMED.weights, NAMED.rotation, NAMED.config)] + [b'"tokens"', b":41,"]
+    assert [needle for needle in needles if any(needle in blob for blob in blobs(tmp_path))] == []
+
+
+def test_the_same_text_has_another_key_under_another_salt_or_master(tmp_path: Path) -> None:
+    """So that nobody who guesses a text can look whether its key is there."""
+    keys = []
+    for at in range(3):
+        master = MASTER if at < 2 else bytes(reversed(MASTER))
+        with Archive(tmp_path / str(at), Keyring(tmp_path / str(at) / "keys", master)) as archive:
+            keys.append(archive.put(*chunk(1)))
+            assert archive.put(*chunk(1)) == keys[-1]
+    assert len({key[:48] for key in keys}) == 3
+
+
+def test_lengths_nearby_have_one_size(tmp_path: Path) -> None:
+    with Archive(tmp_path, Keyring(tmp_path / "keys", MASTER)) as archive:
+        sizes = {path_of(tmp_path, archive.put(*chunk(1, tokens=tokens))).stat().st_size for tokens in range(100, 108)}
+    assert len(sizes) <= 3
+    assert all(size <= padded(size) <= max(256, 1.12 * size) for size in range(1, 100_000, 97))
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_another_tenant_s_object_is_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool,
+) -> None:
+    """The same answer by the same work, stored or not, damaged or of an old version: no file is asked for."""
+    with Archive(tmp_path, Keyring(tmp_path / "keys", MASTER) if encrypted else None) as archive:
+        hers = archive.put(*chunk(1, tenant="alice"))
+        absent = hers[:46] + ("00" if hers[46:48] != "00" else "11") + hers[48:]
+        archive.put(*chunk(2, tenant="bob"))
+        damaged = archive.put(*chunk(3, tenant="alice"))
+        path_of(tmp_path, damaged).write_bytes(b"nothing")
+
+        def asked(*arguments: Any) -> None:
+            raise AssertionError("the object was looked at")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("models_integration.archive.store.read_object", asked)
+            patch.setattr("models_integration.archive.object_folder.ObjectFolder.path", asked)
+            for key in (hers, absent, damaged, "0" * 64, "", "\udcff", "../../etc"):
+                assert archive.get(key, "bob") is None
+        assert path_of(tmp_path, damaged).exists()
+        assert archive.get(hers, "alice") is not None
+
+
+def test_without_the_ring_every_encrypted_key_is_refused_alike(tmp_path: Path) -> None:
+    with Archive(tmp_path, Keyring(tmp_path / "keys", MASTER)) as archive:
+        hers = archive.put(*chunk(1))
+    with Archive(tmp_path) as archive:
+        for key in (hers, "1" * 64):
+            with pytest.raises(KeyUnavailable, match="no key is given"):
+                archive.get(key, "alice")
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("master", [bytes(32), b"\xff" * 32, b"ab" * 16, b"0123456789" * 3 + b"01", b"short"])
+def test_a_master_key_that_cannot_be_random_is_refused(tmp_path: Path, master: bytes) -> None:
+    with pytest.raises(SpecError, match="32 random bytes"):
+        Keyring(tmp_path, master)
+
+
+def test_a_master_key_in_the_archive_or_readable_by_others_is_refused(tmp_path: Path) -> None:
+    archive, outside = tmp_path / "archive", tmp_path / "master"
+    (archive / "keys").mkdir(parents=True)
+    outside.write_bytes(MASTER)
+    outside.chmod(0o640)
+    with pytest.raises(SpecError, match=r"master_key = .*must be its owner's alone \(chmod 600\), not of mode 640"):
+        read_master(outside, archive)
+    outside.chmod(0o600)
+    assert read_master(outside, archive) == MASTER
+    (archive / "master").write_bytes(MASTER)
+    (archive / "master").chmod(0o600)
+    (tmp_path / "link").symlink_to(archive / "master")
+    for inside in (archive / "master", tmp_path / "link"):
+        with pytest.raises(SpecError, match="must be outside the archive"):
+            read_master(inside, archive)
+    with pytest.raises(SpecError, match="must be a readable file"):
+        read_master(tmp_path / "nowhere", archive)

@@ -1,23 +1,32 @@
-"""The self-calibration: which models are recognised, as what, and which are refused by name."""
+"""The self-calibration: which models are recognised, as what; codec and rotation on tensors as the reference."""
 
 import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from conformance.own.models_integration.archive.models import FAMILIES, REFUSED, ROTATIONS, build
+from conformance import tolerances
+from conformance.own.models_integration.archive.block_mask import FAMILIES, REFUSED, ROTATIONS, build
+from conformance.own.reference.test_injection import keys, near
+from conformance.plugin import sparingly
+from models_integration.archive.codec import decode, encode
 from models_integration.archive.errors import OtherDtype, OtherFrequencies
 from models_integration.archive.manifest import check_model
 from models_integration.model import rotation as rope
 from models_integration.model.errors import UnknownModel
 from models_integration.model.identity import identify
 from models_integration.model.rotation import STYLES, angles_between, frequencies_at, recognise, turned
+from reference.injection.quantisers import ARMS, SCHEMES, codes, scale
+from reference.injection.rotation import TURNS, shift_angles
+from spec.arrays import Cube, Vector
 from spec.errors import SpecError
 
-pytestmark = pytest.mark.law("as-it-is-described")
 
-
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_recognised(family: str) -> None:
     """Slot and style of every layer: latents turn in the values' slot, layers without positions not at all."""
@@ -26,6 +35,7 @@ def test_a_family_is_recognised(family: str) -> None:
     assert {found.frequencies[name].dtype for name in found.used()} == {torch.float32}
 
 
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("rotation", ROTATIONS)
 def test_a_rotation_is_recognised(rotation: str) -> None:
     found = recognise(build("Llama" if rotation != "partial" else "Phi3", rope_parameters=dict(ROTATIONS[rotation])))
@@ -33,6 +43,7 @@ def test_a_rotation_is_recognised(rotation: str) -> None:
     assert [len(found.frequencies[name]) for name in found.used()] == [pairs]
 
 
+@pytest.mark.law("as-it-is-described")
 def test_local_and_global_layers_have_their_own_frequencies() -> None:
     found = recognise(build("Gemma3Text"))
     assert [layer.buffer.rpartition(".")[2] for layer in found.layers if layer.buffer] == [
@@ -111,6 +122,7 @@ def test_one_bit_of_a_frequency_changes_the_identity() -> None:
     assert replace(after, rotation=before.rotation) == before
 
 
+@pytest.mark.law("as-it-is-described")
 def test_longrope_has_its_long_frequencies_in_a_long_session() -> None:
     model = build("Llama", rope_parameters=dict(ROTATIONS["longrope"]))
     found = recognise(model)
@@ -147,3 +159,41 @@ def test_the_bound_of_the_probe_lies_far_from_both() -> None:
     }
     assert errors["half_split"] < rope.PROBE_BOUND[torch.float32] / 100
     assert errors["interleaved"] > rope.PROBE_BOUND[torch.float32] * 100
+
+
+@pytest.mark.law("decided-as-the-reference")
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_codec_on_tensors_is_the_reference_s(arm: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    layers = {
+        at: (torch.randn(2, 12, 4, generator=generator), torch.randn(2, 12, 6, generator=generator)) for at in range(4)
+    }
+    layers[2][0][1] = 0.0
+    tensors = encode(layers, arm, 4)
+    for at, pair in layers.items():
+        for name, x, found, scheme in zip(
+            "kv", pair, decode(tensors, at, torch.float32), (ARMS[arm].keys, ARMS[arm].values), strict=True
+        ):
+            if f"{at}.{name}" in tensors:
+                assert torch.equal(found, x)
+                continue
+            part = x[:, ARMS[arm].first : 12 - ARMS[arm].last].double().numpy()
+            step = scale(part, SCHEMES[str(scheme)], 8)
+            assert tensors[f"{at}.{name}.q"].tolist() == codes(part, step, 8).tolist()
+            assert tensors[f"{at}.{name}.s"].double().numpy().tolist() == step.tolist()
+            assert (found - x).abs().max() <= 0.51 * step.max()
+
+
+@pytest.mark.law("decided-as-the-reference")
+@pytest.mark.parametrize("style", ["half_split", "interleaved"])
+@sparingly
+@given(made=keys(), start=st.integers(0, 2048))
+def test_tensors_turn_as_the_reference_does(style: str, made: tuple[Cube, Vector], start: int) -> None:
+    """Up to the angle, which the integration rounds to float32 as the models do."""
+    x, theta = made
+    tensor = torch.tensor(theta, dtype=torch.float32)
+    angles = angles_between(x.shape[1], start, tensor, tensor)
+    assert near(turned(torch.tensor(x), angles, style).numpy(), TURNS[style](x, angles.numpy()), angles.numpy(), 1)
+    exact = shift_angles(x.shape[1], start, theta)
+    rounding = 4 * tolerances.UNIT_ROUNDOFF["float32"] * (start + x.shape[1])
+    assert (np.abs(angles.numpy() - exact) <= rounding).all()

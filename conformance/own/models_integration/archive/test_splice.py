@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conformance.own.models_integration.archive.block_mask import Chunks, Oracle, block_masked, ids
-from conformance.own.models_integration.archive.models import FAMILIES, ROTATIONS, build
+from conformance.own.models_integration.archive.block_mask import (
+    FAMILIES,
+    ROTATIONS,
+    Chunks,
+    Oracle,
+    block_masked,
+    build,
+    ids,
+)
 from conformance.own.models_integration.session.families import relative
 from conformance.plugin import profile_of
 from models_integration import StreamingLLM

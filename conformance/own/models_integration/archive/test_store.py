@@ -15,13 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from conformance.own.models_integration.archive.attackers import (
-    fill_the_disk,
-    lose_the_right_to_write,
+from conformance.own.models_integration.archive.fault_cases import MODEL, chunk, damage, path_of
+from conformance.own.models_integration.archive.test_attacks import (
     read_where_nothing_can_be_written,
 )
-from conformance.own.models_integration.archive.chunks import MODEL, chunk
-from conformance.own.models_integration.archive.fault_cases import damage, path_of
 from conformance.own.processes import started
 from models_integration.archive.errors import (
     ArchiveFull,
@@ -131,11 +128,6 @@ def test_another_model_is_refused_by_name(tmp_path: Path, change: dict[str, str]
         assert archive.get(key, "alice", MODEL) is not None
 
 
-def test_a_chunk_that_is_not_there_is_a_miss(tmp_path: Path) -> None:
-    with Archive(tmp_path) as archive:
-        assert archive.get("ab" * 32, "alice") is None
-
-
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_foreign_version_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
@@ -189,25 +181,6 @@ def test_a_failing_disk_is_named_and_nothing_is_lost(
         assert archive.verify().clean
         archive.put(*chunk(2))
         assert len(archive.entries()) == 2
-
-
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    """A real refusal by the kernel: no file may grow beyond 64 KiB in a child process."""
-    with Archive(tmp_path) as archive:
-        archive.put(*chunk(1))
-    child = started(fill_the_disk, tmp_path)
-    child.join()
-    assert child.exitcode == 0
-    with Archive(tmp_path) as archive:
-        assert archive.verify().clean
-        assert len(archive.entries()) == 1
-
-
-def test_a_read_only_folder_is_named(quick_path: Path) -> None:
-    """A real refusal by the kernel, also where root runs the tests: a child process gives up its rights."""
-    child = started(lose_the_right_to_write, quick_path)
-    child.join()
-    assert child.exitcode == 0
 
 
 def test_a_medium_that_cannot_be_written_is_opened_and_read(quick_path: Path) -> None:

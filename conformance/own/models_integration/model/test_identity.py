@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, RobertaConfig, RobertaForCausalLM
 from transformers.activations import ACT2FN
 from typer.testing import CliRunner
 
-from conformance.own.models_integration.archive.models import FAMILIES, build
+from conformance.own.models_integration.archive.block_mask import FAMILIES, build
 from conformance.own.models_integration.model.disguised_pairs import DISGUISED, EQUAL, EXCHANGED
 from conformance.own.models_integration.model.identity_pairs import (
     CHANGES,

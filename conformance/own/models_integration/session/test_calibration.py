@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 
 from conformance.assurance.brute import rehearsed
 from conformance.assurance.oracles import kvzip as kvzip_oracle
-from conformance.own.models_integration.archive.models import ROTATIONS
-from conformance.own.models_integration.archive.models import build as rotated
+from conformance.own.models_integration.archive.block_mask import ROTATIONS
+from conformance.own.models_integration.archive.block_mask import build as rotated
 from conformance.own.models_integration.session.families import (
     _GQA,
     FAMILIES,

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from conformance.own.models_integration.studies.lease_workers import patient
 from conformance.paths import ROOT
 from models_integration.cli.study import Running, run
+from models_integration.studies import leases
 from models_integration.studies.evidence import measure as measures
 from models_integration.studies.evidence import run as of_study
 from models_integration.studies.evidence.rules import load_rules
@@ -19,7 +19,7 @@ from models_integration.studies.leases import holder_of
 from models_integration.studies.results import STUDY, Row, load_rows
 from models_integration.studies.subject import Loading
 
-__all__ = ["ROWS", "RULES", "SLOW", "command", "holders", "measured", "sweep"]
+__all__ = ["PATIENCE", "ROWS", "RULES", "SLOW", "command", "holders", "measured", "sweep"]
 
 RULES = """
 [study]
@@ -35,6 +35,7 @@ policies = ["snapkv", "streamingllm"]
 budgets = ["0.5", "0.8"]
 """
 ROWS = 12
+PATIENCE = 1.0
 SLOW = """
 import time
 from pathlib import Path
@@ -56,6 +57,19 @@ def newest(observation):
 POLICY = policy_from_score(newest, needs=Needs())
 """
 """A module whose policy takes its time, for commands: their workers wait for no minute either."""
+
+
+def patient(hours: int) -> None:
+    """From here on this process is on a machine whose clock is so many hours ahead, and waits for no minute."""
+    here = time.time
+
+    def touched(lease: Path) -> None:
+        now = time.time()
+        os.utime(lease, (now, now))
+
+    leases._BEAT, leases._PATIENCE, leases._PAUSE = PATIENCE / 10, PATIENCE, PATIENCE / 20
+    time.time = lambda: here() + 3600 * hours
+    Path.touch = touched  # type: ignore[assignment, method-assign]
 
 
 def sweep(rules: Path, out: Path, hours: int) -> None:

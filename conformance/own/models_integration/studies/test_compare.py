@@ -25,7 +25,6 @@ from models_integration.cli.app import app
 from models_integration.cli.compare import GRIDS, study_of
 from models_integration.cli.options import names_of
 from models_integration.cli.study import Running, run
-from models_integration.policies.spelled import spelled
 from models_integration.studies.evidence.controls import CONTROL_BOUNDS, FULL
 from models_integration.studies.evidence.kept import steps
 from models_integration.studies.evidence.measure import measure
@@ -45,7 +44,6 @@ from models_integration.tasks.registry import TABLE
 from reference.policies.names import NAMES
 from reference.statistics import wilson
 from spec.errors import SpecError
-from spec.parameters import ESSAY, PAPER
 from spec.tables import result_table
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
@@ -72,11 +70,6 @@ SMALL = rules(budgets="0.9", tasks="needle", lengths="200", samples=2)
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     return Loading("pocket", "numpy").subject()
-
-
-@pytest.fixture(autouse=True)
-def _loaded_once(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Loading, "subject", lambda loading: subject)
 
 
 def ran(made: Rules, out: Path, batch_size: int = 12) -> list[dict[str, Any]]:
@@ -147,13 +140,6 @@ def test_every_task_placement_and_policy_is_taken_together_or_refused_with_its_r
         else:
             taken |= set(methods(rules(f"{name}@prompt", "0.9"), subject))
     assert {"h2o", "h2o@prompt", "tova", "tova@prompt", "snapkv"} <= taken
-
-
-@pytest.mark.parametrize(("correct", "n"), [(0, 20), (1, 20), (16, 20), (20, 20), (7, 60)])
-def test_the_ends_of_a_wilson_interval_are_where_the_score_test_turns(correct: int, n: int) -> None:
-    """Each end p has |share - p| = z sqrt(p (1 - p) / n), with z the 97.5 % point of the normal distribution."""
-    for p in wilson(correct, n):
-        assert math.isclose(abs(correct / n - p), 1.959963984540054 * math.sqrt(max(0, p * (1 - p)) / n), abs_tol=1e-9)
 
 
 @pytest.mark.law("saved-is-what-was")
@@ -383,22 +369,6 @@ def test_a_run_that_is_stopped_says_what_is_stored_and_how_to_go_on(
     monkeypatch.setattr(where, measure)
     again = ran(SMALL, tmp_path / "stopped")
     assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in whole]
-
-
-@pytest.mark.law("as-it-is-described")
-def test_the_grids_vary_one_constant_at_a_time() -> None:
-    """T_max in {16, 24, 32, 48}, s in {2, 5, 10}, alpha in {0.5, 1, 2} and beyond; all extensions, and the essay's."""
-    grids = {name: [spelled(text)[1] for text in grid] for name, grid in GRIDS.items()}
-    for constants in grids.values():
-        assert constants[0] == {}
-        assert all(value != getattr(PAPER, key) for one in constants for key, value in one.items())
-    assert {len(one) for one in (*grids["appendix-a"][1:], *grids["extensions"][2:])} == {1}
-    swept = {key: {one.get(key, getattr(PAPER, key)) for one in grids["appendix-a"]} for key in ("T_max", "s", "alpha")}
-    assert swept["T_max"] == {16, 24, 32, 48}
-    assert swept["s"] == {2.0, 5.0, 10.0}
-    assert swept["alpha"] > {0.5, 1.0, 2.0}
-    assert replace(PAPER, **grids["extensions"][1]) == ESSAY
-    assert {key for one in grids["extensions"] for key in one} >= {"allocation", "coverage", "merge", "rarity"}
 
 
 def test_a_grid_is_a_run_of_its_variants(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import side_by_side
 from models_integration.model.architecture import describe
 from models_integration.pocket import ASSETS
-from models_integration.policies.methods import RetentionPolicy
 from models_integration.session.verbs import EVERYTHING, observe, read
 from models_integration.studies.evidence.controls import (
     BLIND,
@@ -54,7 +53,6 @@ NAMES = (
 )
 BUDGETS = ("0.5", "0.3")
 DRAWN = (*RANDOM_SETS, RANDOM_HEADS, EVIDENCE)
-CELLS = list(product(NAMES, BUDGETS))
 WANTED = [(FULL, "1.0"), (BLIND, "0"), *((name, at) for at in BUDGETS for name in (*NAMES, *DRAWN))]
 LENGTH = 700
 
@@ -89,22 +87,6 @@ def measured(
     return found
 
 
-def alone(
-    subject: Subject, policy: RetentionPolicy, placement: Placement, ids: torch.Tensor, rows: int,
-) -> tuple[Retention, RetainedCache, torch.Tensor]:
-    """A context of its own: what it keeps, its cache before anything is read behind it, the last logits of `ids`."""
-    with policy(subject.model) as run, torch.no_grad():
-        subject.model(input_ids=torch.tensor([placement.prompt_ids]), logits_to_keep=1)
-        assert run.cache is not None
-        if placement.dropped_slots:
-            run.cache.crop(-placement.dropped_slots)
-        retention: Any = run.retention
-        before = compact(run.cache, Decision((everything(run.cache),)))
-        with run.reading():
-            logits = subject.model(input_ids=ids, past_key_values=run.cache, logits_to_keep=rows).logits
-    return getattr(retention, "retention", retention), before, logits
-
-
 def held(cache: RetainedCache) -> list[torch.Tensor]:
     """Positions, keys and values that each layer and head stores, without slots to spare."""
     found = []
@@ -113,46 +95,6 @@ def held(cache: RetainedCache) -> list[torch.Tensor]:
         flat: Any = layer.segments() if isinstance(layer, RaggedLayer) else [(layer.keys, layer.values)]
         found += [tensor for pair in flat for tensor in pair]
     return found
-
-
-def everything(cache: RetainedCache) -> Retention:
-    """All that a cache stores of its one row, at its own granularity."""
-    sets = [layer.head_positions(0, head).numpy() for layer in cache.full_layers for head in range(layer.heads)]
-    offsets = np.cumsum([0, *map(len, sets)]).astype(np.int64)
-    return Retention(np.concatenate(sets), offsets, cache.get_seq_length(), Granularity.HEAD)
-
-
-@pytest.mark.law("parts-equal-the-whole")
-@pytest.mark.parametrize(("name", "budget"), CELLS)
-def test_a_cell_is_a_context_of_its_own_bit_for_bit(subject: Subject, measured: Any, name: str, budget: str) -> None:
-    sample, placement, prompt, cells = measured[0]
-    ids = torch.tensor([[*placement.fed_ids, *sample.answer_ids[:-1]]])
-    rows = len(sample.answer_ids)
-    retention, cache, logits = alone(subject, subject.policy(name, budget), placement, ids, rows)
-    kept = prompt.kept[name][BUDGETS.index(budget)]
-    before = retention.seen - placement.dropped_slots
-    for group in range(retention.groups):
-        assert [at for at in retention.group(group) if at < before] == kept.group(group).tolist()
-    ours = compact(side_by_side(prompt.observed.cache, 1), Decision((kept,)))
-    assert all(torch.equal(one, other) for one, other in zip(held(ours), held(cache), strict=True))
-    shown = read(subject.model, ours, ids, last=rows).logits
-    assert shown is not None
-    assert torch.equal(shown, logits)
-    gold = torch.tensor(sample.answer_ids)
-    likelihood = float(logits[0].double().log_softmax(dim=-1)[range(rows), gold].sum())
-    assert cells[name, budget]["likelihood"] == pytest.approx(likelihood, abs=1e-4)
-
-
-@pytest.mark.law("parts-equal-the-whole")
-def test_exact_by_one_forward_is_exact_by_generation(subject: Subject, measured: Any) -> None:
-    outcomes = []
-    for sample, placement, _, cells in measured:
-        for name, budget in CELLS:
-            policy = subject.policy(name, budget)
-            said = answer(subject.model, policy, placement, len(sample.answer_ids), frozenset())[0].token_ids
-            outcomes.append(said == list(sample.answer_ids))
-            assert cells[name, budget]["exact"] == cells[name, budget]["right"] == outcomes[-1], (name, budget)
-    assert set(outcomes) == {True, False}
 
 
 @pytest.mark.law("eviction-equals-masking")
@@ -219,23 +161,6 @@ def test_attention_on_evicted_keys_is_what_eager_attention_returns(subject: Subj
                 lost.append(weights[0, head, -len(sample.answer_ids) :, evicted].double().sum(dim=-1).mean())
         assert cells[name, BUDGETS[at]]["lost_attention"] == pytest.approx(float(np.mean(lost)), abs=1e-5), name
     assert cells[FULL, "1.0"]["lost_attention"] == pytest.approx(0.0, abs=1e-6)
-
-
-@pytest.mark.law("figures-are-counted-right")
-def test_caches_are_counted_as_answers_count_them(subject: Subject, measured: Any) -> None:
-    sample, placement, prompt, cells = measured[0]
-    config, a = subject.model.config, len(sample.answer_ids)
-    slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    for name, budget in CELLS:
-        row = cells[name, budget]
-        given, _ = answer(subject.model, subject.policy(name, budget), placement, a, frozenset())
-        assert row["peak_cache"] == given.peak_cache == len(placement.prompt_ids)
-        assert row["mean_cache"] == pytest.approx(given.mean_cache)
-        assert row["peak_bytes"] == row["peak_cache"] * slot
-        assert row["mean_bytes"] == pytest.approx(row["mean_cache"] * slot, abs=1)
-        retention = prompt.kept[name][BUDGETS.index(budget)]
-        kept = len(retention.positions) / retention.groups
-        assert row["mean_cache"] == pytest.approx(kept + len(placement.fed_ids) + (a - 1) / 2)
 
 
 @pytest.mark.law("parts-equal-the-whole")

@@ -1,8 +1,9 @@
-"""What tells rows apart: a user's own policies and tasks with their version; everything that a study's row is of."""
+"""What tells rows apart: own policies and tasks with their version, statistics, and all that a row is of."""
 
 import json
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,14 @@ from conformance.own.documentation import commands, fences
 from conformance.own.models_integration.studies.test_study import RULES, rules_file, study
 from models_integration.cli.app import app
 from models_integration.studies.evidence import run as evidence_run
-from models_integration.studies.evidence.rules import load_rules, rules_of
+from models_integration.studies.evidence.rules import PARTS, load_rules, rules_of
 from models_integration.studies.evidence.run import IDENTITY, Item
 from models_integration.studies.results import load_rows
 from models_integration.studies.subject import Loading
 from models_integration.tasks import Sample
-from reference.calibration import Calibration, Identity
+from models_integration.tasks.samples import part_of
+from reference.calibration import Calibration, Identity, load_calibration, save_calibration
 from spec.errors import SpecError
-
-pytestmark = pytest.mark.law("an-identity-tells-apart")
 
 GUIDE = "docs/guide/own-policy.md"
 TASK = """
@@ -82,6 +82,7 @@ def test_the_guide_s_own_policy_is_compared_and_measured_anew_once_it_is_changed
     assert compared() == [*first, *first]
 
 
+@pytest.mark.law("an-identity-tells-apart")
 def test_rules_and_options_tell_versions_apart(mine: Path) -> None:
     text = RULES.replace('["streamingllm"]\nb', '["streamingllm", "mine:POLICY"]\nb')
     text = text.replace('"prose_continuation"]', '"mine:NEEDLE"]')
@@ -110,6 +111,7 @@ def test_a_task_that_is_right_in_part_or_has_no_evidence_has_no_bounded_control(
         assert (refused.exception.argument, refused.exception.value) == ("task", task)
 
 
+@pytest.mark.law("an-identity-tells-apart")
 def test_equal_rows_of_two_task_files_are_rows_of_their_own(tmp_path: Path, one_thread: None) -> None:
     """Two names of one text, and one file under two metrics."""
     line = json.dumps({"input": "Tom went to the river.\nQuestion: Who?", "outputs": ["Tom", "He"]})
@@ -141,6 +143,7 @@ OTHER_ITEMS: dict[str, Any] = {
 }
 
 
+@pytest.mark.law("an-identity-tells-apart")
 def test_whatever_an_item_is_of_makes_another_unit(tmp_path: Path) -> None:
     subject, rules = Loading("pocket", "numpy").subject(), load_rules(rules_file(tmp_path))
     assert ITEM.unit(rules, subject) == replace(ITEM).unit(rules, subject)
@@ -148,6 +151,7 @@ def test_whatever_an_item_is_of_makes_another_unit(tmp_path: Path) -> None:
     assert len({ITEM.unit(rules, subject), *units.values()}) == len(units) + 1, units
 
 
+@pytest.mark.law("an-identity-tells-apart")
 def test_whatever_a_study_is_of_makes_another_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules, model, statistics, backend, specification."""
     subject, rules = Loading("pocket", "numpy").subject(), load_rules(rules_file(tmp_path))
@@ -161,3 +165,29 @@ def test_whatever_a_study_is_of_makes_another_unit(tmp_path: Path, monkeypatch: 
     units.append(ITEM.unit(rules, subject))
     assert len(set(units)) == len(units) == 8
     assert set(ITEM.identity(rules, subject)) == set(IDENTITY)
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_a_calibration_says_over_which_contexts_it_was_taken(tmp_path: Path, one_thread: None) -> None:
+    """Made of the rules it lists a dev context; a list with a confirming one is refused; without a list, it is said."""
+    text = RULES[RULES.index("[study]") :].replace('["streamingllm"]', '["triattention@prompt"]')
+    rules, file = rules_file(tmp_path, text.replace("contexts = 4", "contexts = 12")), tmp_path / "mine.npz"
+    made = CliRunner().invoke(app, ["calibrate", str(rules), "--out", str(file), "--tokens", "90"])
+    assert made.exit_code == 0, made.output
+    calibration = load_calibration(file)
+    assert calibration.samples is not None
+    assert [part_of(context) for context in calibration.samples] == ["dev"]
+    text = text.replace("[1024]", "[300]").replace(', "prose_continuation"', "").replace(', "in_prompt"', "")
+    rules_file(tmp_path, text.replace("contexts = 4", "contexts = 1") + 'calibration = "mine.npz"')
+    for part, (samples, controlled) in product(PARTS, ((calibration.samples, True), (None, False))):
+        save_calibration(replace(calibration, samples=samples), file)
+        folder = tmp_path / str(controlled)
+        found = CliRunner().invoke(app, ["study", "--rules", str(rules), "--out", str(folder), "--part", part])
+        assert found.exit_code == 0, found.output
+        pages = [path.read_text(encoding="utf-8") for path in folder.glob("*.md")]
+        assert all(("Uncontrolled" in page) is not controlled for page in pages)
+        for row in load_rows(folder / "study.jsonl"):
+            assert row["calibration"] == {"digest": calibration.digest, "controlled": controlled}
+    confirms = next(f"{digit}" * 64 for digit in "0123456789abcdef" if part_of(f"{digit}" * 64) == "confirm")
+    save_calibration(replace(calibration, samples=(*calibration.samples, confirms)), file)
+    assert confirms in str(study(tmp_path, "dev").exception)

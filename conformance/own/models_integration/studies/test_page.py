@@ -7,8 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from itertools import chain, product
+from itertools import product
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from conformance.own.models_integration.studies.pages import (
 from models_integration.cli.app import app
 from models_integration.cli.report import write_page
 from models_integration.studies.evidence.rules import Claim, Rules, Stage
-from models_integration.studies.page import papers
 from models_integration.studies.page.pictures import legend
 from models_integration.studies.report import title_of
 from models_integration.studies.results import Row
@@ -201,36 +199,6 @@ def test_the_best_are_those_by_hand_and_no_flagged_cell_is_one(shown: Page, rows
     assert flagged == [[["knorm", "0.3", "306.0", "+2.0%"]]] * 2
 
 
-def test_maps_costs_and_controls_are_those_by_hand(shown: Page, rows: list[Row]) -> None:
-    maps = [table for table in shown.tables if table.caption == "Budget 0.3" and ": 0-¼" in table.lines[0][1]]
-    assert len(maps) == len(PLACEMENTS)
-    for table, placement in zip(maps, PLACEMENTS, strict=True):
-        for policy in ALL:
-            wanted = []
-            for length in (1024, 2048):
-                for quarter in range(4):
-                    own = [
-                        value(row, policy, "0.3", "evidence_kept") / 4 for row in some(rows, placement=placement)
-                        if row["length"] == length and int(4 * row["metadata"]["depth"]) == quarter
-                    ]
-                    wanted.append(f"{sum(own) / len(own):.2f}" if own else "-")
-            assert table.line(policy)[1:] == wanted
-    spent = {
-        length: np.mean([row["seconds"]["snapkv"] for row in rows if row["length"] == length])
-        for length in (1024, 2048)
-    }
-    assert [shown.table("Mean seconds").line("snapkv")[at] for at in (1, 3)] == [f"{one:.3f}" for one in spent.values()]
-    sizes = [table for table in shown.tables if table.caption.startswith("Cache while answering")]
-    assert [table.line("snapkv", "0.3")[4] for table in sizes] == ["1.00"] * 2
-    controls = [table for table in shown.tables if table.caption.startswith("Accuracies count")]
-    for table, placement in zip(controls, PLACEMENTS, strict=True):
-        long = [row for row in some(rows, placement=placement, task=TASKS[1]) if row["length"] == 2048]
-        full = np.mean([value(row, "fullcache", "1.0", "right") for row in long])
-        line = table.line(title_of(TASKS[1]), "2048")
-        assert line[2:5] == [str(len(long)), f"{full:.2f}", "0.00"]
-        assert line[6:] == [f"{recovered(long, (name, b))[0]:.2f}" for name in ("random", "evidence") for b in BUDGETS]
-
-
 @pytest.mark.law("as-it-is-described")
 def test_the_page_is_whole_and_needs_nothing_else(shown: Page) -> None:
     assert not re.search(r"https?:|@import|url\(|<script|<b>", shown.text)
@@ -239,12 +207,6 @@ def test_the_page_is_whole_and_needs_nothing_else(shown: Page) -> None:
     assert links == [v for tag, name, v in shown.attributes if (tag, name) == ("h2", "id")]
     assert len(links) > 8
     assert ("div", "tabindex", "0") in shown.attributes
-
-
-@pytest.mark.law("as-it-is-described")
-def test_captions_are_outside_of_the_boxes_that_scroll(shown: Page) -> None:
-    assert "<caption>" not in shown.text
-    assert shown.text.count('</figcaption><div class="wide"') > 3
 
 
 @pytest.mark.law("an-identity-tells-apart")
@@ -284,13 +246,6 @@ def test_what_cannot_be_shown_is_said(rows: list[Row], tmp_path: Path) -> None:
     assert "they decide nothing" in said
     assert "4 contexts are few" in said
     assert not any(title.startswith("recovery") for title in page.panels)
-
-
-@pytest.mark.law("figures-are-counted-right")
-def test_a_sweep_shows_both_parts(rows: list[Row], tmp_path: Path) -> None:
-    """It claims nothing, so no sample is set apart."""
-    page = page_of(tmp_path, (replace(GIVEN, claims=()),), study=[*rows, *study_rows(5, "dev")])
-    assert any(f"{len(rows) + len(study_rows(5, 'dev'))} rows" in note for note in page.notes)
 
 
 def compared(**right: str) -> list[Row]:
@@ -389,27 +344,6 @@ def test_a_figure_without_its_library_says_what_to_install(tmp_path: Path, monke
     monkeypatch.setattr("models_integration.cli.report.find_spec", lambda name: None)
     refused = CliRunner().invoke(app, ["report", str(tmp_path), "--figure", str(tmp_path / "figure.svg")])
     assert "needs matplotlib: pip install 'kvspec[plots]'" in str(refused.exception)
-
-
-@pytest.mark.law("as-it-is-described")
-def test_a_policy_that_is_not_here_is_shown(rows: list[Row], tmp_path: Path) -> None:
-    text = json.dumps(rows[:16]).replace('"snapkv"', '"nowhere:POLICY"')
-    page = page_of(tmp_path, rules=(), study=json.loads(text))
-    assert any(line[0] == "nowhere:POLICY" for table in page.tables for line in table.lines)
-
-
-def test_the_papers_tables_are_those_of_the_papers() -> None:
-    """CrystalCache's Table 8 has the gains of its Tables 5 and 6 over the best baseline; every line is as wide."""
-    gains = [
-        [[0.084, 0.184], [0.066, 0.133], [0.217, 0.166]], [[0.017, 0.05], [0.084, 0.1], [0.05, 0.016]]
-    ]
-    for table, each in zip(papers._TABLES[:2], gains, strict=True):
-        for column, gain in enumerate(chain.from_iterable(each)):
-            named = {name: values[column] for name, values in table["rows"].items() if values[column] is not None}
-            others = max(v for name, v in named.items() if name not in ("crystalcache", "fullcache"))
-            assert named["crystalcache"] - others == pytest.approx(gain, abs=1e-9)
-    for table in papers._TABLES:
-        assert all(len(values) == len(table["columns"]) for values in table["rows"].values())
 
 
 def test_our_figures_stand_beside_the_papers(shown: Page, rows: list[Row]) -> None:

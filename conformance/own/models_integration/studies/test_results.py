@@ -1,20 +1,53 @@
-"""The results file: shared by processes, and usable after a kill at any moment."""
+"""The results file and leases: shared by processes, usable after a kill at any moment, whatever the clocks say."""
 
 import logging
+import os
 import random
+import resource
 import signal
 import time
+from collections import Counter
 from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 
-from conformance.own.models_integration.studies.writers import die_in_a_row, write_rows, write_until_killed
+from conformance.own.models_integration.studies.sweep_workers import PATIENCE
 from conformance.own.processes import started
+from models_integration.studies import leases
+from models_integration.studies.leases import Leases
 from models_integration.studies.results import append_row, find_row, load_rows
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
+
+
+__all__ = ["die_in_a_row", "write_rows", "write_until_killed"]
+
+
+def write_rows(path: Path, writer: int, rows: int, together: Barrier) -> None:
+    """Add this writer's rows, once all others are ready."""
+    together.wait()
+    for at in range(rows):
+        append_row(path, {"writer": writer, "at": at, "text": "x" * (997 * at % 9000)})
+
+
+def write_until_killed(path: Path, ready: Connection) -> None:
+    """Add long rows; `ready` gets a byte before the first."""
+    ready.send_bytes(b"x")
+    while True:
+        append_row(path, {"pid": os.getpid(), "text": "x" * 1_000_000})
+
+
+def die_in_a_row(path: Path, room: int) -> None:
+    """Add a row that is longer than the room which the kernel leaves in the file: it kills the process there."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    size = path.stat().st_size + room
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    append_row(path, {"text": "x" * 2 * room})
 
 
 @pytest.mark.law("saved-is-what-was")
@@ -113,3 +146,54 @@ def test_writers_killed_at_any_moment_leave_the_file_usable(tmp_path: Path) -> N
         assert len(found) > rows
         assert found[-1] == {"pid": 0}
         rows = len(found)
+
+
+def unit_of(row: dict[str, object]) -> str:
+    return str(row["unit"])
+
+
+def units_stored(path: Path) -> Counter[str]:
+    return Counter(row["unit"] for row in load_rows(path))
+
+
+def test_who_lost_a_unit_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that slept for too long finds its unit taken over."""
+    monkeypatch.setattr(leases, "_PATIENCE", 0.1)
+    path = tmp_path / "rows.jsonl"
+    with Leases(path, unit_of) as slow, Leases(path, unit_of) as other:
+        assert slow.take("a")
+        assert not other.take("a")
+        time.sleep(0.15)
+        assert other.take("a")
+        assert not slow.add({"unit": "a", "who": "slow"})
+        assert other.add({"unit": "a", "who": "other"})
+        assert not slow.take("a")
+    assert load_rows(path) == [{"unit": "a", "who": "other"}]
+
+
+def test_a_lease_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "_PATIENCE", 0.3)
+    monkeypatch.setattr(leases, "_BEAT", 0.05)
+    path = tmp_path / "rows.jsonl"
+    with Leases(path, unit_of) as alive, Leases(path, unit_of) as other:
+        assert alive.take("a")
+        until = time.monotonic() + 4 * PATIENCE / 5
+        while time.monotonic() < until:
+            assert not other.take("a")
+            time.sleep(0.02)
+
+
+def test_a_row_of_a_holder_that_died_before_it_let_go_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leases, "_PATIENCE", 0.05)
+    path = tmp_path / "rows.jsonl"
+    died, other = Leases(path, unit_of), Leases(path, unit_of)
+    assert died.take("a")
+    with other:
+        assert not other.take("a")
+        time.sleep(0.1)
+        append_row(path, {"unit": "a"})
+        assert not other.take("a")
+        assert list(other.units(["a"], lambda unit: None)) == []
+    assert units_stored(path) == Counter(["a"])

@@ -1,20 +1,22 @@
-"""Codecs: the items against plain arithmetic, their error bounds, and what the shapes of scales are."""
+"""Codecs against plain arithmetic and their error bounds; wrappers around a chunk, and where chunks are cut."""
 
 import struct
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.assurance.item_vectors.adapters import vocabulary
 from conformance.assurance.oracles import injection as oracle
 from conformance.plugin import sparingly
 from reference.injection.quantisers import ARMS, SCHEMES, Arm, codes, decoded, quantised_region, scale
+from reference.injection.wrappers import CELLS, FORMS, Form, Marker, marker_id, slices, wrap
 from spec.arrays import Cube
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.usefixtures("reference_items")
+
 
 SHAPES = {
     "per_tensor": (1, 1, 1), "per_head": (3, 1, 1), "per_channel": (3, 1, 4), "per_token": (3, 5, 1),
@@ -78,16 +80,6 @@ def test_an_error_is_at_most_half_a_step(x: Cube, scheme: str, bits: int) -> Non
 
 
 @pytest.mark.spec("IN-SCALE")
-@given(x=tensors(), scheme=st.sampled_from(sorted(SCHEMES)))
-def test_more_bits_give_smaller_steps(x: Cube, scheme: str) -> None:
-    """The bound on the error falls with every bit; the error itself is under it."""
-    steps = [scale(x, SCHEMES[scheme], bits) for bits in range(2, 9)]
-    assert all((fine <= coarse).all() for coarse, fine in pairwise(steps))
-    worst = [float(np.abs(decoded(codes(x, step, bits), step) - x).max()) for bits, step in enumerate(steps, 2)]
-    assert worst[-1] <= worst[0]
-
-
-@pytest.mark.spec("IN-SCALE")
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "per_token"])
 def test_a_region_without_tokens_has_a_scale(scheme: str) -> None:
     """A short chunk of `selective_per_head` has nothing between its first and its last tokens."""
@@ -95,21 +87,6 @@ def test_a_region_without_tokens_has_a_scale(scheme: str) -> None:
     step = scale(x, SCHEMES[scheme], 8)
     assert (step > 0).all()
     assert decoded(codes(x, step, 8), step).shape == x.shape
-
-
-@pytest.mark.spec("IN-SCALE")
-def test_per_head_is_not_per_channel() -> None:
-    """An outlier channel: per head errs as per tensor does, per channel does not (facts of the paper's Table 10)."""
-    x = np.random.default_rng(0).standard_normal((2, 64, 16))
-    x[:, :, 3] *= 60
-    quiet = np.delete(np.arange(16), 3)
-
-    def error(scheme: str) -> float:
-        step = scale(x, SCHEMES[scheme], 8)
-        return float(np.abs(decoded(codes(x, step, 8), step) - x)[..., quiet].max())
-
-    assert error("per_head") > 20 * error("per_channel")
-    assert error("per_tensor") < 2 * error("per_head")
 
 
 @pytest.mark.spec("IN-ARMS")
@@ -122,14 +99,6 @@ def test_regions_equal_the_brute_force(name: str, layers: int, n: int) -> None:
     wanted = oracle.quantised_region(arm.half, arm.first, arm.last, layers, n)
     assert found[1] == wanted[1]
     assert list(range(*found[0])) == list(range(*wanted[0]))
-
-
-@pytest.mark.spec("IN-ARMS")
-@given(layers=st.integers(1, 64))
-def test_the_halves_of_the_layers_are_all_of_them(layers: int) -> None:
-    lower, upper = (quantised_region(ARMS[f"{half}_half_per_head"], layers, 1)[0] for half in ("lower", "upper"))
-    assert [*lower, *upper] == list(range(layers))
-    assert len(upper) - len(lower) == layers % 2
 
 
 @pytest.mark.spec("IN-ARMS")
@@ -148,3 +117,75 @@ def test_an_arm_is_what_its_name_says(name: str) -> None:
 def test_an_unknown_half_is_refused() -> None:
     with pytest.raises(SpecError, match="must be one of all, lower, upper"):
         quantised_region(Arm("per_head", "per_head", half="middle"), 4, 4)
+
+
+WORDS = {
+    "<|im_start|>": [7], "<|im_end|>": [8], "<|end|>": [9], "<|user|>": [10], "<｜User｜>": [11],
+    "<｜end▁of▁sentence｜>": [12], "\n": [1], "user\n": [4, 1], "system\nYou are a helpful assistant.": [2, 3],
+    "<|unknown|>": [0], "<|many|>": [5, 6],
+}
+TOKENIZER = vocabulary(WORDS)
+CHUNKS = st.lists(st.integers(20, 99), min_size=1, max_size=9)
+
+
+def parts(form: Form) -> list[list[tuple[bool, str]]]:
+    return [
+        [(isinstance(part, Marker), part.text if isinstance(part, Marker) else part) for part in side]
+        for side in (form.prefix, form.suffix)
+    ]
+
+
+@pytest.mark.spec("IN-WRAP")
+@pytest.mark.parametrize("name", FORMS)
+@given(chunk=CHUNKS)
+def test_a_form_equals_the_brute_force(name: str, chunk: list[int]) -> None:
+    form = FORMS[name]
+    before, after = parts(form)
+    found = wrap(form, chunk, TOKENIZER)
+    wanted = oracle.wrapped(before, chunk, after, form.hidden, WORDS)
+    assert {**vars(found), "ids": list(found.ids), "markers": list(found.markers)} == wanted
+
+
+@pytest.mark.spec("IN-WRAP")
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [("raw", 0), ("markers", 3), ("markers_phi3", 2), ("markers_deepseek", 3), ("role", 2), ("closing", 3)],
+)
+def test_the_paper_counts_these_tokens(name: str, around: int) -> None:
+    """Table 4 and Appendix A; "user" and its newline are two."""
+    assert len(wrap(FORMS[name], [50], TOKENIZER).ids) - 1 == around
+
+
+@pytest.mark.spec("IN-WRAP")
+def test_an_empty_chunk_is_refused() -> None:
+    with pytest.raises(SpecError, match="at least one token id"):
+        wrap(FORMS["raw"], [], TOKENIZER)
+
+
+@pytest.mark.spec("IN-MARKER")
+@pytest.mark.parametrize("text", ["<|unknown|>", "<|many|>"])
+def test_a_marker_that_is_not_one_id_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="must be one token id of this tokenizer"):
+        marker_id(Marker(text), TOKENIZER)
+    with pytest.raises(SpecError, match="must be one token id of this tokenizer"):
+        wrap(Form((Marker(text),)), [50], TOKENIZER)
+
+
+@pytest.mark.spec("IN-SLICES")
+@given(
+    ids=st.lists(st.integers(0, 5), max_size=40), ends=st.frozensets(st.integers(0, 5), max_size=2),
+    size=st.integers(1, 9),
+)
+def test_slices_equal_the_brute_force(ids: list[int], ends: frozenset[int], size: int) -> None:
+    found = slices(ids, ends, size)
+    assert [list(chunk) for chunk in found] == oracle.cuts(ids, sorted(ends), size)
+    assert [at for chunk in found for at in range(*chunk)] == list(range(len(ids)))
+    assert all(0 < stop - start <= size for start, stop in found)
+
+
+@pytest.mark.spec("IN-SLICES")
+def test_the_four_cells_cross_boundary_and_markers() -> None:
+    """B adds the wrapper alone, C the sentence ends alone, D both."""
+    assert CELLS == {"A": (False, "raw"), "B": (False, "full"), "C": (True, "raw"), "D": (True, "full")}
+    with pytest.raises(SpecError, match="at least 1 token"):
+        slices([1, 2], frozenset(), 0)

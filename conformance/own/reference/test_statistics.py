@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from itertools import combinations, product
 from statistics import NormalDist
 
 import numpy as np
@@ -19,7 +20,9 @@ from reference.statistics import (
     cluster_bootstrap,
     draws,
     mcnemar,
+    mcnemar_mid_p,
     mcnemar_power,
+    ratio_bootstrap,
     sign_flip,
     stratified_draws,
     wilson,
@@ -27,6 +30,7 @@ from reference.statistics import (
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.usefixtures("reference_items")
+
 
 DIFFERENCES = st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=6)
 
@@ -166,16 +170,6 @@ def test_clusters_of_one_are_the_paired_bootstrap(differences: list[float], seed
     assert cluster_bootstrap(values, np.arange(n), drawn) == bootstrap(values, drawn)
 
 
-@pytest.mark.spec("IN-CLUSTER-BOOTSTRAP")
-def test_dependent_pairs_widen_the_interval() -> None:
-    """Ten conversations whose questions all share one outcome: n is ten, not four hundred."""
-    clusters = np.repeat(np.arange(10), 40)
-    differences = np.where(clusters < 6, 1.0, -1.0)
-    alone = bootstrap(differences, draws(400, 2000, 0))
-    together = cluster_bootstrap(differences, clusters, draws(10, 2000, 0))
-    assert together.high - together.low > 4 * (alone.high - alone.low)
-
-
 @pytest.mark.spec("IN-BOOTSTRAP")
 def test_draws_are_the_same_for_the_same_seed() -> None:
     assert draws(5, 20, 1).dtype == np.int64
@@ -244,12 +238,6 @@ def test_the_constant_of_fusion_is_sixty() -> None:
     assert fused([["a"]]) == [("a", 1 / 61)]
 
 
-@pytest.mark.spec("IN-FUSE")
-@given(rankings=RANKINGS)
-def test_the_order_of_the_rankings_does_not_matter(rankings: list[list[str]]) -> None:
-    assert [name for name, _ in fused(rankings)] == [name for name, _ in fused(rankings[::-1])]
-
-
 @pytest.mark.law("figures-are-counted-right")
 def test_recall_counts_the_first_k() -> None:
     assert [recall(["b", "a", "c"], "a", k) for k in (1, 2, 3)] == [False, True, True]
@@ -277,3 +265,23 @@ def test_every_resample_has_as_many_units_of_each_stratum() -> None:
     assert stratified_draws(np.zeros(6, dtype=np.int64), 50, 3).tolist() == draws(6, 50, 3).tolist()
     with pytest.raises(SpecError, match="units = 0"):
         stratified_draws(np.zeros(0, dtype=np.int64), 50, 3)
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_ratio_bootstrap_by_hand() -> None:
+    above, below, clusters = np.array([1.0, 2.0, 4.0]), np.array([2.0, 1.0, 5.0]), np.array([0, 1, 1])
+    drawn = np.array(list(product(range(2), repeat=2)))
+    ratios = sorted([1 / 2, 7 / 8, 7 / 8, 6 / 6])
+    found = ratio_bootstrap(above, below, clusters, drawn, 0.5)
+    assert found[:2] == (ratios[1], ratios[2])
+    assert found.positive == 1.0
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_mid_p_is_the_middle_of_the_exact_tail() -> None:
+    for b, c in combinations(range(8), 2):
+        each = [math.comb(b + c, k) / 2 ** (b + c) for k in range(b + c + 1)]
+        as_rare = [one for k, one in enumerate(each) if min(k, b + c - k) < b]
+        assert math.isclose(mcnemar_mid_p(b, c), sum(as_rare) + each[b]), (b, c)
+    assert math.isclose(mcnemar_mid_p(3, 3), 1 - math.comb(6, 3) / 2**6 / 2)
+    assert mcnemar_mid_p(0, 0) == 0.5

@@ -1,4 +1,4 @@
-"""Set-conditioned selection over any host, while tokens are decoded, and what the paper rejected."""
+"""Set-conditioned selection: signatures, hosts, while tokens are decoded, and what the paper rejected."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,18 +6,18 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.assurance.brute import KERNEL, W, plain
 from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.oracles import signatures as signed
 from conformance.assurance.oracles.knorm import knorm as brute_knorm
-from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv
-from conformance.assurance.oracles.triattention import rows as tri_rows
-from conformance.assurance.policy_cases import CASES, LAM, alpha_kept, plain_values, triattention
-from conformance.assurance.policy_steps import PROMPT, STEPS, decoded, long, shown
+from conformance.assurance.policy_cases import CASES, LAM, alpha_kept, plain_values
+from conformance.assurance.policy_steps import PROMPT, decoded, long
+from conformance.oracles import diversity as brute
 from conformance.plugin import sparingly
+from conformance.strategies.numbers import seeds
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
 from reference import diversity, policies
 from reference.policies.diversity import Diverse
@@ -28,18 +28,7 @@ from spec.budget import Budget
 from spec.errors import BackendUnavailable, SpecError
 from spec.policy import Cadence, Needs, Policy, Scores
 
-seeds = st.integers(0, 2**32 - 1)
 reference_items = pytest.mark.usefixtures("reference_items")
-
-
-@reference_items
-@pytest.mark.spec("DV-POLICY")
-@pytest.mark.parametrize("name", ["diversity", "diversity-in-adakv"])
-@sparingly
-@given(seed=seeds, B=st.integers(1, 24))
-def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> None:
-    case, inputs = CASES[name], drawn(seed, n=3 + seed % 20)
-    assert decided(case.policy(inputs), inputs, B) == case.expected(inputs, max(B, case.floor))
 
 
 Host = Callable[[Inputs], Policy]
@@ -78,55 +67,6 @@ def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
     (V,) = signed.signatures(plain_values(inputs), "flat")
     want = alpha_kept(list(first), V, 7, lam) if lam else oracle.top(first, 7)
     assert decided(policies.diverse(host, lam), inputs, 7) == [want]
-
-
-@reference_items
-@pytest.mark.spec("DV-POLICY")
-@sparingly
-@given(seed=seeds, B=st.integers(3, 20), mode=st.sampled_from(["flat", "layer", "head"]))
-def test_alpha_inside_a_pyramid_is_one_line(seed: int, B: int, mode: diversity.Signature) -> None:
-    """Which the paper leaves untested: budgets are the pyramid's, choices alpha's, in each signature mode."""
-    inputs = drawn(seed, n=4 + seed % 20)
-    kept = decided(policies.diverse(policies.pyramidkv(W, KERNEL), 2.0, mode), inputs, B)
-    shares = oracle.pyramid_shares(Fraction(B), min(W, inputs.n), len(inputs.layers), inputs.n, 20)
-    V, found = signed.signatures(plain_values(inputs), mode), list[list[int]]()
-    per = len(inputs.layers) * inputs.H_kv // len(V)
-    for view, share in zip(inputs.layers, shares, strict=True):
-        for row in brute_snapkv(plain(view), W, KERNEL):
-            found.append(alpha_kept(row, V[len(found) // per], share, 2.0))
-    assert kept == found
-
-
-@reference_items
-@pytest.mark.spec("DV-POLICY")
-def test_alpha_inside_ada_kv_is_one_line() -> None:
-    """Heads differ in their number of tokens, the layer's total is exact, and the choice is another than Ada-KV's."""
-    inputs = drawn(5, n=24, L=2, heads=(3, 1))
-    kept = decided(policies.diverse(policies.adakv(W, KERNEL), 0.5), inputs, 8)
-    base = decided(policies.adakv(W, KERNEL), inputs, 8)
-    assert [len(group) for group in kept] == [len(group) for group in base]
-    assert [sum(map(len, kept[at : at + 3])) for at in (0, 3)] == [24, 24]
-    assert len({len(group) for group in kept}) > 1
-    assert kept != base
-
-
-@reference_items
-@pytest.mark.spec("DV-POLICY")
-@sparingly
-@example(seed=3, B=5)
-@given(seed=seeds, B=st.integers(4, 8))
-def test_alpha_goes_on_while_tokens_are_decoded(seed: int, B: int) -> None:
-    """The paper's policy: TriAttention decides when the slack is full, alpha chooses."""
-    inputs, slack = long(seed), 3
-    policy = policies.diverse(triattention(inputs, "global", slack=slack), LAM)
-    (V,), live = signed.signatures(plain_values(inputs), "flat"), list(range(PROMPT))
-    for seen, found in enumerate(decoded(policy, inputs, B), PROMPT):
-        live = live if seen == PROMPT else [*live, seen - 1]
-        if seen == PROMPT or len(live) >= B + slack:
-            at = live
-            (row,) = tri_rows(inputs, "global", lambda g, at=at: at, seen, 0)  # type: ignore[misc]
-            live = [live[i] for i in alpha_kept(row, [V[p] for p in live], B, LAM)]
-        assert found == [live]
 
 
 @reference_items
@@ -218,22 +158,6 @@ def test_variant_b_adds_a_cosine_to_the_score(seed: int, B: int, lam: float) -> 
 
 
 @reference_items
-@pytest.mark.spec("DV-VARIANT-B")
-def test_variant_b_keeps_copies_where_alpha_keeps_one() -> None:
-    """What the paper blames: no kept token takes part."""
-    assert policies.toward_mean_values(policies.knorm()).name == "toward-mean(knorm)"
-    inputs = drawn(6, n=10, L=1, heads=(1, 1))
-    view = inputs.layers[0]
-    for array in (view.k, np.asarray(view.v)):
-        array[0, 3] = array[0, 7]
-    view.k[0, [3, 7]] *= 0.1
-    (modular,) = decided(policies.toward_mean_values(policies.knorm()), inputs, 3)
-    (conditioned,) = decided(policies.diverse(policies.knorm(), 9.0), inputs, 3)
-    assert {3, 7} <= set(modular)
-    assert len({3, 7} & set(conditioned)) == 1
-
-
-@reference_items
 @pytest.mark.spec("DV-SCHEDULE")
 @given(B=st.integers(2, 200), rounds=st.integers(2, 30), share=st.floats(-1, 1))
 def test_a_schedule_is_a_line_whose_mean_is_the_budget(B: int, rounds: int, share: float) -> None:
@@ -256,20 +180,23 @@ def test_a_schedule_that_is_none_is_refused(arguments: tuple[int, int, int], arg
     assert caught.value.argument == argument
 
 
-@reference_items
-@pytest.mark.spec("DV-SCHEDULE")
-@pytest.mark.parametrize("tilt", [3, -3])
-def test_a_driver_gives_each_round_its_budget(tilt: int) -> None:
-    """A decision in every step: what is held after each is the schedule's, where there are as many tokens."""
-    inputs = long(4)
-    policy = policies.tova()
-    budgets = policies.scheduled(5, STEPS, tilt)
-    prompt = shown(policy, inputs, [range(PROMPT)] * 2, PROMPT, PROMPT - 1)
-    _, running = policies.start(policy, Budget(count=PROMPT), prompt)
-    before = PROMPT
-    for seen, B in enumerate(budgets.tolist(), PROMPT + 1):
-        live = [[*row, seen - 1] for row in running.live.tolist()]
-        now = shown(policy, inputs, live, seen, seen - 1)
-        _, running = policies.advance(policy, Budget(count=B), running, now)
-        assert running.live.shape[1] == min(before + 1, B)
-        before = running.live.shape[1]
+@pytest.mark.usefixtures('reference_items')
+@pytest.mark.spec("DV-COSINE")
+@given(seed=seeds, d=st.integers(1, 40))
+def test_sums_go_from_the_first_channel_to_the_last(seed: int, d: int) -> None:
+    """The same bits as a loop over numbers."""
+    u = np.random.default_rng(seed).standard_normal((5, d)) * 3
+    V = diversity.unit_rows(u)
+    assert V.tolist() == [signed.unit(row) for row in u.tolist()]
+    assert diversity.cosines(V).tolist() == [[brute.cosine(a, b) for b in V.tolist()] for a in V.tolist()]
+
+
+@pytest.mark.usefixtures('reference_items')
+@pytest.mark.spec("DV-SIGNATURE")
+@pytest.mark.parametrize("mode", ["flat", "layer", "head"])
+@sparingly
+@given(seed=seeds)
+def test_signatures_have_the_bits_of_brute_force(mode: diversity.Signature, seed: int) -> None:
+    inputs = drawn(seed)
+    found = diversity.signatures([np.asarray(view.v) for view in inputs.layers], mode)
+    assert found.tolist() == signed.signatures(plain_values(inputs), mode)

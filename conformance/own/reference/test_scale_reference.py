@@ -1,0 +1,337 @@
+"""The host's functions at full size: scores, selection, shares, tables and caches of thousands of tokens."""
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from conformance.assurance.oracles import policies as oracle
+from conformance.assurance.oracles import signatures as signed
+from conformance.assurance.oracles import triattention
+from conformance.assurance.oracles.lagkv import lagkv as brute_lagkv
+from conformance.oracles import s6
+from conformance.oracles.scale import decode, selectors, stages
+from conformance.strategies.numbers import Numbers
+from conformance.strategies.scale_attention import Shape, laddered
+from conformance.strategies.scale_tables import lists, of_sizes, state_at
+from conformance.suite.test_scale_decode import QUIET
+from conformance.suite.test_scale_dissolution import SIZES as TRUNKS
+from conformance.suite.test_scale_trunks import CASES, Case
+from conformance.tolerances import scores_agree
+from reference.crystalcache.breath import protected_trunks_of
+from reference.crystalcache.compaction import compact
+from reference.crystalcache.live import keep
+from reference.crystalcache.protection import effective_budget, protected_trunks
+from reference.diversity import Signature, signatures
+from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
+from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder
+from reference.policies.lagkv import lagkv_score
+from reference.policies.protections import SinkAndRecent
+from reference.policies.selectors import fill_units, recent_half, top_units
+from reference.triattention import z_scores
+from spec.arrays import Matrix, Vector
+from spec.budget import parse_budget
+from spec.parameters import PAPER
+from spec.policy import LayerView, Scores, Selection
+
+pytestmark = pytest.mark.usefixtures("reference_items")
+
+
+SIZES = [17, 33, 65, 129, 257, 1_025, 5_000]
+
+
+@pytest.mark.spec("PO-OBSERVED-ATTENTION")
+@pytest.mark.parametrize("shape", [
+    Shape("three-of-nine", 9, 3, 64, 700), Shape("twenty", 20, 20, 64, 300),
+    Shape("capped", 8, 1, 64, 400, softcap=30.0),
+], ids=str)
+def test_attention_of_hundreds_of_queries(shape: Shape) -> None:
+    """All together, in windows of any length, and the later ones alone."""
+    inputs = laddered(shape)
+    q, k = inputs.q, inputs.k
+    want = selectors.attended(q, k, inputs.scaling, inputs.softcap)
+    view = LayerView(q, k, None, inputs.scaling, inputs.softcap)
+    late = LayerView(np.ascontiguousarray(q[:, 10:]), k, None, inputs.scaling, inputs.softcap)
+    for shown, first in ((view, 0), (late, 10)):
+        sums = want[:, first:].sum(axis=1)
+        assert all(map(scores_agree, accumulated_attention(shown), sums.tolist()))
+    for W in (33, 65, 129, 257, shape.n):
+        found, last = observed_attention(view, W), want[:, -W:]
+        assert found.shape == last.shape
+        assert scores_agree(found.ravel(), last.ravel().tolist())
+
+
+@pytest.mark.spec("PO-POOL")
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("kernel", [7, 17, 33, 65, 129])
+def test_pools_of_long_rows(n: int, kernel: int) -> None:
+    """Every entry differs from those around it, so that none of them can be left out; two rows, none of the other."""
+    x = 1 + Numbers(n).fractions(2 * n).reshape(2, n)
+    for row, largest, average in zip(x.tolist(), max_pool(x, kernel), average_pool(x, kernel), strict=True):
+        assert largest.tolist() == oracle.pool(row, kernel, "max")
+        assert scores_agree(average, oracle.pool(row, kernel, "average"))
+
+
+@pytest.mark.spec("PO-LAGKV")
+@pytest.mark.parametrize(("n", "lag"), [(66_000, 128), (1_500, 300), (700, 2)])
+def test_ranks_of_many_partitions(n: int, lag: int) -> None:
+    """Hundreds of partitions, and some of hundreds of tokens; keys and values of their own."""
+    k, v = (Numbers(n + at).fractions(n * 3).reshape(1, n, 3) for at in (0, 1))
+    (found,) = lagkv_score(LayerView(k[:, :0], k, v, 1.0, None), 4, lag)
+    (want,) = brute_lagkv({"k": k.tolist(), "v": v.tolist()}, 4, lag)
+    tail = 4 + ((n - 4) // lag - 1) * lag
+    assert found[4:tail].tolist() == want[4:tail]
+    assert (np.diff(found[tail:]) == 1).all()
+    assert found[tail] == 1
+
+
+@pytest.mark.spec("TA-RANKING")
+@pytest.mark.parametrize("n", [*SIZES, 66_000])
+def test_z_scores_over_thousands_of_candidates(n: int) -> None:
+    """Scores that rise, so that no part of them has the moments of all; one token in ten is pinned."""
+    numbers = Numbers(n)
+    X = numbers.fractions(3 * n).reshape(3, n) + np.linspace(0, 3, n) ** 2
+    pinned = numbers.integers(0, 10, n) == 0
+    for row, got in zip(X.tolist(), z_scores(X, ~pinned), strict=True):
+        assert scores_agree(got, triattention.z_score(row, pinned.tolist()))
+
+
+@pytest.mark.spec("DV-SIGNATURE")
+@pytest.mark.parametrize(("L", "H_kv"), [(2, 33), (9, 4), (36, 8), (80, 8), (126, 3)])
+@pytest.mark.parametrize("mode", ["flat", "layer", "head"])
+def test_signatures_of_many_layers_and_heads(mode: Signature, L: int, H_kv: int) -> None:
+    """To the bit; every part has values of its own."""
+    values = Numbers(L * H_kv).fractions(L * H_kv * 3 * 5).reshape(L, H_kv, 3, 5) - 0.4
+    found = signatures(list(values), mode)
+    assert found.tolist() == signed.signatures(values.tolist(), mode)
+
+
+# Kinds of distinct scores of which bins, float32 or a fixed number of bits take many for one.
+CLOSE = ("next-floats", "beside-one-far", "of-all-sizes")
+
+
+def close(kind: str, n: int, seed: int) -> Vector:
+    """n distinct numbers in (0, 1], at most 2^20, in a drawn order."""
+    rank = Numbers(seed).permutation(n)
+    found: Vector = {
+        "next-floats": 0.5 + rank * 2.0**-53,
+        "beside-one-far": np.where(rank == n - 1, 1.0, (1 + rank) * 2.0**-60),
+        "of-all-sizes": np.ldexp(0.5 + rank / (2 * n), -(rank % 900)),
+    }[kind]
+    return found
+
+
+def rows(groups: int, n: int, values: int, pinned: int) -> Matrix:
+    """Scores of few values, so that most tie; the first tokens are protected."""
+    found: Matrix = Numbers(groups * n).integers(0, values, groups * n).reshape(groups, n) / values
+    found[:, :pinned] = np.nan
+    return found
+
+
+def sets(found: Selection) -> list[list[int]]:
+    """The kept positions of each group."""
+    return [part.tolist() for part in np.split(found.positions, found.offsets[1:-1])]
+
+
+def plain(values: Matrix) -> list[list[float | None]]:
+    return [[None if np.isnan(x) else x for x in row.tolist()] for row in values]
+
+
+@pytest.mark.spec("PO-TOP-UNITS")
+@pytest.mark.parametrize("n", [*SIZES, 66_000])
+@pytest.mark.parametrize("values", [1, 7])
+def test_the_best_tokens_of_many(n: int, values: int) -> None:
+    v = rows(2, n, values, 5)
+    found = top_units(Scores(v, np.arange(n + 1)), np.array([n // 2, n // 3]), np.arange(n) < 5)
+    assert sets(found) == [oracle.top(row, B) for row, B in zip(plain(v), (n // 2, n // 3), strict=True)]
+
+
+@pytest.mark.spec("PO-TOP-UNITS")
+@pytest.mark.parametrize("m", SIZES)
+def test_protected_tokens_hold_their_unit(m: int) -> None:
+    """Units of 1 to 4 tokens; one token of the last is protected, and of one in forty."""
+    numbers = Numbers(m)
+    sizes, scores = numbers.integers(1, 5, m), numbers.integers(0, 9, m) / 9
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    shut = numbers.integers(0, 40, m) == 0
+    shut[-1] = True
+    protected = np.zeros(offsets[-1], dtype=np.bool_)
+    protected[(offsets[:-1] + numbers.below(sizes))[shut]] = True
+    B = int(offsets[-1]) // 2
+    found = top_units(Scores(scores[None], offsets), np.array([B]), protected)
+    assert sets(found) == [selectors.whole_units(scores, sizes, shut, B)]
+
+
+@pytest.mark.spec("PO-TOP-UNITS", "PO-H2O", "PO-FILL-UNITS")
+@pytest.mark.parametrize("kind", CLOSE)
+@pytest.mark.parametrize("n", [65, 300, 5_000])
+def test_scores_that_lie_close(n: int, kind: str) -> None:
+    """Of both signs: none is another's equal, however coarse the machine."""
+    v = np.stack([close(kind, n, 1), -close(kind, n, 2), close(kind, n, 3) - 0.5])
+    B, nobody = n // 3, np.zeros(n, dtype=np.bool_)
+    scores, budgets = Scores(v, np.arange(n + 1), members=v), np.full(3, B)
+    want = [oracle.top(row, B) for row in plain(v)]
+    assert sets(top_units(scores, budgets, nobody)) == want
+    assert sets(fill_units(scores, budgets, nobody)) == want
+    assert sets(recent_half(scores, budgets, nobody)) == [halved(row, B) for row in plain(v)]
+
+
+def halved(row: list[float | None], B: int) -> list[int]:
+    """H2O's kept set."""
+    return oracle.top([*row[: len(row) - B // 2], *[None] * (B // 2)], B)
+
+
+@pytest.mark.spec("PO-H2O")
+@pytest.mark.parametrize("n", [*SIZES, 66_000])
+def test_half_of_a_large_budget(n: int) -> None:
+    """Budgets of a third, of nine tenths and of all tokens; the best scores are the oldest."""
+    v = np.tile(np.arange(n, 0, -1) // 3 / n, (3, 1))
+    budgets = [n // 3, 9 * n // 10, n]
+    found = recent_half(Scores(v, np.arange(n + 1)), np.array(budgets), np.zeros(n, dtype=np.bool_))
+    assert sets(found) == [halved(row, B) for row, B in zip(plain(v), budgets, strict=True)]
+
+
+@pytest.mark.spec("PO-FILL-UNITS")
+@pytest.mark.parametrize(("chunk", "chunks"), [
+    (1, 5_000), (3, 1_100), (10, 300), (17, 140), (33, 70), (65, 40), (129, 40), (257, 40),
+])
+def test_whole_chunks_of_any_length(chunk: int, chunks: int) -> None:
+    """Chunks of one length; totals and members of dyadics tie; the last tokens are protected."""
+    n = chunks * chunk
+    members = Numbers(chunk).integers(0, 4, n) / 4
+    totals = np.add.reduceat(members, np.arange(0, n, chunk))
+    window = np.arange(n + 70) >= n
+    scores = Scores(
+        np.append(totals, np.nan)[None], np.append(np.arange(0, n + 1, chunk), n + 70),
+        np.where(window, np.nan, np.pad(members, (0, 70)))[None],
+    )
+    B = n // 3 + chunk // 2 + 70
+    found = fill_units(scores, np.array([B]), window)
+    assert sets(found) == [oracle.chunk_selection([*members.tolist(), *[None] * 70], chunk, B)]
+
+
+@pytest.mark.spec("PO-STREAMINGLLM")
+@pytest.mark.parametrize("sink", [0, 4, 65, 1_025, 70_000])
+@pytest.mark.parametrize("recent", [0, 33, 257, 1_025, 66_000])
+def test_sinks_and_windows_of_any_length(sink: int, recent: int) -> None:
+    """The first and the last of 150 000 tokens, and of fewer than either."""
+    for seen in (150_000, 900):
+        want = [*range(min(sink, seen)), *range(max(min(sink, seen), seen - recent), seen)]
+        assert np.flatnonzero(SinkAndRecent(sink, recent)(seen)).tolist() == want
+
+
+@pytest.mark.spec("PO-PYRAMID-BUDGET")
+@pytest.mark.parametrize(("L", "heads"), [(33, 2), (64, 1), (80, 8), (126, 1), (257, 3)])
+@pytest.mark.parametrize(("n", "B"), [(900, 300), (70_000, 9_001), (2**24 + 5, 2**23 + 1)])
+def test_pyramids_of_many_layers(L: int, heads: int, n: int, B: int) -> None:
+    """Each head's column; scores are looked at for their number alone."""
+    scores = Scores(np.zeros((L * heads, 1)), np.array([0, n]), heads=heads)
+    found = Pyramid(32)(B * L * heads, scores).reshape(L, heads)
+    assert found.T.tolist() == [oracle.pyramid_shares(Fraction(B), 32, L, n, 20)] * heads
+
+
+@pytest.mark.spec("PO-WHOLE-SHARES")
+@pytest.mark.parametrize("groups", SIZES)
+@pytest.mark.parametrize("total", [1_000, 2**24 + 1, 2**31 + 1, 2**32 + 3, 2**53 + 1])
+def test_shares_of_any_total(groups: int, total: int) -> None:
+    """Even shares, and targets with many different remainders."""
+    shares = even(total, Scores(np.zeros((groups, 1)), np.arange(2)))
+    assert int(shares.sum()) == total
+    assert shares.tolist() == [total // groups + (g < total % groups) for g in range(groups)]
+    if groups <= 257:
+        weight = (1 + Numbers(groups).integers(0, 99, groups)).tolist()
+        targets = [Fraction(total * w, sum(weight)) for w in weight]
+        assert largest_remainder(targets).tolist() == oracle.whole(targets)
+
+
+@pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")
+@pytest.mark.parametrize(("H", "n"), [(17, 300), (33, 129), (65, 65), (2, 5_000)])
+def test_wins_of_many_heads(H: int, n: int) -> None:
+    """Ties, and scores that lie close."""
+    for v in (rows(H, n, 9, 4), *(close(kind, H * n, H).reshape(H, n) for kind in CLOSE)):
+        B = n // 3
+        scores, fifth = Scores(v, np.arange(n + 1), heads=H), Fraction(1, 5)
+        assert Adaptive(fifth)(H * B, scores).tolist() == oracle.adaptive_shares(plain(v), B, fifth)
+        assert Competition(fifth)(H * B, scores).tolist() == oracle.competition_shares(plain(v), B, fifth)
+
+
+@pytest.mark.spec("CC-BUDGET", "CC-BUDGET-FORMS")
+@pytest.mark.parametrize("n", [25, 1_001, 2**24 + 1, 2**31 + 7, 2**32 + 1, 2**53 + 1, 10**18 + 1])
+@pytest.mark.parametrize("share", ["0.28", "0.3", "0.07", "99%", "0.5", "1.0"])
+def test_a_share_of_any_number(n: int, share: str) -> None:
+    """The ceiling of the exact product, as an integer."""
+    exact = Fraction(share) if share[-1] != "%" else Fraction(int(share[:-1]), 100)
+    tokens = -(-exact.numerator * n // exact.denominator)
+    assert parse_budget(share).tokens(n) == tokens
+    assert effective_budget(parse_budget(share), n, 4, 128) == max(132, tokens)
+    assert parse_budget(n).tokens(5) == n
+
+
+@pytest.mark.spec("CC-PROTECTED")
+@pytest.mark.parametrize("m", TRUNKS)
+def test_sinks_and_windows_over_many_trunks(m: int) -> None:
+    """Trunks of up to three tokens; sink and window begin at any token, and may hold all of them."""
+    offsets = of_sizes(Numbers(m).integers(1, 4, m)).offsets
+    n = int(offsets[-1])
+    for sink, recent in ((4, 128), (n // 3, n // 2), (n // 3 + 1, n // 2 + 1), (0, n), (n, 0)):
+        p = replace(PAPER, N_sink=sink, W_recent=recent)
+        assert protected_trunks(offsets, n, sink, recent).tolist() == stages.protected(offsets, n, p).tolist()
+
+
+@pytest.mark.spec("CC-COMPACT")
+@pytest.mark.parametrize(("H", "n"), [(2, 41), (17, 257), (3, 1_025), (8, 9_000), (1, 140_000)])
+def test_slots_of_long_caches(H: int, n: int) -> None:
+    """One token in five goes, the first among them; keys and values say whose they are."""
+    R = 1 + np.flatnonzero(Numbers(n).integers(0, 5, n - 1) > 0)
+    K = np.arange(H * n * 2, dtype=np.float64).reshape(H, n, 2)
+    keys, values = compact(K, -K[:, :, :1], R)
+    assert keys.tolist() == [[[2.0 * (h * n + i), 2.0 * (h * n + i) + 1] for i in R.tolist()] for h in range(H)]
+    assert values.tolist() == [[[-2.0 * (h * n + i)] for i in R.tolist()] for h in range(H)]
+
+
+TABLES = [(60, 9), (300, 5), (1_500, 40), (66_000, 1)]
+
+
+@pytest.mark.spec("CC-LIVE")
+@pytest.mark.parametrize(("m", "largest"), TABLES)
+@pytest.mark.parametrize("share", [2, 20])
+def test_what_is_kept_of_large_tables(m: int, largest: int, share: int) -> None:
+    """One token in `share` goes, the first trunk whole: every later slot and number moves."""
+    before = state_at(2**33, m, largest, 9, 400, QUIET)
+    n = len(before.live.positions)
+    stays = Numbers(share).integers(0, share, n) > 0
+    stays[: before.live.offsets[1]] = False
+    D = Numbers(m).fractions(m)
+    after = keep(before, np.flatnonzero(stays), D)
+    alive, offsets, rows = selectors.left(before.live.offsets, before.W, stays)
+    for name in ("positions", "impact", "inverse_norms"):
+        assert getattr(after.live, name).tolist() == getattr(before.live, name)[stays].tolist()
+    assert after.live.offsets.tolist() == offsets
+    assert after.live.trunk_impact.tolist() == before.live.trunk_impact[alive].tolist()
+    assert after.D.tolist() == D[alive].tolist()
+    assert decode.rows_of(after.W) == rows
+
+
+@pytest.mark.spec("CC-LIVE-PROTECTED")
+@pytest.mark.parametrize("seen", [70_001, 2**24 + 1_001, 2**31 + 99, 2**32 + 77, 2**53 + 401])
+@pytest.mark.parametrize(("m", "largest"), [(300, 1), (300, 4), (20_000, 2)])
+def test_windows_and_sinks_at_far_positions(seen: int, m: int, largest: int) -> None:
+    """Windows that begin at every token of a run; sinks that end inside the table."""
+    before = state_at(seen, m, largest, 9, 400, QUIET)
+    positions = before.live.positions.tolist()
+    members = [positions[a:b] for a, b in pairwise(before.live.offsets.tolist())]
+    for step in range(8 if m < 1_000 else 2):
+        sink, recent = positions[0] + 70 + step, m // 3 + step
+        found = protected_trunks_of(before.live, seen, sink, recent)
+        assert found.tolist() == s6.protected(members, seen, sink, recent)
+
+
+@pytest.mark.spec("CC-EDGES")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_edges_at_full_size(case: Case) -> None:
+    """Order, orientation and absolute positions of up to 480 000 edges."""
+    found = lists(case.lists)
+    for got, want in zip(found.edges(), stages.edge_columns(found), strict=True):
+        assert np.array_equal(got, want)
