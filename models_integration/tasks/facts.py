@@ -25,8 +25,8 @@ DEV_SHARE = 5
 """The first of so many equal stretches of every text is for dev samples, the rest for confirming ones."""
 _ASSETS = tomllib.loads((Path(__file__).parent / "assets" / "facts.toml").read_text(encoding="utf-8"))
 FACTS = tuple(
-    FactTemplate(str(at), fact["fact"], fact["question"], "", tuple(fact["keys"]))
-    for at, fact in enumerate(_ASSETS["facts"])
+    FactTemplate(about, f"The {about} is {{value}}.", f"What is the {about}?", "", tuple(keys))
+    for about, keys in ((fact["fact"], fact["keys"]) for fact in _ASSETS["facts"])
 )
 WORDS: tuple[str, ...] = tuple(_ASSETS["words"].split())
 _RECORDS = _ASSETS["records"]
