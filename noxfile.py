@@ -177,6 +177,7 @@ def conformance(session: nox.Session) -> None:
     numba = ["pytest", *WORKERS, "--backend", "numba", *OF_NUMBA]
     run(session, *numba, **ONE_THREAD)
     run(session, *numba, NUMBA_DISABLE_JIT="1", **ONE_THREAD)
+    run(session, "pytest", *WORKERS, "--backend", "torch", *JUDGING, **ONE_THREAD)
     environment = {**on_device_or_interpreted(session), **ONE_THREAD}
     few = ["pytest", *WORKERS, "--kvspec-profile", "few"]
     run(session, *few, "--backend", "triton", *OF_TRITON, *ON_HOST, **environment)

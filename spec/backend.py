@@ -3,9 +3,9 @@
 What holds of every call of a stage (layouts, results, memory, threads): spec/implementing.md, "Calls".
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
 from spec.decode import LiveTrunks, TrunkWeights
@@ -23,6 +23,7 @@ __all__ = [
 BUILT_IN = {
     "numpy": "reference.backend:BACKEND",
     "numba": "accelerated.numba_cpu.backend:BACKEND",
+    "torch": "accelerated.torch_device.backend:BACKEND",
     "triton": "accelerated.triton_gpu.backend:BACKEND",
 }
 ENTRY_POINTS = "kvspec.backends"
@@ -212,6 +213,8 @@ class Backend:
     policies: PolicyStages | None = None
     takes: Callable[[DeviceArray], bool] | None = None
     """Whether its device stages read this tensor where it is; None means that they read NumPy arrays only."""
+    scores: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
+    """Scores of published policies, by the name of the reference's function and with its arguments."""
 
     def require_crystal(self) -> CrystalStages:
         """The CrystalCache stages.

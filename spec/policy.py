@@ -14,9 +14,9 @@ from spec.retention import Granularity
 from spec.validate import check_choices
 
 __all__ = [
-    "NOTHING_PROMISED", "SEGMENT_END", "Budgets", "Cadence", "DeviceArray", "LayerView", "Needs", "Observation",
-    "Policy", "Promises", "Protection", "Rehearsal", "Repeat", "Running", "RunningScorer", "Scorer", "Scores",
-    "Selection", "Selector", "SeparableScorer",
+    "NOTHING_PROMISED", "SEGMENT_END", "Budgets", "Cadence", "DeviceArray", "JoiningScorer", "LayerView",
+    "LayerwiseScorer", "Needs", "Observation", "Policy", "Promises", "Protection", "Rehearsal", "Repeat", "Running",
+    "RunningScorer", "Scorer", "Scores", "Selection", "Selector", "SeparableScorer",
 ]
 
 # A NumPy array, or a tensor already on the backend's device.
@@ -129,6 +129,8 @@ class Observation:
     """Tokens that a group keeps on average, as `retain` knows them; for scores that depend on the budget."""
     positions: Int64[IntVector, " n"] | None = None
     """Absolute positions of the n cached tokens, where some were evicted before; None: n is `seen`."""
+    first: int = 0
+    """Number of the first group among all groups of the policy: above 0 where a later layer is decided alone."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,16 @@ class SeparableScorer(Scorer, Protocol):
 
 
 @runtime_checkable
+class LayerwiseScorer(Scorer, Protocol):
+    """A scorer whose scores of a layer may follow from the queries, keys and values of this layer alone."""
+
+    @property
+    def layerwise(self) -> bool:
+        """Whether the scores do: then each layer may be decided as soon as it has attended."""
+        ...
+
+
+@runtime_checkable
 class Budgets(Protocol):
     """Shares a total over the groups; the shares sum to it exactly wherever every group can hold its share."""
 
@@ -193,7 +205,10 @@ class Budgets(Protocol):
 
 @runtime_checkable
 class Selector(Protocol):
-    """Picks positions, at most budgets[g] in group g unless protection alone exceeds it."""
+    """Picks positions, at most budgets[g] in group g unless protection alone exceeds it.
+
+    The choice in a group depends on the scores of this group's layer alone.
+    """
 
     def __call__(self, scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection: ...
 
@@ -249,6 +264,15 @@ class RunningScorer(Scorer, Protocol):
 
     def keep(self, records: object, slots: IntMatrix, /) -> object:
         """The records of the slots (g, kept) that stay."""
+        ...
+
+
+@runtime_checkable
+class JoiningScorer(RunningScorer, Protocol):
+    """A running scorer whose records of a prompt may be made layer by layer."""
+
+    def join(self, records: Sequence[Any], /) -> object:
+        """The records of all layers, from those of each layer in ascending order."""
         ...
 
 

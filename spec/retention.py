@@ -1,5 +1,6 @@
 """Which positions a cache keeps: one sequence, at one granularity."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -45,6 +46,13 @@ class Retention:
     def shared(cls, kept: Int64[IntVector, " kept"], seen: int) -> "Retention":
         """One kept set for every layer and KV head."""
         return cls(kept, np.array([0, len(kept)], dtype=np.int64), seen)
+
+    @classmethod
+    def join(cls, parts: Sequence["Retention"]) -> "Retention":
+        """The kept sets of all layers, from those of each layer in ascending order."""
+        sizes = np.concatenate([np.diff(part.offsets) for part in parts])
+        positions = np.concatenate([part.positions for part in parts])
+        return cls(positions, np.append(0, np.cumsum(sizes)), parts[0].seen, parts[0].granularity)
 
     @property
     def kept(self) -> Int64[IntVector, " kept"]:

@@ -7,8 +7,8 @@ import numpy as np
 from accelerated.numba_cpu.adaptive import adapted
 from accelerated.numba_cpu.backend import BACKEND as NUMBA
 from accelerated.numba_cpu.impact import unit_trunk_impact
+from accelerated.torch_device.backend import BACKEND as TORCH
 from accelerated.triton_gpu.activation import inverse_key_norms
-from accelerated.triton_gpu.attention import expected_attention, largest_attention, received_attention
 from accelerated.triton_gpu.coattention import coattention
 from accelerated.triton_gpu.crystallization import crystallization
 from accelerated.triton_gpu.device import require_device, takes
@@ -114,22 +114,11 @@ class _NestedKVOnDevice:
     anomaly_score = staticmethod(anomaly_score)
 
 
-class _PoliciesOnDevice:
-    """What policies ask of attention, where keys lie; the choice of tokens is on the host, as scores are."""
-
-    received_attention = staticmethod(received_attention)
-    largest_attention = staticmethod(largest_attention)
-    expected_attention = staticmethod(expected_attention)
-
-    def __init__(self) -> None:
-        self.best_tokens = NUMBA.require_policies().best_tokens
-
-
 # Set-conditioned selection is on the host: each pick depends on all before it, so that a device would wait for a launch
 # and a reduction over all tokens k times, where lazy greedy looks at a few tokens a pick. What it reads is the
 # signatures, one vector a token for the whole cache, and scorers give their scores on the host anyway.
 BACKEND = Backend(
     "triton", crystal=_HostAfterAttention(), breath=_BreathOnHost(), diversity=NUMBA.require_diversity(),
-    nestedkv=_NestedKVOnDevice(), policies=_PoliciesOnDevice(), takes=takes,
+    nestedkv=_NestedKVOnDevice(), policies=TORCH.policies, takes=takes, scores=TORCH.scores,
 )
 ON_DEVICE = replace(BACKEND, name="triton-on-device", crystal=_OnDevice())

@@ -279,7 +279,7 @@ def filled(page: Path) -> str:
 
 RUNS = {"advance", "advance_turn", "eviction_budget", "retain", "retain_turn", "scheduled", "start"}
 """What `reference.policies` exports beside the functions of its modules that return a policy."""
-NOT_EXPORTED = {"make_policy", "protecting"}
+NOT_EXPORTED = {"make_policy", "policy_of_layer", "protecting", "with_twins"}
 
 
 def exported(module: ast.Module) -> list[str]:

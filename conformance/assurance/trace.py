@@ -47,6 +47,8 @@ ON_HOST = {
     "PO-TOP-UNITS",
 }
 DEVICES = ("accelerated/triton_gpu",)
+TORCH = "accelerated/torch_device"
+"""Plain torch: Triton takes its stages of policies, and it has twins of scores, which no other backend must have."""
 
 _ID = re.compile(r"[A-Z]{2}(-[A-Z0-9]+)+")
 _IMPLEMENTS = re.compile(r"^[ \t]*Implements: (.+)$", re.MULTILINE)
@@ -101,7 +103,8 @@ class Trace:
         """Whether a backend has no function for an item that is a stage's."""
         if name not in self.served or (name in ON_HOST and backend in DEVICES):
             return False
-        return not any(place.startswith(backend) for place in self.functions.get(name, []))
+        homes = (backend, TORCH) if backend in DEVICES else (backend,)
+        return not any(place.startswith(homes) for place in self.functions.get(name, []))
 
     def matrix(self) -> str:
         """A row per item: id, hash, then how many functions, tests, vectors, mutants and theorems of Coq it has."""

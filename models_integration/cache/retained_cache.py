@@ -208,7 +208,7 @@ class RetainedCache(DynamicCache):
         """Keep only the tokens of the retentions. A full budget changes no tensor.
 
         Args:
-            retentions: kept sets, one for each row or one for all rows.
+            retentions: kept sets, one for each row or one for all rows; of all layers, or of `layers` alone.
             padding: number of padding columns on the left of each row of a first prompt, (rows,).
             layers: indices of full-attention layers. Default: all.
 
@@ -217,14 +217,12 @@ class RetainedCache(DynamicCache):
         """
         full = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, RetainedLayer)}
         chosen = full if layers is None else {index: full[index] for index in layers}
-        if not chosen:
-            return
-        first = next(iter(chosen.values()))
+        first = next(iter((chosen or full).values()))
         _check_seen(first, retentions, padding)
         if not self.layers_differ and all(one.granularity is Granularity.MODEL for one in retentions):
             changes, differ = _shared_changes(chosen, retentions, padding), False
         else:
-            kept = [_by_layer(retention, tuple(full), first.heads) for retention in retentions]
+            kept = [_by_layer(retention, tuple(full), tuple(chosen), first.heads) for retention in retentions]
             changes = {index: _change(layer, [one[index] for one in kept], padding) for index, layer in chosen.items()}
             differ = any(not _agree(positions for sets in one.values() for positions in sets) for one in kept)
         before = storage_bytes(chosen.values())
@@ -390,12 +388,16 @@ def _followed(layer: DenseLayer, plan: Plan) -> DenseLayer:
     return layer
 
 
-def _by_layer(retention: Retention, full: Sequence[int], heads: int) -> dict[int, list[Tensor]]:
-    """The kept positions of each full-attention layer, by its index, and KV head."""
+def _by_layer(
+    retention: Retention, full: Sequence[int], chosen: Sequence[int], heads: int,
+) -> dict[int, list[Tensor]]:
+    """The kept positions by index of a full-attention layer, and KV head: of all layers, or of the chosen alone."""
     positions = torch.tensor(retention.positions, dtype=torch.int64, device="cpu")
     sets = list(positions.tensor_split(torch.from_numpy(retention.offsets[1:-1])))
     if retention.granularity is not Granularity.HEAD:
         sets = [positions for positions in sets for _ in range(heads * (1 if retention.groups > 1 else len(full)))]
+    if len(sets) == heads * len(chosen):
+        full = chosen
     if len(sets) != heads * len(full):
         expected = f"must have a group for each of {len(full)} layers, or for each of their {heads} KV heads"
         raise SpecError("retention", f"{retention.groups} groups", expected)

@@ -10,13 +10,13 @@ from torch import Tensor
 from models_integration.cache.continuation import Decision, Nothing, ObservedRows
 from models_integration.cache.retained_cache import RetainedCache
 from reference.policies import advance, advance_turn, start
-from reference.policies.cadences import take_up
+from reference.policies.cadences import join, take_up
 from spec.budget import Budget
 from spec.errors import SpecError
 from spec.policy import Needs, Policy, Running
 from spec.retention import Retention
 
-__all__ = ["DecideInSteps", "ScorerRecords"]
+__all__ = ["DecideInSteps", "ScorerRecords", "join_layers"]
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,16 @@ class DecideInSteps:
             take_up(policy, budget, running, observed.stored(row, granularity), ids.shape[1])
             for row, running in enumerate(before.rows)
         ))
+
+
+def join_layers(policy: Policy, parts: Sequence[Decision]) -> Decision:
+    """The decision about all layers of a prompt, from those about each layer in ascending order."""
+    retentions = tuple(map(Retention.join, zip(*(part.retentions for part in parts), strict=True)))
+    records = [part.continuation for part in parts if isinstance(part.continuation, ScorerRecords)]
+    if not records:
+        return Decision(retentions)
+    rows = zip(*(one.rows for one in records), strict=True)
+    return Decision(retentions, ScorerRecords(policy.name, tuple(join(policy, row) for row in rows)))
 
 
 def _decision(policy: Policy, rows: Sequence[tuple[Retention, Running]]) -> Decision:

@@ -21,13 +21,15 @@ from models_integration.model.architecture import describe, unwrapped
 from models_integration.model.identity import ModelIdentity
 from models_integration.model.weights import output_projections, rotary
 from models_integration.policies.calibration import heads_served_by, served_by
+from models_integration.policies.fastest import fastest
 from models_integration.session.method import Method
 from models_integration.session.session import Session
 from reference.calibration import Calibration, load_calibration
 from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
-from spec.backend import BUILT_IN, Backend, resolve
+from reference.policies.twins import with_twins
+from spec.backend import Backend, resolve
 from spec.budget import Budget, parse_budget
-from spec.errors import BackendUnavailable, SpecError
+from spec.errors import SpecError
 from spec.parameters import PAPER, CrystalCacheParameters
 from spec.parameters.crystalcache import BreathProtection
 from spec.policy import Policy
@@ -38,7 +40,6 @@ __all__ = [
     "check_constants", "constants_of", "method_of", "policy_from_name", "prefill", "sentence_ends",
 ]
 
-_FASTEST_FIRST = ("triton", "numba", "numpy")
 _MARKS = (".", "!", "?")
 
 
@@ -122,7 +123,8 @@ class CrystalCache(CustomPolicy):
         budget: a fraction of the prompt as a float or text (0.3, "30%"), or a number of tokens as an int.
         sentence_ends: ids of the tokens that end a sentence, from `sentence_ends(tokenizer)`.
         parameters: constants of the policy.
-        backend: "auto", a name, "module:ATTRIBUTE" or a Backend. "auto" is triton with CUDA, else numba, else numpy.
+        backend: "auto", a name, "module:ATTRIBUTE" or a Backend. "auto" is triton on CUDA if its kernels give what
+            the reference gives there, else numba, else numpy.
         decode: evict every T_breath generated tokens too. Default: evict after prompts and later turns only.
         stream: evict every C tokens of one endless prompt. Requires an integer budget.
         breath_protection: tokens that decode-time eviction keeps: "sink+recent" or "none". With "none", as in the
@@ -150,8 +152,9 @@ class CrystalCache(CustomPolicy):
         if stream and share.count is None:
             raise SpecError("budget", str(share), "a stream needs a number of tokens: a fraction of it has no end")
         parameters = replace(parameters, breath_protection=breath_protection)
-        chosen = _fastest() if backend == "auto" else resolve(backend)
-        if decode or stream:
+        breath = ("breath",) if decode or stream else ()
+        chosen = fastest("crystal", *breath) if backend == "auto" else resolve(backend)
+        if breath:
             chosen.require_breath()
         rule = DecodeRule(ends, parameters, chosen, share, decode, stream)
         self._be(Method(crystalcache(ends, parameters, chosen), share, chosen.name, rule))
@@ -242,7 +245,7 @@ class Published(RetentionPolicy):
     Args:
         name: a name of `kvspec policies`, except crystalcache, streamingllm and fullcache.
         budget: a fraction of the prompt as a float or text (0.3, "30%"), or a number of tokens as an int.
-        constants: constants of the policy by name, see `describe_policy(name)`.
+        constants: constants of the policy by name, see `describe_policy(name)`; and `backend`, "auto" by default.
 
     Raises:
         SpecError: if the name, a constant, the calibration file or the budget is invalid.
@@ -262,7 +265,7 @@ class Published(RetentionPolicy):
             constants["calibration"] = _calibration(constants.get("calibration"))
         check_penalty(constants.get("diversity", 0.0), "diversity")
         if "backend" in constants_of(name) and constants.get("backend", "auto") == "auto":
-            constants["backend"] = _fastest().name
+            constants["backend"] = _fastest(name)
         if not names.constants_of_model(name):
             names.make_policy(name, constants)
         for field, given in (("name", name), ("budget", _parse(budget)), ("constants", constants)):
@@ -282,7 +285,15 @@ class Published(RetentionPolicy):
                 calibration belongs to a different model.
         """
         policy = names.make_policy(self.name, {**_learned(self.name, model, self.identity), **self.constants})
-        return method_of(policy, self.budget, resolve(self.constants.get("backend", "numpy")).name)
+        engine = resolve(self.constants.get("backend", "numpy"))
+        used = names.families_of(self.name) or with_twins(policy, engine) is not policy
+        return method_of(policy, self.budget, engine.name if used else "numpy")
+
+
+def _fastest(name: str) -> str:
+    """The backend of a policy whose caller names none."""
+    families = names.families_of(name)
+    return fastest(*families).name if families else "torch" if torch.accelerator.is_available() else "numpy"
 
 
 def policy_from_name(name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> RetentionPolicy:
@@ -388,13 +399,3 @@ def prefill(model: PreTrainedModel, policy: RetentionPolicy, input_ids: Tensor) 
         output = model(input_ids=input_ids, use_cache=True)
     assert run.cache is not None
     return Prefilled(output.logits[:, -1:], run.cache, run)
-
-
-def _fastest() -> Backend:
-    for name in _FASTEST_FIRST:
-        if name in BUILT_IN and (name != "triton" or torch.cuda.is_available()):
-            try:
-                return resolve(name)
-            except BackendUnavailable:
-                continue
-    raise BackendUnavailable(f"none of the backends {', '.join(_FASTEST_FIRST)} can run here")

@@ -16,10 +16,12 @@ from models_integration.attention.capture import Attended, Recorder
 from models_integration.cache.continuation import Continuation, Decision
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cache.scorer_records import join_layers
 from models_integration.model.architecture import Architecture, of_layer
 from models_integration.session.inputs import ONE_FORWARD, check_tokens
 from models_integration.session.method import Method
 from models_integration.session.rehearsal import rehearse
+from reference.policies.layers import is_layerwise, policy_of_layer
 from reference.policies.retain import tokens_of
 from spec.arrays import IntVector
 from spec.errors import SpecError
@@ -132,6 +134,8 @@ class ObservedSegment:
         self.recorder = Recorder(needs, latent=architecture.latent)
         self.text, self.watch = ReadColumns(), Stopwatch()
         self.logits: Tensor | None = None
+        self._decided = architecture.full_layers
+        """The layers whose kept sets are decided."""
         self.later = cache.get_seq_length() > 0
         """Whether it goes on from what earlier segments left."""
         self._lse = lse
@@ -183,8 +187,9 @@ class ObservedSegment:
         with self.watch.stage("capture"):
             is_token = self.text.is_token[row]
             ids = self.token_ids(row) if self.recorder.needs.token_ids else None
-            views = self.recorder.views(row, is_token, is_token)
-            return Observation(int(is_token.sum()), self._groups(granularity), ids, views)
+            views, groups = self.recorder.views(row, is_token, is_token), self._groups(granularity)
+            first = groups * self.architecture.full_layers.index(self._decided[0])
+            return Observation(int(is_token.sum()), groups, ids, views, first=first)
 
     def stored(self, row: int, granularity: Granularity) -> Observation:
         """A later segment over all that the cache stores by now, where the heads of a layer store as many tokens."""
@@ -207,12 +212,19 @@ class ObservedSegment:
 
     def _groups(self, granularity: Granularity) -> int:
         """Kept sets that a policy decides."""
-        layers = 1 if granularity is Granularity.MODEL else len(self.architecture.full_layers)
+        layers = 1 if granularity is Granularity.MODEL else len(self._decided)
         return layers * self.sets_of_a_layer(granularity)
 
     def token_ids(self, row: int) -> IntVector:
         """The tokens of one row, without padding."""
         return self.text.token_ids(row)
+
+    def of_layer(self, layer: int) -> "ObservedSegment":
+        """The same of one layer alone."""
+        one, recorder = copy.copy(self), self.recorder
+        one.recorder = replace(recorder, seen={layer: recorder.seen[layer]})
+        one._decided = (layer,)
+        return one
 
     def narrowed(self, needs: Needs) -> "ObservedSegment":
         """What would have been noted with these needs.
@@ -220,7 +232,7 @@ class ObservedSegment:
         Raises:
             SpecError: where less was noted.
         """
-        if needs is self.recorder.needs:
+        if needs == self.recorder.needs:
             return self
         narrow = copy.copy(self)
         narrow.recorder = self.recorder.narrowed(needs, narrow.layers)
@@ -286,20 +298,27 @@ def decide(method: Method, observed: ObservedSegment) -> Decision:
     shown = observed.narrowed(policy.scorer.needs)
     with shown.watch.stage("decision"):
         decision = (rule.decide_turn if shown.later else rule.decide_prompt)(policy, budget, shown)
-    over = (
-        len(one.positions) - tokens_of(policy, budget, one.seen) * one.groups for one in decision.retentions
+    return replace(
+        decision, over_budget=_over_budget(method, decision), padding=None if shown.later else shown.text.padding
     )
-    padding = None if shown.later else shown.text.padding
-    return replace(decision, over_budget=sum(max(0, tokens) for tokens in over), padding=padding)
+
+
+def _over_budget(method: Method, decision: Decision) -> int:
+    over = (
+        len(one.positions) - tokens_of(method.policy, method.budget, one.seen) * one.groups
+        for one in decision.retentions
+    )
+    return sum(max(0, tokens) for tokens in over)
 
 
 class Segment:
     """One forward with more than one query, or the forwards of a prompt, a turn or a stream that come in pieces.
 
-    It watches the model's attention. A segment of one forward, whose scorer asks for no more than the observed layer,
-    is decided as soon as that layer has attended: the layers up to it are compacted then, and each later one as soon as
-    it has attended. Where the first is observed, the full cache never exists. Every other segment is decided and
-    compacted at its end.
+    It watches the model's attention. A prompt of one forward is compacted while it is read, so that the full cache
+    never exists: under a layerwise policy each layer is decided and compacted as soon as it has attended. Where the
+    scorer asks for no more than the observed layer, the prompt is decided as soon as that layer has attended: the
+    layers up to it are compacted then, and each later one as soon as it has attended. Every other segment is decided
+    and compacted at its end.
 
     Args:
         rows_per_prompt: rows of the batch that stand for one prompt: beams, or returned sequences.
@@ -312,10 +331,12 @@ class Segment:
         needs = method.policy.scorer.needs
         self.cache, self.segment_end = cache, segment_end
         self._method = method
-        self._layerwise = segment_end == ONE_FORWARD and needs.layers != "all"
-        self.observed = ObservedSegment(
-            needs, architecture, cache, rows_per_prompt=rows_per_prompt, lse=self._layerwise,
-        )
+        at_once = segment_end == ONE_FORWARD and needs.layers != "all"
+        self.observed = ObservedSegment(needs, architecture, cache, rows_per_prompt=rows_per_prompt, lse=at_once)
+        self._each_alone = segment_end == ONE_FORWARD and not self.observed.later and is_layerwise(method.policy)
+        self._layerwise = at_once or self._each_alone
+        self._parts: list[Decision] = []
+        """What was decided about each layer alone."""
         self._decision: Decision | None = None
         self._decided_at = max(self.observed.layers, default=-1)
         self._full = list(architecture.full_layers)
@@ -348,9 +369,13 @@ class Segment:
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """After a layer has attended."""
         layer = cast(int, module.layer_idx)
+        if self._each_alone and layer not in self._full:
+            return
         if layer in self.observed.layers:
             self.observed.attended(module, seen)
-        if self._layerwise and layer >= self._decided_at:
+        if self._each_alone:
+            self._decide_alone(layer)
+        elif self._layerwise and layer >= self._decided_at:
             self._compact(self._full[: bisect_right(self._full, layer)], self._decided())
 
     def finish(self) -> Decision:
@@ -369,7 +394,19 @@ class Segment:
             self.cache.continuation = decision.continuation.select(each)
         return decision
 
+    def _decide_alone(self, layer: int) -> None:
+        full = self.observed.architecture.full_layers
+        policy = policy_of_layer(self._method.policy, full.index(layer), len(full))
+        part = decide(replace(self._method, policy=policy), self.observed.of_layer(layer))
+        del self.observed.recorder.seen[layer]
+        self._parts.append(part)
+        self._compact([layer], part)
+
     def _decided(self) -> Decision:
+        if self._decision is None and self._parts:
+            joined = join_layers(self._method.policy, self._parts)
+            over = _over_budget(self._method, joined)
+            self._decision = replace(joined, over_budget=over, padding=self._parts[0].padding)
         if self._decision is None:
             self._decision = decide(self._method, self.observed)
             self.observed.recorder.seen.clear()

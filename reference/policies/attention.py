@@ -17,8 +17,8 @@ _ROWS = 32  # queries at a time: no (H, n, n) array is made, and what is made st
 
 
 def wide(array: DeviceArray) -> Float64[Cube, "H n d"]:
-    """Float64, whatever came."""
-    cube: Cube = np.asarray(array, dtype=np.float64)
+    """Float64 on the host, whatever came."""
+    cube: Cube = np.asarray(array.double().cpu() if hasattr(array, "cpu") else array, dtype=np.float64)
     return cube
 
 

@@ -1,5 +1,6 @@
 """Decoding under a policy: pure functions from one step to the next. The caller owns the cache and follows them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,10 +10,10 @@ from reference.policies.shown import shown_to
 from spec.arrays import BoolVector, IntMatrix
 from spec.budget import Budget
 from spec.errors import SpecError
-from spec.policy import Observation, Policy, Running, RunningScorer, Scores, Selection
+from spec.policy import JoiningScorer, Observation, Policy, Running, RunningScorer, Scores, Selection
 from spec.retention import Retention
 
-__all__ = ["advance", "advance_turn", "start", "take_up"]
+__all__ = ["advance", "advance_turn", "join", "start", "take_up"]
 
 
 def start(policy: Policy, budget: Budget, observation: Observation) -> tuple[Retention, Running]:
@@ -28,6 +29,14 @@ def start(policy: Policy, budget: Budget, observation: Observation) -> tuple[Ret
     scores = scorer(replace(shown_to(scorer.needs, observation), B=B), protected)
     slots = _rectangular(chosen(policy, B, scores, protected), policy)
     return _retention(slots, observation.seen, policy), Running(slots, scorer.keep(scores.carry, slots))
+
+
+def join(policy: Policy, parts: Sequence[Running]) -> Running:
+    """What decoding goes on from, where each layer was decided alone; the layers in ascending order."""
+    assert isinstance(policy.scorer, JoiningScorer)
+    return Running(
+        np.concatenate([part.live for part in parts]), policy.scorer.join([part.records for part in parts])
+    )
 
 
 def advance(

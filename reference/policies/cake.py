@@ -1,6 +1,7 @@
 """CAKE: layers share the cache by how widely their attention spreads and how much it shifts; heads keep what shifts."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -14,7 +15,7 @@ from reference.policies.scorers import check_odd, check_positive, stacked, with_
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntVector, Matrix
 from spec.errors import SpecError
-from spec.policy import LayerView, Needs, Observation, Policy, Scores
+from spec.policy import DeviceArray, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
 __all__ = ["Cake", "Preferred", "cake", "cake_score", "layer_preference", "preferred_targets"]
@@ -45,6 +46,19 @@ def cake_score(A: Float64[Cube, "H w past"], gamma: float, kernel: int, H_kv: in
     return group_mean(average_pool(indicator, kernel), H_kv)
 
 
+def cake_layer(
+    view: LayerView, W: int, kernel: int, gamma: float, tau1: float, tau2: float,
+) -> tuple[Float64[Matrix, "H_kv n"], float]:
+    """A layer's scores, and its preference, by the attention of the last W queries on the keys before them.
+
+    Implements: PO-CAKE
+    """
+    A = observed_attention(view, W)
+    past = A[:, :, : A.shape[2] - A.shape[1]]
+    scores = with_window(cake_score(past, gamma, kernel, len(view.k)), A.shape[2])
+    return scores, layer_preference(past, tau1, tau2)
+
+
 @dataclass(frozen=True)
 class Cake:
     """Not for kept sets that store different tokens: the preference is about all heads of a layer together."""
@@ -54,24 +68,19 @@ class Cake:
     gamma: float
     tau1: float
     tau2: float
+    takes: Callable[[DeviceArray], bool] | None = None
+    layer: Callable[..., tuple[Matrix, float]] = cake_layer
 
     @property
     def needs(self) -> Needs:
-        return Needs("all", self.W)
+        return Needs("all", self.W, takes=self.takes)
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        rows, preferences = [], []
-        for view in observation.layers.values():
-            A = self.before_the_window(view)
-            rows.append(with_window(cake_score(A, self.gamma, self.kernel, len(view.k)), view.k.shape[1]))
-            preferences.append(layer_preference(A, self.tau1, self.tau2))
-        scores = stacked(observation, rows)
-        return Scores(scores.values, scores.offsets, heads=scores.heads, preferences=np.array(preferences))
-
-    def before_the_window(self, view: LayerView) -> Float64[Cube, "H w past"]:
-        A = observed_attention(view, self.W)
-        past: Cube = A[:, :, : A.shape[2] - A.shape[1]]
-        return past
+        constants = self.W, self.kernel, self.gamma, self.tau1, self.tau2
+        found = [self.layer(view, *constants) for view in observation.layers.values()]
+        scores = stacked(observation, [rows for rows, _ in found])
+        preferences = np.array([preference for _, preference in found])
+        return Scores(scores.values, scores.offsets, heads=scores.heads, preferences=preferences)
 
 
 def preferred_targets(preferences: list[Fraction], total: Fraction, most: int) -> list[Fraction]:

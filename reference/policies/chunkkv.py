@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -52,6 +53,8 @@ class Chunks:
         """Layers whose scores are another layer's are not."""
         return self.N_reuse == 1
 
+    layerwise = separable
+
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         """Each layer's tokens, and their chunks.
 
@@ -92,7 +95,7 @@ def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
     """
     check_positive("N_reuse", N_reuse)
     W = check_positive("W", W)
-    scorer = Chunks(Needs("all", W), lambda view: window_members(view, W), check_positive("c", c), W, N_reuse)
+    scorer = Chunks(Needs("all", W), partial(window_members, W=W), check_positive("c", c), W, N_reuse)
     return Policy(
         "chunkkv", scorer, even, fill_units, SinkAndRecent(0, W), granularity=Granularity.LAYER, floor=W
     )

@@ -15,7 +15,7 @@ MEANINGS: Mapping[str, str] = {
     "N_sink": "number of first tokens that are always kept",
     "W": "number of last tokens that are always kept; SnapKV and its descendants score by the queries of these tokens",
     "anchor": "pattern that blocks are compared with: alternating, mean, zeros or ones",
-    "backend": "code that scores tokens: numpy, numba or triton; policy_from_name takes the fastest",
+    "backend": "code that scores tokens: numpy, numba, torch or triton; policy_from_name takes the fastest",
     "beta": "the last layer keeps 1 / beta of the mean budget, beyond the window",
     "block": "tokens of a block",
     "c": "tokens of a chunk",

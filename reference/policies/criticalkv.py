@@ -1,6 +1,6 @@
 """CriticalKV: half of the budget by attention, the rest by attention times what a value gives to the output."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -8,15 +8,24 @@ from functools import partial
 import numpy as np
 
 from reference.policies.adakv import adakv
-from reference.policies.attention import wide
 from reference.policies.defensivekv import output_size
 from reference.policies.named import named
 from reference.policies.scorers import check_weighable
 from reference.policies.selectors import Choice, best_tokens, staged, top_tokens, top_units
 from reference.policies.snapkv import snapkv
-from spec.arrays import BoolVector, Cube, IntVector
+from spec.arrays import BoolVector, Cube, IntVector, Matrix
 from spec.errors import SpecError
-from spec.policy import NOTHING_PROMISED, Needs, Observation, Policy, Scorer, Scores, Selection
+from spec.policy import (
+    NOTHING_PROMISED,
+    DeviceArray,
+    LayerwiseScorer,
+    Needs,
+    Observation,
+    Policy,
+    Scorer,
+    Scores,
+    Selection,
+)
 from spec.retention import Granularity
 
 __all__ = ["EPSILON", "TwoScores", "critical_adakv", "criticalkv", "two_stages", "with_critical_selection"]
@@ -47,10 +56,15 @@ class TwoScores:
 
     host: Scorer
     W_o: Mapping[int, Cube]
+    size: Callable[[DeviceArray, DeviceArray], Matrix] = output_size
 
     @property
     def needs(self) -> Needs:
         return replace(self.host.needs, values=True)
+
+    @property
+    def layerwise(self) -> bool:
+        return isinstance(self.host, LayerwiseScorer) and self.host.layerwise
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         """The host's score plus EPSILON, times the output's size.
@@ -65,9 +79,7 @@ class TwoScores:
         scores = check_weighable(self.host(observation, protected))
         if any(view.v is None for view in observation.layers.values()):
             raise SpecError("v", None, "CriticalKV weighs keys by their values")
-        size = np.concatenate([
-            output_size(wide(view.v), wide(self.W_o[layer])) for layer, view in observation.layers.items()
-        ])
+        size = np.concatenate([self.size(view.v, self.W_o[layer]) for layer, view in observation.layers.items()])
         return replace(scores, second=(scores.values + EPSILON) * size)
 
 

@@ -1,8 +1,9 @@
 """DefensiveKV: the worst case over queries, held up by a prior, times what a value does to the output."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar
 
 import numpy as np
 
@@ -14,10 +15,12 @@ from reference.policies.scorers import check_odd, check_positive, stacked, with_
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Cube, Float64, IntVector, Matrix
 from spec.errors import SpecError
-from spec.policy import LayerView, Needs, Observation, Policy, Scores
+from spec.policy import DeviceArray, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
-__all__ = ["Defensive", "defensive_maximum", "defensivekv", "first_stage", "output_share", "output_size"]
+__all__ = [
+    "Defensive", "defensive_maximum", "defensive_score", "defensivekv", "first_stage", "output_share", "output_size",
+]
 
 COVERED = 0.9
 
@@ -37,14 +40,14 @@ def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> F
     return held
 
 
-def output_size(v: Float64[Cube, "H_kv n d"], W_o: Float64[Cube, "H d hidden"]) -> Float64[Matrix, "H_kv n"]:
+def output_size(v: DeviceArray, W_o: DeviceArray) -> Float64[Matrix, "H_kv n"]:
     """||W_o v||_1, averaged over the group. W_o is cut into the rows of each query head.
 
     Implements: PO-DEFENSIVEKV, PO-CRITICALKV
 
     Source: CriticalKV, Section 4, and DefensiveKV's official code.
     """
-    output = np.abs(np.matmul(np.repeat(v, len(W_o) // len(v), axis=0), W_o)).sum(axis=2)
+    output = np.abs(np.matmul(np.repeat(wide(v), len(W_o) // len(v), axis=0), wide(W_o))).sum(axis=2)
     return group_mean(output, len(v))
 
 
@@ -83,6 +86,24 @@ def first_stage(A: Float64[Cube, "H w past"], H_kv: int, W: int, most: int) -> l
     return [row[:count] for row, count in zip(order, counts, strict=True)]
 
 
+def defensive_score(view: LayerView, W_o: DeviceArray, B: int, W: int, kernel: int) -> Float64[Matrix, "H_kv n"]:
+    """The defensive maximum times the output share; the first stage's keys have the layer's largest score.
+
+    Implements: PO-DEFENSIVEKV
+    """
+    A, H_kv = observed_attention(view, W), len(view.k)
+    n = A.shape[2]
+    past = n - A.shape[1]
+    if past == 0:
+        return np.full((H_kv, n), np.nan)
+    A = A[:, :, :past]
+    scores = defensive_maximum(A, kernel, H_kv) * output_share(wide(view.v)[:, :past], wide(W_o))
+    largest = scores.max()
+    for row, first in zip(scores, first_stage(A, H_kv, W, B - W), strict=True):
+        row[first] = largest
+    return with_window(scores, n)
+
+
 @dataclass(frozen=True)
 class Defensive:
     """Needs each layer's output projection (H, d, hidden), under the layer's index."""
@@ -90,35 +111,22 @@ class Defensive:
     W_o: Mapping[int, Cube]
     W: int
     kernel: int
+    takes: Callable[[DeviceArray], bool] | None = None
+    score: Callable[..., Matrix] = defensive_score
+    layerwise: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:
-        return Needs("all", self.W, values=True, budget=True)
+        return Needs("all", self.W, values=True, budget=True, takes=self.takes)
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         assert observation.B is not None
-        return stacked(observation, [
-            self.score(view, wide(self.W_o[layer]), observation.B) for layer, view in observation.layers.items()
-        ])
-
-    def score(self, view: LayerView, W_o: Float64[Cube, "H d hidden"], B: int) -> Float64[Matrix, "H_kv n"]:
-        """The defensive maximum times the output share; the first stage's keys have the layer's largest score.
-
-        Implements: PO-DEFENSIVEKV
-        """
-        if view.v is None:
+        if any(view.v is None for view in observation.layers.values()):
             raise SpecError("v", None, "DefensiveKV weighs keys by their values")
-        A, H_kv = observed_attention(view, self.W), len(view.k)
-        n = A.shape[2]
-        past = n - A.shape[1]
-        if past == 0:
-            return np.full((H_kv, n), np.nan)
-        A = A[:, :, :past]
-        scores = defensive_maximum(A, self.kernel, H_kv) * output_share(wide(view.v)[:, :past], W_o)
-        largest = scores.max()
-        for row, first in zip(scores, first_stage(A, H_kv, self.W, B - self.W), strict=True):
-            row[first] = largest
-        return with_window(scores, n)
+        return stacked(observation, [
+            self.score(view, self.W_o[layer], observation.B, self.W, self.kernel)
+            for layer, view in observation.layers.items()
+        ])
 
 
 @named(

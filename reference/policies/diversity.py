@@ -1,6 +1,6 @@
 """Set-conditioned diversity over any policy that keeps single tokens by their scores; and two rejected rivals."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import cast
@@ -8,6 +8,7 @@ from typing import cast
 import numpy as np
 
 from reference.diversity import Signature, signatures, toward_mean
+from reference.policies.attention import wide
 from reference.policies.budgets import largest_remainder
 from reference.policies.selectors import top_tokens, top_units
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, IntVector
@@ -15,7 +16,9 @@ from spec.backend import Backend, DiversityStages, resolve
 from spec.errors import SpecError
 from spec.policy import (
     NOTHING_PROMISED,
+    JoiningScorer,
     LayerView,
+    LayerwiseScorer,
     Needs,
     Observation,
     Policy,
@@ -60,6 +63,11 @@ class Signed:
         """A head's own signatures are its own; others are means over heads that have dropped other tokens."""
         return self.mode == "head" and isinstance(self.host, SeparableScorer) and self.host.separable
 
+    @property
+    def layerwise(self) -> bool:
+        """A flat signature is a mean over layers."""
+        return self.mode != "flat" and isinstance(self.host, LayerwiseScorer) and self.host.layerwise
+
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         """Implements: DV-POLICY"""
         scores = self.host(self.shown(observation), protected)
@@ -101,11 +109,16 @@ class RunningSigned(Signed):
         kept = np.stack([records.signatures[g // part][at] for g, at in enumerate(slots)])
         return SignedRecords(self.host.keep(records.host, slots), kept)
 
+    def join(self, records: Sequence[SignedRecords], /) -> SignedRecords:
+        assert isinstance(self.host, JoiningScorer)
+        host = self.host.join([one.host for one in records])
+        return SignedRecords(host, np.concatenate([one.signatures for one in records]))
+
 
 def _values(layers: Mapping[int, LayerView]) -> list[Cube]:
     if any(view.v is None for view in layers.values()):
         raise SpecError("v", None, "signatures are made of values")
-    return [np.asarray(view.v) for view in layers.values()]
+    return [wide(view.v) for view in layers.values()]
 
 
 def _signatures(scores: Scores) -> Float64[Cube, "s n d"]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -87,6 +88,7 @@ class ExpectedAttention:
     N_future: int
     needs: Needs = Needs("all", None, values=True)
     separable: bool = True
+    layerwise: ClassVar[bool] = True
     weigh: Weigh = expected_weights
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:

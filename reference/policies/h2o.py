@@ -1,7 +1,9 @@
 """H2O: heavy hitters, the keys that have received most attention so far, and the newest half."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -35,6 +37,7 @@ class HeavyHitters:
 
     needs: Needs = Needs("all", None)
     score: Score = h2o_score
+    layerwise: ClassVar[bool] = True
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         scores = stacked(observation, [self.score(view) for view in observation.layers.values()])
@@ -53,6 +56,9 @@ class HeavyHitters:
     def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> Float64[Matrix, "g kept"]:
         kept: Matrix = np.take_along_axis(np.asarray(records), slots, axis=1)
         return kept
+
+    def join(self, records: Sequence[Matrix], /) -> Float64[Matrix, "g kept"]:
+        return np.concatenate(records)
 
 
 @named(

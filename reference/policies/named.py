@@ -30,6 +30,8 @@ class NamedPolicy:
     """Whether the name may stand behind DIVERSE: it keeps single tokens by their scores."""
     blocks: bool
     """Whether BLOCK, which its maker does not have, makes it one of blocks."""
+    family: str
+    """The stage family of the backend that its maker takes."""
 
     @property
     def constants(self) -> frozenset[str]:
@@ -58,11 +60,12 @@ REGISTERED: dict[str, NamedPolicy] = {}
 def named(
     name: str, paper: str, keeps: str, *, decided: Mapping[str, Any] | None = None,
     of_model: frozenset[str] = frozenset(), diverse: bool = True, blocks: bool = True,
+    family: str = "policies",
 ) -> Callable[[Maker], Maker]:
     """A decorator that gives a maker of policies a name; the arguments are the fields of NamedPolicy."""
     def register(make: Maker) -> Maker:
         assert name not in REGISTERED, f"two makers are named {name}"
-        REGISTERED[name] = NamedPolicy(paper, keeps, make, decided or {}, of_model, diverse, blocks)
+        REGISTERED[name] = NamedPolicy(paper, keeps, make, decided or {}, of_model, diverse, blocks, family)
         return make
 
     return register

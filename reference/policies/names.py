@@ -11,14 +11,16 @@ from typing import Any
 
 from reference import policies
 from reference.policies.named import REGISTERED, NamedPolicy
+from reference.policies.twins import with_twins
+from spec.backend import resolve
 from spec.errors import SpecError
 from spec.plugins import Plugin, find_plugin
 from spec.policy import NOTHING_PROMISED, Policy
 from spec.promises import promises_of
 
 __all__ = [
-    "BLOCK", "DIVERSE", "ENTRY_POINTS", "NAMES", "POLICIES", "NamedPolicy", "check_name", "constants_of",
-    "constants_of_model", "make_policy", "own_policy",
+    "BACKEND", "BLOCK", "DIVERSE", "ENTRY_POINTS", "NAMES", "POLICIES", "NamedPolicy", "check_name", "constants_of",
+    "constants_of_model", "families_of", "make_policy", "own_policy",
 ]
 
 ENTRY_POINTS = "kvspec.policies"
@@ -30,6 +32,9 @@ _DIVERSITY = frozenset({"diversity", "signature", "backend"})
 
 BLOCK = "block"
 """A constant of policies that choose single tokens by their scores: whole blocks of so many stay (PO-BLOCKS)."""
+
+BACKEND = "backend"
+"""A constant of every published policy: whose scores it calls (`reference.policies.twins`)."""
 
 _READERS = frozenset({"constants", "describe", "names"})
 """Modules of the package that read POLICIES."""
@@ -96,7 +101,19 @@ def constants_of(name: str) -> frozenset[str]:
     row = POLICIES[name.removeprefix(DIVERSE)]
     if name.startswith(DIVERSE):
         return row.constants | _DIVERSITY
-    return row.constants | {BLOCK} if row.blocks else row.constants
+    return row.constants | ({BLOCK} if row.blocks else set()) | ({BACKEND} if name not in _FIRST else set())
+
+
+def families_of(name: str) -> tuple[str, ...]:
+    """The stage families that a backend must have for this name.
+
+    Raises:
+        SpecError: as `check_name`.
+    """
+    if check_name(name) not in NAMES:
+        return ()
+    row, diverse = POLICIES[name.removeprefix(DIVERSE)], ("diversity",) * name.startswith(DIVERSE)
+    return (*((row.family,) if BACKEND in row.constants else ()), *diverse)
 
 
 def constants_of_model(name: str) -> frozenset[str]:
@@ -121,11 +138,14 @@ def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
         return given
     row = POLICIES[name.removeprefix(DIVERSE)]
     if not name.startswith(DIVERSE):
-        own = {key: value for key, value in constants.items() if key != BLOCK or not row.blocks}
+        outside = constants_of(name) - row.constants
+        own = {key: value for key, value in constants.items() if key not in outside}
         policy = row.policy(own)
+        if name not in _FIRST:
+            policy = with_twins(policy, resolve(constants.get(BACKEND, "numpy")))
         if policy.promises == NOTHING_PROMISED:
             policy = replace(policy, promises=promises_of(name))
-        return policies.in_blocks(policy, constants[BLOCK]) if BLOCK in constants.keys() - own.keys() else policy
+        return policies.in_blocks(policy, constants[BLOCK]) if row.blocks and BLOCK in constants else policy
     taken = row.constants | row.of_model
     host = row.policy({key: value for key, value in constants.items() if key in taken})
     lam, mode = constants.get("diversity", 0.5), constants.get("signature", "flat")

@@ -56,7 +56,8 @@ def nestedkv_score(
 
 
 @named(
-    "nestedkv", "NestedKV", "keys that three memories (whole prompt, block, recent window) explain least; heads compete"
+    "nestedkv", "NestedKV",
+    "keys that three memories (whole prompt, block, recent window) explain least; heads compete", family="nestedkv",
 )
 def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy") -> Policy:
     """Per layer the H_kv B best pairs of head and token, once, at the end of the prompt; each head has its quota.
@@ -92,7 +93,10 @@ def nestedkv_without_continuum(parameters: NestedKVParameters = NESTEDKV) -> Pol
     return replace(keydiff(), name="nestedkv-without-continuum", budgets=Competition(parameters.alpha_s))
 
 
-@named("nestedkv-without-adaptive", "NestedKV, ablation", "NestedKV's score, the same number of tokens in each head")
+@named(
+    "nestedkv-without-adaptive", "NestedKV, ablation", "NestedKV's score, the same number of tokens in each head",
+    family="nestedkv",
+)
 def nestedkv_without_adaptive(
     parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy",
 ) -> Policy:

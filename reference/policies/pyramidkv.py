@@ -7,6 +7,7 @@ from reference.policies.h2o import h2o_described
 from reference.policies.named import named
 from reference.policies.scorers import check_positive
 from reference.policies.snapkv import snapkv
+from spec.backend import Backend
 from spec.policy import Policy
 
 __all__ = ["pyramidkv", "pyramidkv_described"]
@@ -34,13 +35,14 @@ def pyramidkv(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
     "pyramidkv-described", "Lin, CrystalCache, Section 4.1",
     "tokens with the largest sums of attention, more in lower layers",
 )
-def pyramidkv_described(W: int = 128, beta: int = 20) -> Policy:
+def pyramidkv_described(W: int = 128, beta: int = 20, backend: str | Backend = "numpy") -> Policy:
     """As CrystalCache describes it: cumulative attention (Eq. 5) under the pyramid; slope and W are chosen here.
 
     Implements: PO-PYRAMIDKV-DESCRIBED
 
     Raises:
-        SpecError: for a window or beta that is not positive.
+        SpecError: for a window or beta that is not positive, or an unknown backend.
+        BackendUnavailable: as `h2o`.
     """
     pyramid = Pyramid(W, check_positive("beta", beta))
-    return replace(h2o_described(W), name="pyramidkv-described", budgets=pyramid)
+    return replace(h2o_described(W, backend), name="pyramidkv-described", budgets=pyramid)

@@ -1,6 +1,7 @@
 """The scorer that looks at nothing: later tokens first."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ __all__ = ["recency"]
 class _Recency:
     needs: Needs = Needs()
     separable: bool = False
+    layerwise: ClassVar[bool] = True
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         cached = np.arange(observation.seen) if observation.positions is None else observation.positions

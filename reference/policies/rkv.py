@@ -1,7 +1,10 @@
 """R-KV: importance against redundancy, while tokens are decoded."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from typing import ClassVar
 
 import numpy as np
 
@@ -13,7 +16,7 @@ from reference.policies.scorers import Score, check_odd, check_positive, stacked
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, Matrix
 from spec.errors import SpecError
-from spec.policy import Cadence, LayerView, Needs, Observation, Policy, Scores
+from spec.policy import Cadence, DeviceArray, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
 __all__ = ["QueryCache", "rkv", "rkv_importance", "rkv_redundancy", "rkv_score"]
@@ -80,10 +83,12 @@ class QueryCache:
 
     W: int
     score: Score
+    takes: Callable[[DeviceArray], bool] | None = None
+    layerwise: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:
-        return Needs("all", self.W)
+        return Needs("all", self.W, takes=self.takes)
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         return self._scores(observation, [wide(view.q)[:, -self.W :] for view in observation.layers.values()])
@@ -102,6 +107,9 @@ class QueryCache:
 
     def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> object:
         return records
+
+    def join(self, records: Sequence[tuple[Cube, ...]], /) -> tuple[Cube, ...]:
+        return tuple(chain(*records))
 
     def _scores(self, observation: Observation, queries: list[Cube]) -> Scores:
         views = [replace(view, q=q) for view, q in zip(observation.layers.values(), queries, strict=True)]

@@ -34,6 +34,10 @@ class _Function:
     granularity: Granularity
     separable: bool
 
+    @property
+    def layerwise(self) -> bool:
+        return self.separable
+
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         shape, found = (observation.groups, len(protected)), np.asarray(self.score(observation))
         if found.shape != shape or found.dtype.kind not in "fiub":

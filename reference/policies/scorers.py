@@ -1,7 +1,8 @@
 """Scorers that look at one layer after the other, and how their rows become the groups of a policy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class LayerScorer:
     needs: Needs
     score: Score
     separable: bool = True
+    layerwise: ClassVar[bool] = True
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         return stacked(observation, [self.score(view) for view in observation.layers.values()])
@@ -35,6 +37,9 @@ class LayerScorer:
         return stacked(observation, [self.score(view) for view in observation.layers.values()])
 
     def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> None:
+        return None
+
+    def join(self, records: Sequence[None], /) -> None:
         return None
 
 

@@ -1,6 +1,6 @@
 """TriAttention: a calibrated scorer, and a decision each time 128 tokens have gathered above the budget."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -34,6 +34,11 @@ class TriAttention:
     pin_prompt: int
     needs: Needs = Needs("all", 0, budget=True)
 
+    @property
+    def layerwise(self) -> bool:
+        """The other modes compare layers."""
+        return self.mode == "layer and head"
+
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         """Implements: TA-POLICY"""
         if observation.B is not None and self.pin_prompt > observation.B:
@@ -46,14 +51,18 @@ class TriAttention:
         Implements: TA-POLICY
         """
         views = observation.layers
-        if tuple(views) != self.calibration.layers:
-            raise SpecError("calibration", self.calibration.layers, f"was taken in other layers than {tuple(views)}")
-        best = np.stack([self.layer(at, view, observation.seen) for at, view in enumerate(views.values())])
+        known = self.calibration.layers
+        if not (set(views) <= set(known) if self.layerwise else tuple(views) == known):
+            raise SpecError("calibration", known, f"was taken in other layers than {tuple(views)}")
+        best = np.stack([self.layer(known.index(layer), view, observation.seen) for layer, view in views.items()])
         values = joined(best, self.mode)
         heads = 1 if self.mode == "global" else best.shape[1]
         return Scores(values, np.arange(values.shape[1] + 1), heads=heads)
 
     def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> None:
+        return None
+
+    def join(self, records: Sequence[None], /) -> None:
         return None
 
     def layer(self, at: int, view: LayerView, t: int) -> Float64[Matrix, "H_kv n"]:

@@ -1,9 +1,11 @@
 """VaSE: values of a wide range stay, and of the other tokens a sample, drawn as attention weighs them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import chain
+from typing import ClassVar
 
 import numpy as np
 
@@ -85,10 +87,14 @@ class Sampled:
     W: int
     kernel: int
     seed: int
+    takes: Callable[[DeviceArray], bool] | None = None
+    range: Callable[[DeviceArray], Matrix] = value_range
+    attend: Callable[[LayerView, int, int], Matrix] = window_attention
+    layerwise: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:
-        return Needs("all", self.W, values=True)
+        return Needs("all", self.W, values=True, takes=self.takes)
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         at = np.arange(observation.seen) if observation.positions is None else observation.positions
@@ -112,15 +118,20 @@ class Sampled:
         queries, at = records
         return queries, np.take_along_axis(at, slots, axis=1)
 
+    def join(self, records: Sequence[tuple[tuple[Cube, ...], IntMatrix]], /) -> object:
+        queries, at = zip(*records, strict=True)
+        return tuple(chain(*queries)), np.concatenate(at)
+
     def _scores(self, observation: Observation, queries: Sequence[Cube], at: Int64[IntMatrix, "g n"]) -> Scores:
         views = [replace(view, q=q) for view, q in zip(observation.layers.values(), queries, strict=True)]
         if any(view.v is None for view in views):
             raise SpecError("v", None, "VaSE ranks tokens by their values")
         n = at.shape[1]
-        ranges = [with_window(value_range(view.v)[:, : n - view.q.shape[1]], n) for view in views]
-        A = np.concatenate([with_window(window_attention(view, self.W, self.kernel), n) for view in views])
+        ranges = [with_window(self.range(view.v)[:, : n - view.q.shape[1]], n) for view in views]
+        A = np.concatenate([with_window(self.attend(view, self.W, self.kernel), n) for view in views])
         u = np.stack([
-            uniform_numbers(self.seed, group, observation.seen, observation.seen)[own] for group, own in enumerate(at)
+            uniform_numbers(self.seed, group, observation.seen, observation.seen)[own]
+            for group, own in enumerate(at, observation.first)
         ])
         return replace(stacked(observation, ranges, (tuple(queries), at)), second=A / -np.log(u))
 

@@ -1,5 +1,6 @@
 """VATP: a token counts by its attention times the size of its value, under any method whose scores are attention."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +15,9 @@ from spec.backend import Backend
 from spec.errors import SpecError
 from spec.policy import (
     NOTHING_PROMISED,
+    DeviceArray,
+    JoiningScorer,
+    LayerwiseScorer,
     Needs,
     Observation,
     Policy,
@@ -28,17 +32,13 @@ from spec.retention import Granularity
 __all__ = ["ValueWeighted", "value_norms", "vatp", "with_value_norms"]
 
 
-def value_norms(observation: Observation) -> Float64[Matrix, "g n"]:
-    """||v||_1 of each cached token, a row for each layer and KV head.
+def value_norms(v: DeviceArray) -> Float64[Matrix, "H_kv n"]:
+    """||v||_1 of each cached token.
 
     Implements: PO-VATP
-
-    Raises:
-        SpecError: when the values were not captured.
     """
-    if any(view.v is None for view in observation.layers.values()):
-        raise SpecError("v", None, "VATP weighs scores by values")
-    return np.concatenate([np.abs(wide(view.v)).sum(axis=2) for view in observation.layers.values()])
+    size: Matrix = np.abs(wide(v)).sum(axis=2)
+    return size
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class ValueWeighted:
     """The host's scores times the norms; its records are its own."""
 
     host: Scorer
+    size: Callable[[DeviceArray], Matrix] = value_norms
 
     @property
     def needs(self) -> Needs:
@@ -56,6 +57,10 @@ class ValueWeighted:
         """Each token is weighed by its own value alone."""
         return isinstance(self.host, SeparableScorer) and self.host.separable
 
+    @property
+    def layerwise(self) -> bool:
+        return isinstance(self.host, LayerwiseScorer) and self.host.layerwise
+
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         return self.weighed(self.host(observation, protected), observation)
 
@@ -63,8 +68,14 @@ class ValueWeighted:
         """Implements: PO-VATP
 
         Source: VATP, Section 3.
+
+        Raises:
+            SpecError: when the values were not captured.
         """
-        return replace(scores, values=check_weighable(scores).values * value_norms(observation))
+        if any(view.v is None for view in observation.layers.values()):
+            raise SpecError("v", None, "VATP weighs scores by values")
+        sizes = np.concatenate([self.size(view.v) for view in observation.layers.values()])
+        return replace(scores, values=check_weighable(scores).values * sizes)
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,10 @@ class RunningValueWeighted(ValueWeighted):
 
     def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> object:
         return self.host.keep(records, slots)
+
+    def join(self, records: Sequence[object], /) -> object:
+        assert isinstance(self.host, JoiningScorer)
+        return self.host.join(records)
 
 
 def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:

@@ -15,7 +15,7 @@ from conformance.paths import ROOT
 from conformance.plugin import judges
 
 GIVEN = {
-    "numba": noxfile.OF_NUMBA,
+    "numba": noxfile.OF_NUMBA, "torch": noxfile.JUDGING,
     # Lives are of decode, which Triton leaves to Numba.
     "triton": [*noxfile.OF_TRITON, noxfile.SAVED_LIVES],
 }

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,15 +20,23 @@ import models_integration
 import reference
 from conformance.own.models_integration.session.families import ENDS, METHODS, at_once, build, greedy, prompt
 from conformance.own.models_integration.session.sessions import batch, lengths, published
-from models_integration import CrystalCache, FullCache, RetentionPolicy, StreamingLLM, policy_from_name, prefill
+from models_integration import (
+    CrystalCache,
+    FullCache,
+    Published,
+    RetentionPolicy,
+    StreamingLLM,
+    policy_from_name,
+    prefill,
+)
 from models_integration.cli.app import app
-from models_integration.policies import methods
+from models_integration.policies import fastest
 from models_integration.policies.methods import sentence_ends
 from reference.backend import BACKEND
 from reference.crystalcache import prefill as reference_prefill
 from reference.policies.describe import describe_policy, list_policies
 from reference.policies.names import POLICIES
-from spec.backend import Backend
+from spec.backend import Backend, NestedKVStages
 from spec.budget import Budget, parse_budget
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import PAPER, TINY, NestedKVParameters
@@ -161,25 +171,46 @@ def test_a_backend_without_the_stages_is_unavailable() -> None:
         CrystalCache(0.5, ENDS, backend=Backend("bare"))
 
 
-def test_auto_takes_the_fastest_backend_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
+def found_as(name: str | Backend) -> Backend:
+    """Every backend but numba can run, as the reference, of which torch has only a part."""
+    if name == "numba":
+        raise BackendUnavailable("no numba here")
+    return replace(BACKEND, name=str(name), crystal=None if name == "torch" else BACKEND.crystal)
 
+
+@pytest.mark.parametrize(
+    ("accelerator", "name", "taken"),
+    [
+        (False, "crystalcache", "numpy"), (True, "crystalcache", "triton"), (False, "tova", "numpy"),
+        (True, "tova", "torch"), (False, "snapkv", "numpy"), (True, "snapkv", "torch"),
+    ],
+)
+def test_auto_takes_the_first_backend_that_has_the_stages(
+    accelerator: bool, name: str, taken: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fastest, "resolve", found_as)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
+    policy = CrystalCache(0.5, ENDS) if name == "crystalcache" else Published(name)
+    assert (policy.constants["backend"] if isinstance(policy, Published) else policy.backend) == taken
+
+
+class Wrong(NestedKVStages):
+    """Scores upside down."""
+
+    def anomaly_score(self, *args: Any) -> Any:
+        """As the reference, less everything."""
+        return -BACKEND.require_nestedkv().anomaly_score(*args)
+
+
+def test_auto_leaves_a_kernel_out_that_differs_on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(name: str | Backend) -> Backend:
-        assert isinstance(name, str)
-        tried.append(name)
-        if name == "numba":
-            raise BackendUnavailable("no numba here")
-        return BACKEND
+        return replace(found_as(name), nestedkv=Wrong()) if name == "triton" else found_as(name)
 
-    monkeypatch.setattr(methods, "BUILT_IN", {"numpy": "", "numba": "", "triton": ""})
-    monkeypatch.setattr(methods, "resolve", found)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert CrystalCache(0.5, ENDS).backend == "numpy"
-    assert tried == ["numba", "numpy"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert CrystalCache(0.5, ENDS).backend == "numpy"
-    assert tried == ["numba", "numpy", "triton"]
-    monkeypatch.setattr(methods, "BUILT_IN", {})
+    monkeypatch.setattr(fastest, "resolve", found)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.warns(UserWarning, match=r"'triton': its kernel 'nestedkv.anomaly_score' differs from the reference"):
+        assert CrystalCache(0.5, ENDS).backend == "numpy"
+    monkeypatch.setattr(fastest, "resolve", lambda name: Backend("bare"))
     with pytest.raises(BackendUnavailable, match="none of the backends"):
         CrystalCache(0.5, ENDS)
 

@@ -149,8 +149,9 @@ def test_a_pinned_prompt_that_does_not_fit_is_an_error_that_says_so() -> None:
 def test_other_layers_or_heads_than_the_calibrations_are_refused() -> None:
     inputs, other = drawn(5, n=8, L=2, heads=(2, 2)), drawn(5, n=8, L=1, heads=(2, 2))
     three = drawn(5, n=8, L=2, heads=(3, 1))
-    for shown in (other, three):
-        policy = triattention(inputs, "layer and head")
+    modes: tuple[Mode, Mode] = ("global", "layer and head")
+    for shown, mode in zip((other, three), modes, strict=True):
+        policy = triattention(inputs, mode)
         with pytest.raises(SpecError) as caught:
             policies.retain(policy, Budget(count=5), observation(policy, shown))
         assert caught.value.argument == "calibration"

@@ -141,7 +141,7 @@ def test_the_output_has_thousands_of_channels() -> None:
 @pytest.mark.spec("PO-VATP")
 def test_each_of_thousands_of_tokens_has_its_own_norm() -> None:
     v = Numbers(3).fractions(5_000 * 3).reshape(1, 5_000, 3) - 0.5
-    (found,) = value_norms(Observation(5_000, 1, None, {0: LayerView(None, None, v, 1.0, None)}))
+    (found,) = value_norms(v)
     assert scores_agree(found, [sum(map(abs, value)) for value in v[0].tolist()])
 
 

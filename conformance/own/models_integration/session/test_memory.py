@@ -36,16 +36,18 @@ from conformance.own.models_integration.session.families import (
     states_of,
     step_by_step,
 )
-from conformance.own.models_integration.session.sessions import Looking, method_of
+from conformance.own.models_integration.session.sessions import Looking, method_of, published
 from models_integration import FullCache, RetainedCache, RetentionPolicy, Session, StreamingLLM, prefill
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
 from models_integration.cache.positions import Plan
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.model.architecture import describe
+from reference.policies.describe import describe_policy, list_policies
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.records import CrystalRetention
+from spec.retention import Retention
 
 pytestmark = pytest.mark.law("freed-memory")
 
@@ -273,7 +275,9 @@ def test_the_result_is_that_of_compaction_after_the_forward(family: str, method:
     assert torch.equal(*steps)
 
 
-@pytest.mark.parametrize(("family", "method"), [("llama", "crystalcache"), ("gemma3", "streamingllm")])
+@pytest.mark.parametrize(
+    ("family", "method"), [("llama", "crystalcache"), ("gemma3", "streamingllm"), ("llama", "snapkv")],
+)
 def test_one_layer_at_most_is_whole(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a layer's keys come, those of all earlier layers are compacted, and the whole ones are freed."""
     alive: list[weakref.ref[Tensor]] = []
@@ -288,14 +292,63 @@ def test_one_layer_at_most_is_whole(family: str, method: str, monkeypatch: pytes
 
     monkeypatch.setattr(DenseLayer, "update", watched)
     model = build(family)
-    METHODS[method]()(model)  # what is found out at the door, once a model, is no forward of this prompt
+    policy = METHODS[method]() if method in METHODS else published(method, model)
+    policy(model)  # what is found out at the door, once a model, is no forward of this prompt
     full = len(describe(model).full_layers)
     for streamed, expected in ((True, [0] * full), (False, [2 * done for done in range(full)])):
         alive.clear()
         counts.clear()
-        read(model, METHODS[method](), prompt(N), streamed=streamed)
+        read(model, policy, prompt(N), streamed=streamed)
         assert counts == expected
         assert sum(reference() is not None for reference in alive) == 0
+
+
+BY_LAYER = tuple(one.name for one in list_policies() if one.layer_by_layer and one.layers == "all")
+
+
+def of_two_prompts(name: str, *, streamed: bool) -> tuple[Session, Tensor]:
+    """Two prompts under a policy, one of them padded where the policy takes padding, and three decode steps.
+
+    Inside `run.prompt()` a prompt is decided and compacted when the forward is over.
+    """
+    model, ids = build("llama"), torch.cat([prompt(N), prompt(N, seed=4)])
+    mask = torch.ones_like(ids)
+    mask[1, : 9 * describe_policy(name).padded_batches] = 0
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    with torch.no_grad(), published(name, model)(model) as run:
+        if streamed:
+            logits = [model(**given).logits]
+        else:
+            with run.prompt():
+                logits = [model(**given).logits]
+        for step in range(3):
+            given = {"input_ids": prompt(2, seed=5 + step).T, "past_key_values": run.cache}
+            logits.append(model(**given).logits)
+    return run, torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("name", [*BY_LAYER, "diverse-snapkv", "diverse-tova"])
+def test_layers_that_are_decided_alone_keep_what_they_would_together(name: str) -> None:
+    (first, logits), (second, other) = (of_two_prompts(name, streamed=streamed) for streamed in (True, False))
+    assert torch.equal(logits, other)
+    assert isinstance(first.retention, tuple)
+    assert isinstance(second.retention, tuple)
+    for mine, theirs in zip(first.retention, second.retention, strict=True):
+        assert isinstance(mine, Retention)
+        assert isinstance(theirs, Retention)
+        assert mine.positions.tolist() == theirs.positions.tolist()
+        assert mine.offsets.tolist() == theirs.offsets.tolist()
+    assert first.cache is not None
+    assert second.cache is not None
+    for a, b in zip(first.cache.full_layers, second.cache.full_layers, strict=True):
+        assert type(a) is type(b)
+        assert all(
+            torch.equal(a.head_positions(row, head), b.head_positions(row, head))
+            for row in range(a.batch) for head in range(a.heads)
+        )
+    for what in ("bytes_freed", "over_budget"):
+        assert getattr(first, what) == getattr(second, what)
+    assert first.cache.layers_differ == second.cache.layers_differ
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

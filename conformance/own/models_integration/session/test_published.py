@@ -171,7 +171,7 @@ def test_constants_reach_the_policy() -> None:
     [
         (("epicache",), {}, "name = 'epicache'"),
         (("scissorhands",), {}, "name = 'scissorhands'"),
-        (("snapkv",), {"window": 8}, "snapkv has the constants W, block, kernel"),
+        (("snapkv",), {"window": 8}, "snapkv has the constants W, backend, block, kernel"),
         (("snapkv",), {"W": 0}, "W = 0"),
         (("snapkv",), {"kernel": 4}, "kernel = 4"),
         (("snapkv", 1.5), {}, "budget"),
@@ -180,7 +180,7 @@ def test_constants_reach_the_policy() -> None:
         (("defensivekv",), {"W_o": {}}, "W_o"),
         (("rkv",), {"lam": 2.0}, "lam = 2.0"),
         (("diverse-h2o",), {}, "name = 'diverse-h2o'"),
-        (("keydiff",), {"diversity": 0.5}, "keydiff has the constants block"),
+        (("keydiff",), {"diversity": 0.5}, "keydiff has the constants backend, block"),
         (("keydiff",), {"block": 0}, "block = 0"),
         (("chunkkv",), {"block": 16}, "block = 16: chunkkv has the constants"),
         (("diverse-keydiff",), {"block": 16}, "block = 16: diverse-keydiff has the constants"),
@@ -258,7 +258,7 @@ def test_the_frequencies_take_the_rotation_off_the_model_s_queries(family: str) 
     scorer: Any = expected.scorer
 
     def watched(self: Any, observation: Observation, protected: Any) -> Any:
-        shown.append(observation.layers[layer])
+        shown.extend(view for index, view in observation.layers.items() if index == layer)
         return call(self, observation, protected)
 
     call = type(scorer).__call__

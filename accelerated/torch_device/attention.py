@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accelerated.triton_gpu.device import default_device, download, upload
+from accelerated.torch_device.device import default_device, download, upload
 from spec.arrays import IntVector, Matrix, Vector
 from spec.policy import DeviceArray
 
-__all__ = ["expected_attention", "largest_attention", "received_attention"]
+__all__ = ["expected_attention", "largest_attention", "received", "received_attention"]
 
 FLOATS = 2**26  # of a block's logits: 256 MiB
 
@@ -24,12 +24,16 @@ def received_attention(q: DeviceArray, k: DeviceArray, scaling: float, softcap: 
 
     Implements: PO-OBSERVED-ATTENTION
     """
-    q, keys = _on_device(q), _on_device(k)
-    total = torch.zeros(keys.shape[:2], dtype=torch.float64, device=q.device)
-    for _, weights in _blocks(q, keys, scaling, softcap):
+    found: Matrix = download(received(_on_device(q), _on_device(k), scaling, softcap), np.float64)
+    return found
+
+
+def received(q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """The same where the keys are."""
+    total = torch.zeros(k.shape[:2], dtype=torch.float64, device=k.device)
+    for _, weights in _blocks(q, k, scaling, softcap):
         total[:, : weights.shape[-1]] += weights.sum(dim=(1, 2))
-    received: Matrix = download(total, np.float64)
-    return received
+    return total
 
 
 def largest_attention(

@@ -1,0 +1,1 @@
+"""Stages and scores in plain torch, on any device that torch has."""

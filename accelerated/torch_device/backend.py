@@ -1,0 +1,21 @@
+"""The backend `torch`: what policies ask of attention, and their scores, on any device that torch has."""
+
+from accelerated.torch_device.attention import expected_attention, largest_attention, received_attention
+from accelerated.torch_device.device import takes
+from accelerated.torch_device.scores import SCORES
+from accelerated.torch_device.selection import best_tokens
+from spec.backend import Backend
+
+__all__ = ["BACKEND"]
+
+
+class _PolicyStages:
+    """Attention where keys lie; the choice of tokens where the scores do, on the host."""
+
+    received_attention = staticmethod(received_attention)
+    largest_attention = staticmethod(largest_attention)
+    expected_attention = staticmethod(expected_attention)
+    best_tokens = staticmethod(best_tokens)
+
+
+BACKEND = Backend("torch", policies=_PolicyStages(), takes=takes, scores=SCORES)

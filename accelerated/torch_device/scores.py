@@ -1,0 +1,287 @@
+"""Scores of the published policies, each with the name and the arguments of the reference's function.
+
+A score is computed where the keys are, in float32 (in float64 if the keys are), and is downloaded once. Sums over more
+tokens than a window are float64. Workspace: the weights of a window, (H, W, n), or FLOATS numbers.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, ParamSpec
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d, pad
+
+from accelerated.torch_device.attention import received
+from accelerated.torch_device.device import download, on_device
+from spec.arrays import Matrix
+from spec.errors import SpecError
+from spec.policy import DeviceArray, LayerView
+
+__all__ = ["SCORES"]
+
+FLOATS = 2**26
+P = ParamSpec("P")
+
+
+def observed(view: LayerView, W: int) -> Tensor:
+    """PO-OBSERVED-ATTENTION: weights of the last W queries on all keys, (H, w, n)."""
+    k, n = on_device(view.k), view.k.shape[1]
+    q = on_device(view.q, k.device).to(k.dtype)[:, -min(W, n) :]
+    at = torch.arange(n, device=k.device)
+    return torch.softmax(logits(q, k, view).masked_fill(at > at[n - q.shape[1] :, None], -torch.inf), dim=-1)
+
+
+def logits(q: Tensor, k: Tensor, view: LayerView) -> Tensor:
+    """Of q (H, w, d) and k (H_kv, n, d), (H, w, n)."""
+    S = torch.matmul(q.reshape(len(k), -1, q.shape[2]), k.mT).view(*q.shape[:2], k.shape[1]) * view.scaling
+    return S if view.softcap is None else view.softcap * torch.tanh(S / view.softcap)
+
+
+def before(A: Tensor) -> Tensor:
+    """The weights on the keys before the window."""
+    return A[:, :, : A.shape[2] - A.shape[1]]
+
+
+def groups(X: Tensor, H_kv: int) -> Tensor:
+    """The query heads of each KV head: (H_kv, G, ...)."""
+    return X.view(H_kv, len(X) // H_kv, *X.shape[1:])
+
+
+def max_pool(x: Tensor, kernel: int) -> Tensor:
+    """PO-POOL, the largest around each entry of (rows, n)."""
+    return max_pool1d(x, kernel, 1, kernel // 2) if x.shape[1] else x
+
+
+def average_pool(x: Tensor, kernel: int) -> Tensor:
+    """PO-POOL, the sum around each entry of (rows, n) over the kernel."""
+    return avg_pool1d(x, kernel, 1, kernel // 2) if x.shape[1] else x
+
+
+def with_window(past: Tensor, n: int) -> Tensor:
+    """NaN for the window."""
+    return pad(past, (0, n - past.shape[1]), value=torch.nan)
+
+
+def snapkv_score(view: LayerView, W: int, kernel: int) -> Tensor:
+    """Implements: PO-SNAPKV"""
+    A = observed(view, W)
+    return with_window(groups(max_pool(before(A).sum(dim=1), kernel), len(view.k)).mean(dim=1), A.shape[2])
+
+
+def adakv_score(view: LayerView, W: int, kernel: int) -> Tensor:
+    """Implements: PO-ADAKV"""
+    A = observed(view, W)
+    return with_window(max_pool(groups(before(A).mean(dim=1), len(view.k)).mean(dim=1), kernel), A.shape[2])
+
+
+def morphkv_score(view: LayerView, W: int, fusion: str) -> Tensor:
+    """Implements: PO-MORPHKV"""
+    A = observed(view, W)
+    fused = before(A).sum(dim=1) if fusion == "sum" else before(A).amax(dim=1)
+    return with_window(groups(fused, len(view.k)).mean(dim=1), A.shape[2])
+
+
+def window_members(view: LayerView, W: int) -> Tensor:
+    """Implements: PO-CHUNKKV"""
+    A = observed(view, W)
+    return with_window(before(A).sum(dim=(0, 1), dtype=torch.float64)[None], A.shape[2])
+
+
+def all_members(view: LayerView) -> Tensor:
+    """Implements: PO-CHUNKKV-DESCRIBED"""
+    return received(on_device(view.q), on_device(view.k), view.scaling, view.softcap).sum(dim=0, keepdim=True)
+
+
+def keydiff_score(view: LayerView) -> Tensor:
+    """Implements: PO-KEYDIFF"""
+    k = on_device(view.k)
+    own = k / torch.linalg.vector_norm(k, dim=2, keepdim=True)
+    anchor = own.mean(dim=1, keepdim=True, dtype=torch.float64).to(own.dtype)
+    length = torch.linalg.vector_norm(anchor, dim=2, keepdim=True)
+    cosine: Tensor = (own * torch.where(length > 0, anchor / length, 0.0)).sum(dim=2)
+    return -cosine
+
+
+def knorm_score(view: LayerView) -> Tensor:
+    """Implements: PO-KNORM"""
+    norm: Tensor = torch.linalg.vector_norm(on_device(view.k), dim=2)
+    return -norm
+
+
+def caote_score(view: LayerView) -> Tensor:
+    """Implements: PO-CAOTE"""
+    alpha, v = groups(observed(view, 1)[:, 0], len(view.k)).mean(dim=1), on_device(view.v)
+    distance = torch.linalg.vector_norm(torch.matmul(alpha[:, None], v) - v, dim=2)
+    rest = 1.0 - alpha
+    return torch.where(rest > 0, alpha * distance / rest, torch.inf)
+
+
+def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Tensor:
+    """Implements: PO-LAGKV"""
+    k, v = on_device(view.k), on_device(view.v)
+    H_kv, n = k.shape[:2]
+    parts = max(1, (n - N_sink) // lag)
+    tail = min(n, N_sink + (parts - 1) * lag)
+    scores = torch.full((H_kv, n), torch.nan, dtype=torch.float64, device=k.device)
+    scores[:, tail:] = torch.arange(1, n - tail + 1, device=k.device)
+    if parts > 1:
+        judged = (x[:, N_sink : tail + lag].reshape(H_kv, parts, lag, -1) for x in (k, v))
+        information = torch.stack([_spread(x) for x in judged]).sum(dim=0)
+        order = torch.argsort(information, dim=-1, descending=True, stable=True)
+        scores[:, N_sink:tail] = -torch.argsort(order, dim=-1).flatten(1).double()
+    return scores
+
+
+def _spread(x: Tensor) -> Tensor:
+    """Softmax over a partition of each token's deviation over channels, by the range of the next partition."""
+    low, high = torch.aminmax(x[:, 1:], dim=2, keepdim=True)
+    scaled = torch.where(high > low, (x[:, :-1] - low) / (high - low), 0.0)
+    return torch.softmax(scaled.std(dim=3), dim=-1)
+
+
+def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Tensor:
+    """Implements: PO-RKV"""
+    k = on_device(view.k)
+    q = on_device(view.q, k.device).to(k.dtype)[:, -W:]
+    n, past = k.shape[1], k.shape[1] - q.shape[1]
+    if past == 0:
+        return torch.full(k.shape[:2], torch.nan, device=k.device)
+    largest = groups(logits(q, k[:, :past], view), len(k)).amax(dim=1)
+    importance = max_pool(torch.softmax(largest, dim=-1).mean(dim=1), kernel)
+    redundancy = torch.stack([_redundancy(head) for head in k])[:, :past]
+    return with_window(lam * importance - (1 - lam) * redundancy, n)
+
+
+def _redundancy(k: Tensor) -> Tensor:
+    """Of one head's keys (n, d): softmax of their mean cosine with all others, each row without one column."""
+    n, at = len(k), torch.arange(len(k), device=k.device)
+    own = k / (torch.linalg.vector_norm(k, dim=1, keepdim=True) + 1e-8)
+    total = torch.zeros(n, dtype=torch.float64, device=k.device)
+    for rows in torch.split(at, max(1, FLOATS // n)):
+        C = torch.matmul(own[rows], own.T)
+        C.masked_fill_(at == rows[:, None], 0.0)
+        spared = torch.where(C > 0.5, at, 0).amax(dim=1, keepdim=True)
+        total += C.scatter_(1, spared, 0.0).sum(dim=0, dtype=torch.float64)
+    return torch.softmax(total / n, dim=0)
+
+
+def value_range(v: DeviceArray) -> Tensor:
+    """Implements: PO-VASE"""
+    low, high = torch.aminmax(on_device(v), dim=2)
+    return high - low
+
+
+def window_attention(view: LayerView, W: int, kernel: int) -> Tensor:
+    """Implements: PO-VASE"""
+    k = on_device(view.k)
+    q = on_device(view.q, k.device).to(k.dtype)[:, -W:]
+    past = k[:, : k.shape[1] - q.shape[1]]
+    A = torch.softmax(logits(q, past, view), dim=-1) if past.shape[1] else q.new_zeros(*q.shape[:2], 0)
+    return groups(average_pool(A.mean(dim=1), kernel), len(k)).mean(dim=1)
+
+
+def value_norms(v: DeviceArray) -> Tensor:
+    """Implements: PO-VATP"""
+    return on_device(v).abs().sum(dim=2)
+
+
+def output_size(v: DeviceArray, W_o: DeviceArray) -> Tensor:
+    """Implements: PO-CRITICALKV, PO-DEFENSIVEKV"""
+    values = on_device(v)
+    total = torch.zeros(values.shape[:2], dtype=torch.float64, device=values.device)
+    for head, own in enumerate(on_device(W_o, values.device).to(values.dtype)):
+        KV = head // (len(W_o) // len(values))
+        for first in range(0, values.shape[1], size := max(1, FLOATS // own.shape[1])):
+            rows = slice(first, first + size)
+            total[KV, rows] += torch.matmul(values[KV, rows], own).abs().sum(dim=1, dtype=torch.float64)
+    return total * len(values) / len(W_o)
+
+
+def defensive_score(view: LayerView, W_o: DeviceArray, B: int, W: int, kernel: int) -> Tensor:
+    """Implements: PO-DEFENSIVEKV"""
+    A, H_kv, n = observed(view, W), len(view.k), view.k.shape[1]
+    if n == A.shape[1]:
+        return torch.full((H_kv, n), torch.nan, device=A.device)
+    A = before(A)
+    size = output_size(on_device(view.v)[:, : A.shape[2]], W_o)
+    scores = _defensive_maximum(A, kernel, H_kv) * (size / size.sum(dim=0))
+    mean = groups(A.mean(dim=1), H_kv).mean(dim=1)
+    share = mean / mean.sum(dim=1, keepdim=True)
+    covered, order = torch.sort(share, dim=1, descending=True, stable=True)
+    count = (covered.cumsum(dim=1) < 0.9 - A[:, :, -W:].sum(dim=2).mean()).sum(dim=1, keepdim=True)
+    first = torch.arange(A.shape[2], device=A.device) < count.clamp(max=max(0, B - W))
+    first = torch.zeros_like(first).scatter_(1, order, first)
+    return with_window(torch.where(first, scores.max(), scores), n)
+
+
+def _defensive_maximum(A: Tensor, kernel: int, H_kv: int) -> Tensor:
+    """Pooled rows at their mass, the largest over group and queries, not below the head's mean."""
+    pooled = average_pool(A.flatten(0, 1), kernel).view_as(A)
+    mass = pooled.sum(dim=2, keepdim=True)
+    pooled = pooled * torch.where(mass > 0, A.sum(dim=2, keepdim=True) / mass, 0.0)
+    worst = groups(pooled, H_kv).amax(dim=(1, 2))
+    return torch.maximum(worst, worst.mean(dim=1, keepdim=True))
+
+
+def cake_layer(
+    view: LayerView, W: int, kernel: int, gamma: float, tau1: float, tau2: float,
+) -> tuple[Matrix, float]:
+    """Implements: PO-CAKE"""
+    A, n = before(observed(view, W)), view.k.shape[1]
+    if A.shape[2] == 0:
+        return np.full((len(view.k), n), np.nan), 0.0
+    variance = A.var(dim=1, correction=min(1, A.shape[1] - 1))
+    pooled = groups(average_pool(A.mean(dim=1) + gamma * variance, kernel), len(view.k)).mean(dim=1)
+    entropy = -torch.special.xlogy(A, A).sum(dtype=torch.float64).clamp(max=0.0)
+    preference = entropy ** (1 / tau1) * variance.sum(dtype=torch.float64) ** (1 / tau2)
+    return download(with_window(pooled, n), np.float64), float(preference)
+
+
+def host_score(score: Callable[P, Tensor]) -> Callable[P, Matrix]:
+    """A score whose result is on the host, in float64."""
+    @wraps(score)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Matrix:
+        found: Matrix = download(score(*args, **kwargs), np.float64)
+        return found
+
+    return run
+
+
+@wraps(keydiff_score)
+def directed(view: LayerView) -> Matrix:
+    """KeyDiff's score.
+
+    Raises:
+        SpecError: for a zero key, which has no direction.
+    """
+    found = host_score(keydiff_score)(view)
+    if np.isnan(found).any():
+        zero = (on_device(view.k) == 0).all(dim=2).nonzero()
+        for head, token in zero.tolist():
+            raise SpecError("k", 0.0, f"a zero key has no direction: KV head {head}, token {token}")
+    return found
+
+
+@wraps(defensive_score)
+def shared(*args: Any) -> Matrix:
+    """DefensiveKV's score.
+
+    Raises:
+        SpecError: where a token's values give no output in any head.
+    """
+    found, W = host_score(defensive_score)(*args), args[3]
+    lost = np.isnan(found[:, : max(0, found.shape[1] - W)]).all(axis=0)
+    if lost.any():
+        raise SpecError("v", 0.0, f"token {int(np.argmax(lost))} has no output in any head, and so no share")
+    return found
+
+
+SCORES: Mapping[str, Callable[..., Any]] = {
+    score.__name__: host_score(score) for score in (
+        snapkv_score, adakv_score, morphkv_score, window_members, knorm_score, caote_score, lagkv_score,
+        all_members, rkv_score, value_range, window_attention, value_norms, output_size,
+    )
+} | {"keydiff_score": directed, "cake_layer": cake_layer, "defensive_score": shared}
+"""By name: twins of the functions of `reference.policies`."""

@@ -1,0 +1,81 @@
+"""`python -m conformance.measure.gpu.counts [NAME ...]`: counts of a session under each policy, which need no GPU.
+
+A random Llama of 12 layers reads a prompt of 2 048 tokens at a budget of 0.3. Printed for each policy: the most bytes
+of keys and values that the cache holds after any layer has stored the prompt, over those of the full cache.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from models_integration import RetainedCache, calibrate, policy_from_name
+from models_integration.cache.retained_cache import storage_bytes
+from reference.policies.names import POLICIES, constants_of
+
+__all__ = ["constants", "deep_llama", "peak", "text"]
+
+LAYERS, TOKENS, BUDGET, VOCABULARY = 12, 2_048, 0.3, 131
+H_KV, D = 2, 16
+TEMPLATE = ((5, 6, 7), (8, 9), (10,))
+
+
+class Watched(RetainedCache):
+    """Notes the most bytes that its layers hold."""
+
+    most = 0
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As a RetainedCache."""
+        found = super().update(*args, **kwargs)
+        self.most = max(self.most, storage_bytes(self.layers))
+        return found
+
+
+def deep_llama() -> LlamaForCausalLM:
+    """12 layers of two KV heads, in float32."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=H_KV * D * 2, intermediate_size=96, num_hidden_layers=LAYERS,
+        num_attention_heads=2 * H_KV, num_key_value_heads=H_KV, max_position_embeddings=2 * TOKENS,
+    ))
+    model.train(False)
+    return model
+
+
+def text(n: int = TOKENS) -> Tensor:
+    """A prompt (1, n)."""
+    return torch.randint(3, VOCABULARY, (1, n), generator=torch.Generator().manual_seed(1))
+
+
+def constants(name: str, model: LlamaForCausalLM) -> dict[str, Any]:
+    """What this policy has no default of."""
+    required = {"calibration", "sentence_ends", "template"} & constants_of(name)
+    return {
+        key: calibrate(model, text(512), template=TEMPLATE) if key == "calibration"
+        else {"template": TEMPLATE, "sentence_ends": frozenset(range(3, VOCABULARY, 9))}[key]
+        for key in required
+    }
+
+
+@torch.no_grad()
+def peak(name: str, model: LlamaForCausalLM) -> float:
+    """Most bytes that the cache holds after any layer, over those of the full cache."""
+    cache, ids = Watched(model.config), text()
+    with policy_from_name(name, BUDGET, **constants(name, model))(model):
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    return cache.most / (2 * LAYERS * H_KV * D * ids.shape[1] * 4)
+
+
+def main(names: list[str]) -> None:
+    """Print a row for each policy."""
+    model = deep_llama()
+    print("| policy | peak / full cache |\n|---|---|")
+    for name in names or POLICIES:
+        print(f"| {name} | {peak(name, model):.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

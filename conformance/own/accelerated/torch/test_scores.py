@@ -1,0 +1,77 @@
+"""Scores in torch: what each policy keeps by brute force, and how far a score of float32 is from the oracle's."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from inspect import signature
+from pkgutil import iter_modules
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accelerated.torch_device import scores
+from accelerated.torch_device.backend import BACKEND
+from conformance.assurance.policy_cases import CASES
+from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
+from conformance.tolerances import scores_agree
+from reference import policies
+from reference.policies.twins import with_twins
+from spec.errors import SpecError
+from spec.policy import LayerView, Policy
+
+pytestmark = pytest.mark.usefixtures("reference_items")
+
+TWINS = [
+    pytest.param(name, marks=pytest.mark.spec(case.item)) for name, case in CASES.items()
+    if with_twins(made := case.policy(drawn(1)), BACKEND) is not made
+]
+
+
+@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("seed", range(30))
+def test_kept_sets_are_those_of_brute_force(name: str, seed: int) -> None:
+    case, inputs = CASES[name], drawn(seed)
+    if inputs.n < case.least:
+        inputs = drawn(seed, n=case.least)
+    B = max(case.floor, (inputs.n + 1) // 2)
+    assert decided(with_twins(case.policy(inputs), BACKEND), inputs, B) == case.expected(inputs, B)
+
+
+def of_type(inputs: Inputs, make: Callable[[Any], Any]) -> Inputs:
+    """The same with q, k and v of another type."""
+    layers = [replace(view, q=make(view.q), k=make(view.k), v=make(view.v)) for view in inputs.layers]
+    return replace(inputs, layers=layers)
+
+
+def values(policy: Policy, inputs: Inputs) -> Any:
+    """The scores of both stages."""
+    found = policy.scorer(replace(observation(policy, inputs), B=9), policy.protection(inputs.n))
+    return np.concatenate([found.values, *([] if found.second is None else [found.second])])
+
+
+@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("seed", range(20))
+def test_tensors_are_scored_in_float32_where_they_are(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half precision is read exactly; no part of a score is computed in it."""
+    inputs = of_type(drawn(seed, n=21), lambda x: torch.from_numpy(x).bfloat16())
+    policy = CASES[name].policy(inputs)
+    want = values(policy, of_type(inputs, lambda x: x.double().numpy()))
+    found = values(with_twins(policy, BACKEND), inputs)
+    assert all(scores_agree(got, row, "float32") for got, row in zip(found, want.tolist(), strict=True))
+    monkeypatch.setattr(scores, "FLOATS", 40)
+    np.testing.assert_allclose(values(with_twins(policy, BACKEND), inputs), found, rtol=1e-5)
+
+
+def test_a_twin_has_the_name_and_the_arguments_of_a_function_of_the_reference() -> None:
+    modules = [import_module(f"{policies.__name__}.{module.name}") for module in iter_modules(policies.__path__)]
+    for name, twin in BACKEND.scores.items():
+        (own,) = {getattr(module, name) for module in modules if hasattr(module, name)}
+        assert list(signature(own).parameters) == list(signature(twin).parameters)
+
+
+def test_a_zero_key_has_no_direction() -> None:
+    view = LayerView(np.ones((1, 1, 4)), np.zeros((1, 3, 4)), None, 1.0, None)
+    with pytest.raises(SpecError, match="a zero key has no direction: KV head 0, token 0"):
+        BACKEND.scores["keydiff_score"](view)

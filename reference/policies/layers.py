@@ -1,0 +1,53 @@
+"""Layer by layer: where layers need nothing of each other, each is decided as soon as it has attended."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, even, everything
+from reference.policies.kvzip_heads import FullHeads
+from spec.arrays import Int64, IntVector
+from spec.policy import Budgets, JoiningScorer, LayerwiseScorer, Policy, Scores
+from spec.retention import Granularity
+
+__all__ = ["is_layerwise", "policy_of_layer"]
+
+
+def is_layerwise(policy: Policy) -> bool:
+    """Whether the kept sets of each layer follow from the queries, keys and values of this layer alone.
+
+    Of budgets that are not this folder's nothing is known: a policy with such budgets is decided as a whole.
+    """
+    scorer, needs, budgets = policy.scorer, policy.scorer.needs, policy.budgets
+    if policy.granularity is Granularity.MODEL or needs.layers != "all" or needs.rehearsal is not None:
+        return False
+    if not (isinstance(scorer, LayerwiseScorer) and scorer.layerwise):
+        return False
+    if policy.cadence.every is not None:
+        return budgets is even and isinstance(scorer, JoiningScorer)
+    return budgets in (even, everything) or isinstance(budgets, Above | Adaptive | Competition | Pyramid | FullHeads)
+
+
+def policy_of_layer(policy: Policy, at: int, L: int) -> Policy:
+    """A layerwise policy for the at-th of L layers, whose kept sets are those of that layer alone.
+
+    Implements: PO-RETAIN
+    """
+    if not isinstance(policy.budgets, Pyramid | FullHeads):
+        return policy
+    return replace(policy, budgets=_OfLayer(policy.budgets, at, L))
+
+
+@dataclass(frozen=True)
+class _OfLayer:
+    """One layer's part of shares that depend on the number of layers, heads and tokens, and on no score."""
+
+    budgets: Budgets
+    at: int
+    L: int
+
+    def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
+        groups, m = scores.values.shape
+        unread = np.broadcast_to(np.nan, (self.L * groups, m))
+        shares = self.budgets(self.L * total, replace(scores, values=unread))
+        return shares[self.at * groups : (self.at + 1) * groups]
