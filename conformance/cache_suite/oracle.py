@@ -43,8 +43,8 @@ class UnknownRotation(ValueError):
 class Masked:
     """A copy of a model with a full cache, of which its full-attention layers see what they are told."""
 
-    def __init__(self, model: PreTrainedModel, renumbered: bool = False) -> None:
-        self.model, self.renumbered = copy.deepcopy(model), renumbered
+    def __init__(self, model: PreTrainedModel, renumbered: bool = False, padding: int = 0) -> None:
+        self.model, self.renumbered, self.padding = copy.deepcopy(model), renumbered, padding
         config = self.model.config.get_text_config(decoder=True)
         self.cache, self.seen = DynamicCache(config=config), 0
         full = full_layers(model)
@@ -65,8 +65,11 @@ class Masked:
         given = _given(self.model, self.cache)
         if "position_ids" in inspect.signature(self.model.forward).parameters:
             # Some families count from 0 in each forward without them.
-            given["position_ids"] = torch.arange(self.seen, self.seen + ids.shape[1])[None]
+            positions = torch.arange(self.seen, self.seen + ids.shape[1])[None] - self.padding
+            given["position_ids"] = positions.clamp(min=0)
         self.seen += ids.shape[1]
+        if self.padding:
+            given["attention_mask"] = (torch.arange(self.seen) >= self.padding).long()[None]
         for layer, visible in self.visible.items():
             grown = torch.nn.functional.pad(visible, (0, ids.shape[1]), value=True)
             self.visible[layer] = _VISIBLE[self.modules[layer]] = grown
@@ -94,7 +97,8 @@ class Masked:
         for layer, own in zip(self.visible, sets, strict=True):
             visible = torch.zeros(len(own), self.seen, dtype=torch.bool)
             for head, positions in enumerate(own):
-                visible[head, list(positions)] = True
+                visible[head, : self.padding] = True  # the attention mask hides the padding
+                visible[head, [self.padding + position for position in positions]] = True
             self.visible[layer] = visible
 
 

@@ -1,43 +1,57 @@
-"""One family under one policy: a prompt, a step, a turn and a step, beside the oracle; or the words of its refusal."""
+"""One family in each column of the table: compared with the oracle, or the words of its refusal."""
 
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conformance.cache_suite.oracle import Masked, full_layers
+from conformance.cache_suite.oracle import Masked
 from conformance.measure.families.models import VOCABULARY, Family, NotBuilt
-from models_integration import CrystalCache, Published, RetentionPolicy, Session, StreamingLLM
+from models_integration import (
+    CrystalCache,
+    FullCache,
+    Published,
+    RetainedCache,
+    RetentionPolicy,
+    Session,
+    StreamingLLM,
+    load_cache,
+    save_cache,
+)
 from models_integration.model.cache_argument import CACHE
 from spec.errors import SpecError
 from spec.parameters import TINY
-from spec.records import CrystalRetention
-from spec.retention import Granularity
 
-__all__ = ["BOUND", "POLICIES", "Outcome", "outcomes"]
+__all__ = ["BOUND", "COLUMNS", "PARTS", "POLICIES", "Outcome", "outcomes"]
 
 BOUND = 1e-5
 """Of the largest logit."""
 VISIBLE_EFFECT = 1e-3
-PROMPT, TURN = 48, 12
+PROMPT, STEPS, TURN, PADDING = 48, 20, 12, 7
 
 POLICIES: dict[str, Callable[[], RetentionPolicy]] = {
-    "model: StreamingLLM": lambda: StreamingLLM(0.4, N_sink=2),
-    "model: CrystalCache": lambda: CrystalCache(0.5, frozenset(range(3, VOCABULARY, 9)), TINY, backend="numpy"),
-    "layer: ChunkKV": lambda: Published("chunkkv", 0.4, c=3, W=4),
-    "head: Ada-KV": lambda: Published("adakv", 0.4, W=4),
+    "model": lambda: StreamingLLM(0.4, N_sink=2),
+    "reads attention": lambda: CrystalCache(0.5, frozenset(range(3, VOCABULARY, 9)), TINY, backend="numpy"),
+    "per layer": lambda: Published("chunkkv", 0.4, c=3, W=4),
+    "per head": lambda: Published("adakv", 0.4, W=4),
 }
-"""By what they keep a set for, and whether they look at attention: StreamingLLM asks for nothing."""
+"""By what they keep a set for, and whether they read attention. Each reads a prompt and 20 steps."""
+
+Comparison = tuple[float, float]
+"""The worst difference from the oracle, and how far eviction has moved the last step."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a policy does on a family."""
+    """What a family does in one column."""
 
     family: str
     policy: str
+    """The column."""
     verdict: str
     """holds, refused, fails, or not built."""
     detail: str
@@ -47,29 +61,48 @@ class Outcome:
 
 
 def outcomes(family: Family) -> Iterator[Outcome]:
-    """One for each policy."""
+    """One for each column."""
     try:
         model = family.build()
     except NotBuilt as error:
-        yield from (Outcome(family.name, policy, "not built", str(error)) for policy in POLICIES)
+        yield from (Outcome(family.name, column, "not built", str(error)) for column in COLUMNS)
         return
-    for policy, make in POLICIES.items():
-        yield _outcome(family.name, policy, model, make())
+    for column, make in POLICIES.items():
+        yield _outcome(family.name, column, model, make())
+    for column, compare in PARTS.items():
+        yield _part(family.name, column, model, compare)
 
 
 def _outcome(family: str, name: str, model: PreTrainedModel, policy: RetentionPolicy) -> Outcome:
-    """Whatever is raised behind the door, or is not finite, or hides nothing, is a failure."""
+    """A model is refused at entry. Any different error is a failure."""
     try:
         session = policy(model)
     except SpecError as error:
         verdict = "refused" if error.argument == "model" else "fails"
         return Outcome(family, name, verdict, error.bound if verdict == "refused" else str(error))
     except Exception as error:
-        return Outcome(family, name, "fails", f"{type(error).__name__} at the door: {error}")
+        return Outcome(family, name, "fails", f"{type(error).__name__} at entry: {error}")
     try:
-        worst, effect = _compared(model, session)
+        return _judged(family, name, _compared(model, session, [PROMPT, *[1] * STEPS]))
     except Exception as error:
         return Outcome(family, name, "fails", f"{type(error).__name__}: {error}")
+
+
+def _part(family: str, name: str, model: PreTrainedModel, compare: Callable[[PreTrainedModel], Comparison]) -> Outcome:
+    """What a part of a session is refused for may become known when it begins."""
+    try:
+        return _judged(family, name, compare(model))
+    except SpecError as error:
+        if error.argument in ("model", "attention_mask"):
+            return Outcome(family, name, "refused", error.bound)
+        return Outcome(family, name, "fails", str(error))
+    except Exception as error:
+        return Outcome(family, name, "fails", f"{type(error).__name__}: {error}")
+
+
+def _judged(family: str, name: str, compared: Comparison) -> Outcome:
+    """A difference that is not finite, or an eviction that hides nothing, is a failure."""
+    worst, effect = compared
     if not worst <= BOUND:
         return Outcome(family, name, "fails", f"is off by {worst:.1e}", worst)
     if not effect > VISIBLE_EFFECT:
@@ -77,19 +110,80 @@ def _outcome(family: str, name: str, model: PreTrainedModel, policy: RetentionPo
     return Outcome(family, name, "holds", "", worst)
 
 
-def _compared(model: PreTrainedModel, session: Session) -> tuple[float, float]:
-    """The worst difference from the oracle over all that is read, and how far eviction moved the last step."""
-    ids = torch.randint(3, VOCABULARY, (1, PROMPT + TURN + 2), generator=torch.Generator().manual_seed(3))
-    parts = torch.split(ids, [PROMPT, 1, TURN, 1], dim=1)
+def _ids(tokens: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(3))
+
+
+def _compared(model: PreTrainedModel, session: Session, pieces: Sequence[int], in_steps: bool = False) -> Comparison:
+    """Read pieces under a policy, and beside them the masked model and the full cache."""
     masked, full, worst = Masked(model), Masked(model), 0.0
     with session, torch.no_grad():
-        for part in parts:
-            found = model(input_ids=part, **{CACHE: session.cache}, use_cache=True).logits
+        cache = RetainedCache(model.config)
+        for part in torch.split(_ids(sum(pieces)), list(pieces), dim=1):
+            found = model(input_ids=part, **{CACHE: cache}, use_cache=True).logits
             expected, untouched = masked.read(part), full.read(part)
             worst = max(worst, _relative(found, expected))
-            if part.shape[1] > 1:
-                masked.keep(_kept(model, session))
+            if part.shape[1] > 1 or in_steps:
+                masked.keep(_kept(cache))
     return worst, _relative(untouched, expected)
+
+
+def _turn(model: PreTrainedModel) -> Comparison:
+    """A turn after a step beside the oracle; and the pieces of a full cache beside one forward, which has no state."""
+    pieces = [PROMPT, 1, TURN, 1]
+    worst, effect = _compared(model, POLICIES["model"]()(model), pieces)
+    ids, cache = _ids(sum(pieces)), RetainedCache(model.config)
+    with FullCache()(model), torch.no_grad():
+        for part in torch.split(ids, pieces, dim=1):
+            last = model(input_ids=part, **{CACHE: cache}, use_cache=True).logits
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+    return max(worst, _relative(last, whole)), effect
+
+
+def _padded(model: PreTrainedModel) -> Comparison:
+    """Two rows, one with padding on its left, each beside the masked model with the same padding."""
+    ids = _ids(PROMPT + 5).expand(2, -1)
+    rows = [Masked(model, padding=PADDING), Masked(model)]
+    mask, worst = torch.ones(2, PROMPT, dtype=torch.int64), 0.0
+    mask[0, :PADDING] = 0
+    with StreamingLLM(0.4, N_sink=2)(model), torch.no_grad():
+        cache = RetainedCache(model.config)
+        for part in torch.split(ids, [PROMPT, 1, 1, 1, 1, 1], dim=1):
+            given = {"attention_mask": mask} if part.shape[1] > 1 else {}
+            found = model(input_ids=part, **{CACHE: cache}, use_cache=True, **given).logits
+            for row, masked in enumerate(rows):
+                expected, padding = masked.read(part[:1]), masked.padding if given else 0
+                worst = max(worst, _relative(found[row : row + 1, padding:], expected[:, padding:]))
+                if given:
+                    masked.keep(_kept(cache, row))
+    return worst, float("inf")
+
+
+def _saved(model: PreTrainedModel) -> Comparison:
+    """Steps after a saved and loaded cache beside those after the cache itself: bit for bit."""
+    cache, worst = RetainedCache(model.config), 0.0
+    with POLICIES["model"]()(model), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        model(input_ids=_ids(PROMPT), **{CACHE: cache}, use_cache=True)
+        save_cache(cache, model, Path(folder) / "cache")
+        loaded = load_cache(Path(folder) / "cache", model)
+        for step in torch.split(_ids(4), 1, dim=1):
+            found, expected = (model(input_ids=step, **{CACHE: one}, use_cache=True).logits for one in (loaded, cache))
+            worst = max(worst, _relative(found, expected))
+    return worst, float("inf")
+
+
+def _decoded(model: PreTrainedModel) -> Comparison:
+    """A policy that evicts in each step."""
+    return _compared(model, Published("tova", 16)(model), [PROMPT, *[1] * STEPS], in_steps=True)
+
+
+PARTS: dict[str, Callable[[PreTrainedModel], Comparison]] = {
+    "turn": _turn, "padded batch": _padded, "save": _saved, "decode": _decoded,
+}
+"""What a session can be asked for beside a prompt and steps, under a policy that keeps one set for the model."""
+
+COLUMNS = (*POLICIES, *PARTS)
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
@@ -99,14 +193,8 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     return float(off) if bool(torch.isfinite(found).all()) and bool(torch.isfinite(off)) else float("inf")
 
 
-def _kept(model: PreTrainedModel, session: Session) -> list[list[list[int]]]:
-    """What the session says it keeps, by full-attention layer and set."""
-    retention = session.retention.retention if isinstance(session.retention, CrystalRetention) else session.retention
-    assert retention is not None
-    assert not isinstance(retention, tuple)
-    layers = full_layers(model)
-    if retention.granularity is Granularity.MODEL:
-        return [[retention.positions.tolist()]] * len(layers)
-    sets = [retention.group(group).tolist() for group in range(retention.groups)]
-    size = len(sets) // len(layers)
-    return [sets[size * ordinal : size * (ordinal + 1)] for ordinal in range(len(layers))]
+def _kept(cache: RetainedCache, row: int = 0) -> list[list[list[int]]]:
+    """What the cache stores, by full-attention layer and head."""
+    return [
+        [layer.head_positions(row, head).tolist() for head in range(layer.heads)] for layer in cache.full_layers
+    ]
