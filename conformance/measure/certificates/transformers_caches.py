@@ -35,12 +35,13 @@ def _gathered(stored: Tensor, slots: Tensor) -> Tensor:
 
 
 def _answer(
-    cache: Callable[[Any], Any], gather: Gather, prompt: list[int], kept: Kept, following: list[int], model: str,
+    cache: Callable[[Any, int], Any], gather: Gather, prompt: list[int], kept: Kept, following: list[int], model: str,
     positions: bool = True,
 ) -> Tensor:
     slots = stored_equally(kept)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    past, n = cache(loaded.config), len(prompt)
+    n = len(prompt)
+    past = cache(loaded.config, n + len(following))
     own = {"position_ids": torch.arange(n, n + len(following))[None]} if positions else {}
     with torch.no_grad():
         loaded(torch.tensor([prompt]), past_key_values=past)
@@ -71,21 +72,23 @@ def _of_fp8(layer: Any, slots: Tensor) -> None:
 
 def dynamic(prompt: list[int], kept: Kept, following: list[int], model: str) -> Tensor:
     """DynamicCache, with explicit `position_ids` behind it."""
-    return _answer(lambda config: DynamicCache(config=config), _of_dynamic, prompt, kept, following, model)
+    return _answer(lambda config, _: DynamicCache(config=config), _of_dynamic, prompt, kept, following, model)
 
 
 def dynamic_default_positions(prompt: list[int], kept: Kept, following: list[int], model: str) -> Tensor:
     """The same, with positions left to the model, which counts what is stored."""
-    return _answer(lambda config: DynamicCache(config=config), _of_dynamic, prompt, kept, following, model, False)
+    return _answer(lambda config, _: DynamicCache(config=config), _of_dynamic, prompt, kept, following, model, False)
 
 
 def static(prompt: list[int], kept: Kept, following: list[int], model: str) -> Tensor:
-    """StaticCache of 64 tokens, with explicit `position_ids`."""
-    return _answer(lambda config: StaticCache(config, max_cache_len=64), _of_static, prompt, kept, following, model)
+    """StaticCache with room for all tokens, with explicit `position_ids`."""
+    return _answer(
+        lambda config, tokens: StaticCache(config, max_cache_len=tokens), _of_static, prompt, kept, following, model
+    )
 
 
 def fp8(prompt: list[int], kept: Kept, following: list[int], model: str) -> Tensor:
     """QuantizedCache in 8-bit floating point, with explicit `position_ids`."""
     if "gemma3" in AutoModelForCausalLM.from_pretrained(model).config.model_type:
         raise NotImplementedError("QuantizedCache refuses sliding layers")
-    return _answer(lambda config: QuantizedCache("fp8", config), _of_fp8, prompt, kept, following, model)
+    return _answer(lambda config, _: QuantizedCache("fp8", config), _of_fp8, prompt, kept, following, model)
