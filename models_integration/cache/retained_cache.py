@@ -150,7 +150,7 @@ class RetainedCache(DynamicCache):
     def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
         """Return position ids and a 2D mask for the next tokens of padded rows.
 
-        The result is empty if the defaults of transformers are right.
+        Return {} if transformers computes the right ones by default.
         """
         first = self.full_layers[0]
         if first.uniform:

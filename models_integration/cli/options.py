@@ -57,7 +57,7 @@ Workers = Annotated[
     int, typer.Option(help="Processes on this machine. The same command on a machine with this folder adds workers.")
 ]
 Engine = Annotated[
-    str, typer.Option(help="Workers: processes, or ray for actors of Ray. With --device cuda each actor has a GPU.")
+    str, typer.Option(help="Kind of workers: 'processes', or 'ray' for actors of Ray. On cuda each actor has a GPU.")
 ]
 Address = Annotated[str, typer.Option(help="Address of a running Ray cluster. Default: start one on this machine.")]
 Again = Annotated[bool, typer.Option("--again", help="Retry failed samples. Finished samples are never repeated.")]

@@ -17,7 +17,7 @@ def repeat_template(tokenizer: Any) -> tuple[tuple[int, ...], ...]:
 
         kvspec.policy_from_name("kvzip", 0.3, template=kvspec.repeat_template(tokenizer))
 
-    Without a chat template an answer begins on a new line.
+    If the tokenizer has no chat template, the start of an answer is a newline.
 
     Args:
         tokenizer: a tokenizer of transformers.
