@@ -32,7 +32,6 @@ from conformance.own.models_integration.session.sessions import (
     sets,
     turn,
 )
-from conformance.own.models_integration.session.test_turns import N
 from models_integration import RetainedCache
 from models_integration.cache.positions import EMPTY
 from models_integration.policies.methods import RetentionPolicy
@@ -42,6 +41,7 @@ from spec.retention import Retention
 pytestmark = pytest.mark.law("parts-equal-the-whole")
 
 
+N = 64
 NEW = 6
 
 

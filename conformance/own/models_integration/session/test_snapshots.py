@@ -283,7 +283,7 @@ def test_nothing_is_not_saved(tmp_path: Path) -> None:
 @pytest.mark.law("promised-is-there-forgotten-is-not")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_while_saving_it_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
-    """Twenty times, at any moment; the next save removes what is left."""
+    """Ten times, at any moment; the next save removes what is left."""
     model, first = lived("llama", steps=1)
     _, second = lived("llama", steps=T + 3)
     path, others, rng = tmp_path / "cache", (tmp_path / "second", tmp_path / "first"), random.Random(0)
@@ -293,7 +293,7 @@ def test_killed_while_saving_it_leaves_the_old_file_or_the_new_one(tmp_path: Pat
     save_cache(first, model, path)
     once = time.perf_counter() - began
     found = []
-    for _ in range(20):
+    for _ in range(10):
         ready, theirs = Pipe(duplex=False)
         child = started(save_until_killed, "llama", path, others, theirs)
         theirs.close()

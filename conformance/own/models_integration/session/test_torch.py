@@ -70,7 +70,7 @@ def test_gradients_are_those_of_finite_differences(name: str, pieces: tuple[int,
 
 
 @pytest.mark.law("freed-memory")
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["one set", "a set for each head"])
 def test_without_gradients_nothing_is_kept_for_them(name: str) -> None:
     model = build("llama")
     with POLICIES[name]()(model) as run, torch.no_grad():
