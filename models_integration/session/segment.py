@@ -235,7 +235,7 @@ class ObservedSegment:
         if needs == self.recorder.needs:
             return self
         narrow = copy.copy(self)
-        narrow.recorder = self.recorder.narrowed(needs, narrow.layers)
+        narrow.recorder = self.recorder.narrowed(needs, self.architecture.watched(needs))
         return narrow
 
 
