@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from accelerated.numba_cpu.coattention import coattention
-from conformance.measure.benchmarks.baselines import numpy_s1, torch_s1
-from conformance.measure.benchmarks.data import first_layer
+from conformance.measure.benchmarks.data import first_layer, numpy_s1, torch_s1
 from spec.parameters import PAPER
 
 torch = pytest.importorskip("torch")

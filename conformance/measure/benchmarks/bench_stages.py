@@ -1,15 +1,27 @@
-"""S2 to S6 on one core, at 32K and a million tokens."""
+"""The stages on one core: S2 to S6, a step and a breath of decode, set-conditioned selection, NestedKV's score."""
 
+import math
+import os
+import time
+import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import pytest
 
 from accelerated.numba_cpu.backend import BACKEND
+from accelerated.numba_cpu.diversity import diverse
 from conformance.measure.benchmarks.data import edges_like
-from spec.backend import Backend
-from spec.parameters import PAPER
+from reference.crystalcache import decode_step, empty_state
+from reference.crystalcache.breath import breath
+from reference.diversity import unit_rows
+from spec.backend import Backend, resolve
+from spec.budget import parse_budget
+from spec.decode import DecodeState, LiveTrunks, TrunkWeights, check_state
+from spec.parameters import NESTEDKV, PAPER
 from spec.records import CoAttention
 
 # Filled shares of the 8 intra and 4 cross places that give some 4 and 11 edges a token.
@@ -42,3 +54,142 @@ def test_s2_to_s6(benchmark: Any, n: int, edges: int) -> None:
     run(*arguments)
     benchmark.group = f"S2-S6 n={n}, {edges} edges a token"
     benchmark.pedantic(run, arguments, rounds=5)
+
+
+SEEN, M, DEGREE = 32_768, 1_024, 20
+ENDS = frozenset({3})
+KEY = np.random.default_rng(0).standard_normal((8, 1, 128)).astype(np.float32)
+
+
+def weights(rng: np.random.Generator) -> TrunkWeights:
+    W = np.triu(rng.random((M, M)) < DEGREE / M, 1) * rng.uniform(0.06, 1, (M, M))
+    W += W.T
+    row, column = np.nonzero(W)
+    indptr = np.concatenate([[0], np.cumsum((W > 0).sum(axis=1))]).astype(np.int64)
+    return TrunkWeights(indptr, column.astype(np.int64), W[row, column])
+
+
+def state(tail: int) -> DecodeState:
+    """Half of the tokens live, in trunks of 16 of 32; all are active, as key norms that hardly differ make them."""
+    rng = np.random.default_rng(1)
+    live = (np.arange(M)[:, None] * 32 + np.sort(rng.random((M, 32)).argsort(1)[:, :16], 1)).ravel()
+    table = LiveTrunks(
+        live, np.arange(0, 16 * M + 1, 16), rng.uniform(1, 15, 16 * M), rng.uniform(0.5, 1, 16 * M),
+        rng.uniform(3, 15, M),
+    )
+    ids, counts = np.unique(rng.zipf(1.2, SEEN) % 50_000, return_counts=True)
+    found = replace(
+        empty_state(parse_budget("0.5")), seen=SEEN + tail, step=tail, live=table, D=rng.random(M), W=weights(rng),
+        ids=ids, counts=counts, mu=20.0, sigma=5.0, tail_ids=tuple(rng.integers(0, 99, tail).tolist()),
+        tail_inverse_norms=(1.0,) * tail,
+    )
+    check_state(found)
+    return found
+
+
+def step(before: DecodeState) -> Any:
+    """What a forward of one token costs beside the model: its key's norm, and the step."""
+    norm = BACKEND.require_breath().inverse_key_norms(KEY)[0]
+    return decode_step(before, 5, float(norm), ENDS, PAPER, BACKEND)
+
+
+@pytest.mark.parametrize("tail", [1, 62])
+def test_a_step(benchmark: Any, tail: int) -> None:
+    benchmark.group = "decode step, numba"
+    benchmark.pedantic(step, (state(tail),), rounds=300, warmup_rounds=3)
+
+
+def test_a_breath(benchmark: Any) -> None:
+    benchmark.group = "breath, numba"
+    benchmark.pedantic(breath, (state(64), ENDS, PAPER, BACKEND), rounds=50, warmup_rounds=2)
+
+
+N, K, LAMBDA, ROUNDS, AT_LEAST = 4096, 512, 0.5, 5, 15
+# Head dimension, clusters, spread inside a cluster, what the scores are like.
+INPUTS = [
+    (64, 64, 0.3, "random"), (128, 16, 0.3, "random"), (128, 64, 0.3, "random"), (128, 256, 0.3, "random"),
+    (128, 64, 0.05, "random"), (128, 64, 0.3, "of clusters"),
+]
+
+
+def clustered(d: int, clusters: int, spread: float, kind: str) -> tuple[Any, Any]:
+    """Scores and signatures; scores are independent, or a cluster's own and a little of each token's."""
+    rng = np.random.default_rng(1)
+    centres, member = rng.standard_normal((clusters, d)), rng.integers(0, clusters, N)
+    V = unit_rows(centres[member] + spread * rng.standard_normal((N, d)))
+    s = rng.standard_normal(N)
+    return (s if kind == "random" else rng.standard_normal(clusters)[member] + 0.1 * s), V
+
+
+def literal(s: Any, V: Any) -> Any:
+    sims, S, m = V @ V.T, np.zeros(N, dtype=np.bool_), np.zeros(N)
+    for _ in range(K):
+        a = s - LAMBDA * m
+        a[S] = -np.inf
+        i = np.argmax(a)
+        S[i] = True
+        np.maximum(m, sims[i], out=m)
+    return np.flatnonzero(S)
+
+
+def lazy(s: Any, V: Any) -> Any:
+    return diverse(s, V, np.zeros(N, dtype=np.bool_), K, LAMBDA)
+
+
+@pytest.mark.parametrize("given", INPUTS, ids=lambda given: "d{}-{}x{}-{}".format(*given))
+def test_ratio(given: tuple[int, int, float, str]) -> None:
+    """In turn, the best of each: neighbours on the machine then slow both alike."""
+    s, V = clustered(*given)
+    best: dict[Callable[..., Any], float] = dict.fromkeys((literal, lazy), math.inf)
+    assert lazy(s, V).tolist() == literal(s, V).tolist()
+    for _ in range(ROUNDS):
+        for run in best:
+            start = perf_counter()
+            run(s, V)
+            best[run] = min(best[run], perf_counter() - start)
+    ratio = best[literal] / best[lazy]
+    print("d={} clusters={} spread={} scores {}:".format(*given), f"literal {best[literal] * 1e3:.0f} ms,",
+          f"lazy {best[lazy] * 1e3:.1f} ms, {ratio:.0f}x, load {os.getloadavg()[0]:.1f}")
+    assert ratio >= AT_LEAST
+
+
+def test_no_square_array_is_made() -> None:
+    """What it allocates beside its inputs stays below a thirtieth of the cosines' n x n."""
+    s, V = clustered(*INPUTS[2])
+    lazy(s, V)
+    tracemalloc.start()
+    lazy(s, V)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    print(f"scratch: {peak / 2**20:.1f} MiB, the square is {8 * N * N / 2**20:.0f} MiB")
+    assert 0 < peak < 8 * N * N / 30
+
+
+NESTEDKV_AT_LEAST = 5.0
+
+
+def keys(n: int) -> Any:
+    """Eight heads of 128 channels around directions of their own."""
+    rng = np.random.default_rng(1)
+    return rng.standard_normal((8, n, 128), np.float32) + rng.standard_normal((8, 1, 128), np.float32)
+
+
+def seconds(name: str, k: Any) -> float:
+    """Processor time of one run: both engines have one thread, and other processes do not count."""
+    score = resolve(name).require_nestedkv().anomaly_score
+    start = time.process_time()
+    score(k, NESTEDKV)
+    return time.process_time() - start
+
+
+@pytest.mark.parametrize("n", [16_384, 32_768])
+def test_anomaly_score(benchmark: Any, n: int) -> None:
+    k = keys(n)
+    seconds("numba", k[:, :100])
+    reference = min(seconds("numpy", k) for _ in range(3))
+    fast = min(seconds("numba", k) for _ in range(9))
+    benchmark.group = f"NestedKV n={n}, H_kv=8, d=128"
+    benchmark.extra_info["ratio"] = round(reference / fast, 1)
+    print(f"\nn={n}: numpy {reference * 1e3:.0f} ms, numba {fast * 1e3:.0f} ms, ratio {reference / fast:.1f}")
+    benchmark.pedantic(seconds, ("numba", k), rounds=5)
+    assert reference / fast >= NESTEDKV_AT_LEAST

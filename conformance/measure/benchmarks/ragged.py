@@ -1,27 +1,14 @@
-"""Attention of one query over heads of different lengths: which route is fastest.
+"""Attention of one query over heads of different lengths: the routes that `conformance.measure.gpu` compares."""
 
-`python -m conformance.measure.benchmarks.ragged` prints, for each shape, the time of every route over that of the
-first, the median over rounds in which the routes take turns; then what the pocket model's cache takes at a budget
-of 0.25. On a GPU the same routes, and one more, are a part of `conformance.measure.gpu`.
-"""
-
-import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from models_integration import Published
-from models_integration.cache.retained_cache import storage_bytes
-from models_integration.pocket import load_pocket
-from models_integration.tasks import draw_sample
-
-__all__ = ["ROUTES", "Heads", "compared", "stored", "variable_length"]
+__all__ = ["ROUTES", "Heads", "variable_length"]
 
 H_KV, G, D = 8, 4, 128
-ROUNDS = 40
 
 
 class Heads:
@@ -100,41 +87,3 @@ def variable_length(heads: Heads) -> Tensor:
 ROUTES: dict[str, Callable[[Heads], Tensor]] = {
     "per head": per_head, "per head, group as rows": per_head_rows, "padded": padded, "nested": nested,
 }
-
-
-def compared(mean: int) -> dict[str, tuple[float, float]]:
-    """Milliseconds of each route, and its ratio to the first: medians."""
-    heads = Heads(mean)
-    expected = per_head(heads)
-    times: dict[str, list[float]] = {name: [] for name in ROUTES}
-    for _ in range(ROUNDS):
-        for name, route in ROUTES.items():
-            start = time.perf_counter()
-            found = route(heads)
-            times[name].append(time.perf_counter() - start)
-            assert float((found - expected).abs().max()) < 1e-4
-    ratios = {
-        name: median(own / first for own, first in zip(times[name], times["per head"], strict=True)) for name in ROUTES
-    }
-    return {name: (median(times[name]) * 1000, ratios[name]) for name in ROUTES}
-
-
-def stored(name: str, n: int = 1024) -> tuple[float, float]:
-    """Bytes over a quarter of the full cache's, and what they would be if all heads had room for the fullest."""
-    model, tokenizer = load_pocket()
-    ids = draw_sample("needle", tokenizer, n, 0, 42).context_ids
-    with Published(name, 0.25)(model) as run, torch.no_grad():
-        model(input_ids=torch.tensor([ids]))
-    assert run.cache is not None
-    found = storage_bytes(run.cache.layers)
-    fullest = sum(layer.stored_length for layer in run.cache.full_layers) / len(run.cache.full_layers)
-    quarter = (found + run.bytes_freed) / 4
-    return found / quarter, found / quarter * fullest / run.cache.mean_length
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for mean in (128, 512, 2048, 8192):
-        print(mean, {name: f"{ms:.2f} ms, {ratio:.2f}" for name, (ms, ratio) in compared(mean).items()})
-    for name in ("nestedkv", "adakv", "snapkv", "pyramidkv"):
-        print(name, "{:.4f} of a quarter, {:.4f} padded".format(*stored(name)))

@@ -10,8 +10,7 @@ from accelerated.triton_gpu import kernels
 from accelerated.triton_gpu.backend import BACKEND, ON_DEVICE
 from accelerated.triton_gpu.device import default_device
 from conformance.measure.benchmarks import bench_stages
-from conformance.measure.benchmarks.baselines import torch_s1
-from conformance.measure.benchmarks.data import ARCHETYPES, VOCABULARY, zipf_tokens
+from conformance.measure.benchmarks.data import ARCHETYPES, VOCABULARY, torch_s1, zipf_tokens
 from conformance.measure.gpu.measure import Watch, median_ms, peak_bytes, say
 from conformance.measure.gpu.models import Subject
 from conformance.measure.gpu.report import Report, Table

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from conformance.own.models_integration.tasks.test_tasks import TOKENIZERS, merged_tokenizer
-from models_integration.tasks import Sample, score
+from models_integration.tasks import Sample
 from models_integration.tasks.chat import Frame, bare, chat
 from models_integration.tasks.context import STRATA, Ground
 from models_integration.tasks.key_value import FORMS, key_value_samples
@@ -120,16 +120,6 @@ def test_the_text_runs_on_around_the_facts_and_no_window_repeats(
     assert again.context_digest != first.context_digest
 
 
-def test_samples_are_their_seed_and_index(tokenizer: PreTrainedTokenizerFast, prose: Prose) -> None:
-    def drawn(index: int, seed: int) -> tuple[Sample, tuple[Sample, ...]]:
-        keys = one_of(tokenizer, prose, 2048, index, seed, keys=2)
-        return keys, key_value_samples(bare_ground(tokenizer, prose), 1024, index, seed, questions=2)
-
-    assert drawn(3, 7) == drawn(3, 7)
-    for other in (drawn(4, 7), drawn(3, 8)):
-        assert all(one != another for one, another in zip(drawn(3, 7), other, strict=True))
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("length", [2048, 2049])
 def test_pairs_are_one_object_and_the_evidence_holds_the_answer(
@@ -165,15 +155,6 @@ def test_questions_come_from_equal_parts_of_the_object_in_any_order(questions: i
         parts = [int(questions * (start - 60) / (4096 - RECENT - 60)) for start in sorted(starts)]
         assert all(abs(part - at) <= 1 for at, part in enumerate(parts))
     assert len(orders) > (questions > 1)
-
-
-def test_an_answer_to_a_pair_counts_where_it_occurs(text: Path) -> None:
-    tokenizer = merged_tokenizer()
-    ground = bare_ground(tokenizer, read_prose(tokenizer, text))
-    (sample,) = key_value_samples(ground, 1500, 0, 0, form="uuid")
-    quoted = tokenizer.encode(f'"{sample.expected}".', add_special_tokens=False)
-    assert score(tokenizer, quoted, sample)
-    assert not score(tokenizer, quoted[:3], sample)
 
 
 def test_a_chat_template_stands_around_context_and_question(text: Path) -> None:

@@ -1,7 +1,8 @@
-"""The retrieval tasks: exact lengths, exact spans, equal samples for equal seeds, named errors."""
+"""The retrieval tasks: exact lengths and spans, equal samples for equal seeds; metrics against figures by hand."""
 
 import string
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -21,12 +22,11 @@ from models_integration.tasks import (
     place,
     score,
 )
-from models_integration.tasks.assembly import joiner, opening_ids
+from models_integration.tasks.assembly import opening_ids
+from models_integration.tasks.metrics import METRICS, judge
 from models_integration.tasks.samples import mentions_of
 from models_integration.tasks.sentences import DEFAULT_FILLER, NEEDLE_TEMPLATES, TOPIC_TEMPLATES
 from spec.errors import SpecError
-
-pytestmark = pytest.mark.law("as-it-is-described")
 
 
 def _texts() -> list[str]:
@@ -92,6 +92,7 @@ def _template_of(sample: Sample) -> str:
     return str(sample.metadata["template"])
 
 
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [1024, 1025, 1031, 2048, 4096])
 def test_a_sample_has_exactly_the_tokens_asked_for(tokenizer: PreTrainedTokenizerFast, task: str, length: int) -> None:
@@ -101,6 +102,7 @@ def test_a_sample_has_exactly_the_tokens_asked_for(tokenizer: PreTrainedTokenize
         assert len(sample.context_ids) == length
 
 
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("task", TASKS)
 def test_the_needle_span_decodes_to_the_fact_and_the_fact_stands_once(
     tokenizer: PreTrainedTokenizerFast, task: str
@@ -122,6 +124,7 @@ def test_the_needle_span_decodes_to_the_fact_and_the_fact_stands_once(
         assert question == f"Question: {template.ask()} Answer:"
 
 
+@pytest.mark.law("as-it-is-described")
 def test_the_same_seed_gives_the_same_sample_and_another_seed_another(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -132,6 +135,7 @@ def test_the_same_seed_gives_the_same_sample_and_another_seed_another(
         assert first != draw_sample(task, tokenizer, 1200, 3, seed=42)
 
 
+@pytest.mark.law("as-it-is-described")
 def test_the_depth_is_kept_to_within_a_sentence(tokenizer: PreTrainedTokenizerFast) -> None:
     longest = max(len(tokenizer.encode(" " + text, add_special_tokens=False)) for text in DEFAULT_FILLER)
     for depth in DEPTHS:
@@ -142,12 +146,14 @@ def test_the_depth_is_kept_to_within_a_sentence(tokenizer: PreTrainedTokenizerFa
         assert abs((start - opening) - depth * room) <= longest
 
 
+@pytest.mark.law("as-it-is-described")
 def test_the_needle_touches_both_ends(tokenizer: PreTrainedTokenizerFast) -> None:
     first = needle_sample(tokenizer, 1024, 0.0, seed=1)
     assert first.needle[0] == len(opening_ids(tokenizer))
     assert needle_sample(tokenizer, 1024, 1.0, seed=1).needle[1] == 1024
 
 
+@pytest.mark.law("as-it-is-described")
 def test_long_contexts_are_made_of_whole_sentences(tokenizer: PreTrainedTokenizerFast) -> None:
     known = set(DEFAULT_FILLER)
     for index in range(5):
@@ -158,6 +164,7 @@ def test_long_contexts_are_made_of_whole_sentences(tokenizer: PreTrainedTokenize
         assert {sentence.strip() + "." for sentence in text.split(".") if sentence.strip()} <= known
 
 
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("density", DENSITIES)
 def test_mentions_are_spaced_uniformly_and_follow_the_fact(density: str) -> None:
     tokenizer = merged_tokenizer()
@@ -174,21 +181,7 @@ def test_mentions_are_spaced_uniformly_and_follow_the_fact(density: str) -> None
         assert gaps.max() - gaps.min() < 0.15 * len(text)
 
 
-def test_the_pools_have_the_paper_s_sizes() -> None:
-    assert [len(topic.high_density) for topic in TOPIC_TEMPLATES] == [4, 4, 4]
-    assert [len(topic.low_density) for topic in TOPIC_TEMPLATES] == [2, 2, 2]
-    assert len(NEEDLE_TEMPLATES) == 5
-    assert len(set(DEFAULT_FILLER)) == len(DEFAULT_FILLER) >= 30
-
-
-def test_mentions_and_filler_never_state_a_four_digit_value() -> None:
-    texts = [
-        *DEFAULT_FILLER,
-        *(text for topic in TOPIC_TEMPLATES for text in topic.high_density + topic.low_density),
-    ]
-    assert not any(sum(letter.isdigit() for letter in text) >= 4 for text in texts)
-
-
+@pytest.mark.law("as-it-is-described")
 def test_values_are_uniform_over_the_four_digit_numbers() -> None:
     tokenizer = merged_tokenizer()
     values = [int(needle_sample(tokenizer, 60, 0.0, seed).expected) for seed in range(900)]
@@ -199,12 +192,7 @@ def test_values_are_uniform_over_the_four_digit_numbers() -> None:
     assert ((counts - 100) ** 2 / 100).sum() < 26.1
 
 
-def test_every_template_is_drawn() -> None:
-    tokenizer = merged_tokenizer()
-    names = {_template_of(needle_sample(tokenizer, 60, 0.0, seed)) for seed in range(100)}
-    assert names == {template.name for template in NEEDLE_TEMPLATES}
-
-
+@pytest.mark.law("as-it-is-described")
 def test_values_and_filler_are_pluggable() -> None:
     tokenizer = merged_tokenizer()
     sample = needle_sample(tokenizer, 200, 0.5, 0, filler=("Nothing happened.",), values=(4321,))
@@ -212,6 +200,7 @@ def test_values_and_filler_are_pluggable() -> None:
     assert str(tokenizer.decode(list(sample.context_ids))).count("Nothing happened.") > 3
 
 
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("task", TASKS)
 def test_placements_partition_the_tokens(name: str, task: str) -> None:
@@ -222,6 +211,7 @@ def test_placements_partition_the_tokens(name: str, task: str) -> None:
     assert placed.name == name
 
 
+@pytest.mark.law("as-it-is-described")
 def test_only_the_default_placement_hides_the_question_from_the_compaction() -> None:
     sample = draw_sample("needle", merged_tokenizer(), 300, 1, seed=0)
     assert place(sample).prompt_ids == sample.context_ids
@@ -230,6 +220,7 @@ def test_only_the_default_placement_hides_the_question_from_the_compaction() -> 
         assert placed.prompt_ids[-len(sample.question_ids) :] == sample.question_ids
 
 
+@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize(
     ("answer", "right"),
     [
@@ -244,6 +235,7 @@ def test_an_answer_is_right_if_its_first_number_is_the_value(answer: str, right:
     assert is_exact_match(answer, "7492") is right
 
 
+@pytest.mark.law("as-it-is-described")
 def test_scoring_reads_the_decoded_answer() -> None:
     tokenizer = merged_tokenizer()
     sample = draw_sample("needle", tokenizer, 300, 0, seed=0)
@@ -251,12 +243,6 @@ def test_scoring_reads_the_decoded_answer() -> None:
     assert score(tokenizer, right, sample)
     assert not score(tokenizer, right[:3], sample)
     assert not score(tokenizer, tokenizer.encode(f" 1{sample.expected}", add_special_tokens=False), sample)
-
-
-def test_the_joiner_follows_the_tokenizer() -> None:
-    assert joiner(byte_tokenizer()) == " "
-    assert joiner(merged_tokenizer()) == " "
-    assert joiner(metaspace_tokenizer()) == ""
 
 
 BAD: dict[str, Callable[[PreTrainedTokenizerFast], object]] = {
@@ -285,3 +271,96 @@ def test_bad_input_is_a_named_error(case: str) -> None:
     with pytest.raises(SpecError) as caught:
         BAD[case](merged_tokenizer())
     assert caught.value.argument == case.split()[0]
+
+
+FRANCE = ("France", "in France", "the French kingdom")
+
+CASES: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
+    # RULER: of the references of one sample, the two that occur in the answer, in any case.
+    ("string_match_all", "It was in FRANCE.", FRANCE, (), 2 / 3),
+    ("string_match_part", "It was in FRANCE.", FRANCE, (), 1),  # one is enough; 0.667 in lm-eval, 1.0 at NVIDIA
+    ("string_match_part", "Italy", FRANCE, (), 0),
+    ("string_match_all", "1234567\x00 and 7654321", ("1234567", "7654321"), (), 1),
+    ("string_match_all", "new\x0bline", ("new\nline",), (), 1),  # control characters become line ends
+    ("string_match_all", "newline", ("new\nline",), (), 0),
+    # SCBench
+    ("contains", 'the value is "4711".', ("4711",), (), 1),
+    ("contains", "Abc", ("abc",), (), 0),
+    ("names found", "AAAAA CCCCC", ("AAAAA", "BBBBB", "CCCCC"), (), 0.67),
+    ("names found", "aaaaa", ("AAAAA",), (), 1),  # SCBench compares in lower case
+    ("contains in any case", "\nit was TOM.", ("Tom", "Jim"), (), 1),
+    ("contains in any case", "it was Ann", ("Tom", "Jim"), (), 0),
+    ("first number", "It is 7492.", ("7492",), (), 1),
+    ("first number", "It is 17492.", ("7492",), (), 0),
+    # LongBench qa_f1: {cat, sat, on, mat} and {cat, on, mat}: precision 3/4, recall 1, F1 = 6/7.
+    ("qa_f1", "The cat sat on a mat!", ("cat on the mat",), (), 6 / 7),
+    # Repeated tokens count as often as both have them: 2 common of 3 and 2: F1 = 4/5.
+    ("qa_f1", "dog dog dog", ("dog dog",), (), 4 / 5),
+    ("qa_f1", "paris", ("london", "in paris"), (), 2 / 3),
+    ("qa_f1", "", ("london",), (), 0),
+    ("qa_f1 of a line", "\nparis\nlondon", ("paris",), (), 1),
+    # One sentence, words a b c d against a x b d: subsequence a b d, precision and recall 3/4.
+    ("rouge_l", "a b c d", ("a x b d",), (), 3 / 4),
+    # As sets: reference {a, b}, answer {a}; precision 1, recall 1/2.
+    ("rouge_l", "a a a", ("a b",), (), 2 / 3),
+    # Two sentences of the answer, the union of both subsequences {a, b, d, e} of the reference's five words:
+    # recall 4/5, precision 4/6.
+    ("rouge_l", "a b x. d e y", ("a b c d e",), (), 8 / 11),
+    ("rouge_l", "", ("a b",), (), 0),
+    ("rouge_l", ".", ("a b",), (), 0),
+    ("rouge_l of a line", "a b\nc d", ("a b",), (), 1),
+    # Two labels are named, one of them true.
+    ("classification", "Location or Person", ("Person",), ("Location", "Person", "Date"), 1 / 2),
+    # A label that is a part of the true one does not count.
+    ("classification", "Human being", ("Human being",), ("Human", "Human being"), 1),
+    ("classification", "Person\nLocation", ("Person",), ("Location", "Person"), 1),  # the first line alone
+    ("classification", "Person", ("Date",), ("Date", "Person"), 0),
+    # One of two numbers is the paragraph's.
+    ("retrieval", "Paragraph 12, perhaps 13", ("Paragraph 12",), (), 1 / 2),
+    ("retrieval", "none", ("Paragraph 12",), (), 0),
+    ("count", "3 or 4 or 3", ("3",), (), 2 / 3),
+    ("count", "three", ("3",), (), 0),
+    # difflib: "abcd" and "bcde" share a block of 3 of 8 letters: 2 * 3 / 8 = 0.75.
+    ("code_similarity", "\n```\n# note\nabcd\nzzz", ("bcde",), (), 3 / 4),
+    # difflib's own documented example, ratio 0.75 in its text; here 2 * 2 / 6 = 0.666..., whole percents: 0.67.
+    ("code_similarity", "abx", ("aby",), (), 0.67),
+    ("code_similarity", "# only a note", ("x = 1",), (), 0),
+]
+
+
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize(("metric", "answer", "references", "choices", "wanted"), CASES)
+def test_a_metric_is_what_hand_and_definition_give(
+    metric: str, answer: str, references: tuple[str, ...], choices: tuple[str, ...], wanted: float
+) -> None:
+    assert judge(metric, answer, references, choices) == pytest.approx(wanted, abs=2e-8)  # rouge adds 1e-8 below
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_every_metric_has_a_case_and_a_perfect_answer_scores_one() -> None:
+    assert {case[0] for case in CASES} == set(METRICS)
+    for metric in METRICS:
+        truth = "Paragraph 7" if metric == "retrieval" else "7"
+        assert judge(metric, truth, (truth,), (truth, "other")) == pytest.approx(1, abs=2e-8)
+        assert judge(metric, "nothing at all", (truth,), (truth, "other")) == 0
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_rouge_l_of_one_sentence_is_the_longest_common_subsequence_by_trying_all() -> None:
+    """Against all subsequences, for sentences whose words differ (then sets of words are the words)."""
+    from itertools import combinations, permutations
+
+    reference = "abcde"
+    for answer in permutations("abcxy", 4):
+        longest = max(
+            size for size in range(5) if set(combinations(answer, size)) & set(combinations(reference, size))
+        )
+        wanted = Fraction(2 * longest, len(answer) + len(reference))
+        assert judge("rouge_l", " ".join(answer), (" ".join(reference),)) == pytest.approx(float(wanted), abs=2e-8)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_an_unknown_metric_is_refused_by_name() -> None:
+    with pytest.raises(SpecError) as caught:
+        judge("bleu", "a", ("a",))
+    assert caught.value.argument == "metric"
