@@ -99,6 +99,16 @@ def test_a_weight_must_exceed_tau_edge(stages: CrystalStages, tau_edge: float, e
 
 
 @pytest.mark.spec("CC-TRUNK-WEIGHT")
+@pytest.mark.parametrize(("near", "edges"), [(1 - 2.0**-30, 0), (1 + 2.0**-30, 2)])
+@pytest.mark.parametrize("tau_edge", [0.05, 0.7])
+def test_tau_edge_is_a_float64(stages: CrystalStages, tau_edge: float, near: float, edges: int) -> None:
+    """One edge between single tokens, W = w, closer to tau_edge than float32's 0.05 (above it) and 0.7 (below)."""
+    text, trunks = star(tau_edge * near)
+    found = run(stages, (replace(text, parameters=replace(PAPER, tau_edge=tau_edge)), trunks))
+    assert len(found.weights) == edges
+
+
+@pytest.mark.spec("CC-TRUNK-WEIGHT")
 @given(case=graphs())
 def test_no_edges_survive_above_the_largest_weight(stages: CrystalStages, case: tuple[Text, Trunks]) -> None:
     """tau_edge >= sqrt 2: every degree is 0 and every D is 1/2."""
