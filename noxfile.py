@@ -46,8 +46,7 @@ CHECKED = "--jaxtyping-packages=reference,beartype.beartype"
 # Each worker has a core; more threads of BLAS and PyTorch than that wait for each other, for several times the work.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
-# All that judges a backend beside the reference. Only this is collected for one: the rest takes each worker half a
-# minute to import. own/conformance/test_phases.py says when a file is missing here.
+# All that judges a backend. Only this is collected for one: the rest takes each worker half a minute to import.
 JUDGING = ["conformance/suite", "conformance/own/spec/test_resolve.py"]
 SAVED_LIVES = "conformance/own/models_integration/session/test_saved_lives.py"
 OF_NUMBA = [*JUDGING, SAVED_LIVES, "conformance/own/accelerated/numba"]
@@ -65,15 +64,13 @@ ON_HOST = [f"--ignore=conformance/suite/test_{name}.py" for name in DECODE]
 # process, as its oracle holds some gigabytes.
 ARCHIVE = "conformance/own/models_integration/archive"
 MACHINES = ["conformance/own/models_integration/session/test_session_machine.py", f"{ARCHIVE}/test_archive_machine.py"]
+MARKED = ["pytest", "--kvspec-profile", "nightly", "-m", "nightly"]
 NIGHTLY = {
-    "32768-tokens": ["pytest", "-v", "--kvspec-profile", "nightly", "--backend", "numba", "-m", "nightly",
-                     "conformance/suite"],
+    "32768-tokens": [*MARKED, "-v", "--backend", "numba", "conformance/suite"],
     "long-attacks": ["pytest", "-v", "--kvspec-profile", "nightly", f"{ARCHIVE}/test_attacks.py",
                      f"{ARCHIVE}/test_faults.py", f"{ARCHIVE}/test_splice.py"],
-    "family-pairs": ["pytest", *WORKERS, "--kvspec-profile", "nightly", "-m", "nightly",
-                     "conformance/own/models_integration/session"],
-    "tests-of-tests": ["pytest", *WORKERS, "--kvspec-profile", "nightly", "-m", "nightly",
-                       "conformance/own/conformance"],
+    "family-pairs": [*MARKED, *WORKERS, "conformance/own/models_integration/session"],
+    "tests-of-tests": [*MARKED, *WORKERS, "conformance/own/conformance"],
     "mutants": ["conformance.assurance.mutants", "run", "--again"],
     "families": ["conformance.measure.families"],
     "coq-engine": ["conformance.assurance.proofs.coq", "judge"],

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
         StreamingLLM,
         policy_from_name,
         prefill,
-        sentence_ends,
     )
-    from models_integration.policies.template import repeat_template
+    from models_integration.policies.tokenizer_values import repeat_template, sentence_ends
     from models_integration.session.segment import ObservedSegment, decide
     from models_integration.session.session import Session
     from models_integration.session.verbs import compact, observe
@@ -47,7 +46,7 @@ _HOME = {
     "Published": "policies.methods", "policy_from_name": "policies.methods",
     "calibrate": "policies.calibration", "Session": "session.session",
     "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",
-    "sentence_ends": "policies.methods", "repeat_template": "policies.template",
+    "sentence_ends": "policies.tokenizer_values", "repeat_template": "policies.tokenizer_values",
 }
 
 

@@ -22,7 +22,8 @@ from conformance.paths import ROOT
 from models_integration import RetentionPolicy
 from models_integration.engines.paged import PagedSession
 from models_integration.model.published_weights import located
-from models_integration.policies.methods import policy_from_name, sentence_ends
+from models_integration.policies.methods import policy_from_name
+from models_integration.policies.tokenizer_values import sentence_ends
 
 __all__ = ["Load", "greedy", "pool", "served"]
 

@@ -1,20 +1,20 @@
 """A cache that forgets: tensors and positions of the kept tokens, and the number of tokens seen."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TypeAlias, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from models_integration.cache.compaction import change_of_layer, check_seen, kept_by_layer, sets_agree, shared_changes
 from models_integration.cache.continuation import Continuation, Nothing
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, drop_tensors
 from models_integration.cache.history import ReadIds, call_into
-from models_integration.cache.positions import LayersDiffer, Plan, chosen_rows
+from models_integration.cache.positions import LayersDiffer, chosen_rows
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.recurrent_states import copy_layers, fresh_layer, is_recurrent, state_tensors
 from models_integration.cache.sliding_layer import check_window_crop, crop_window
@@ -22,9 +22,6 @@ from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
 __all__ = ["RetainedCache", "check_adoptable", "failing_whole", "side_by_side", "storage_bytes"]
-
-Change: TypeAlias = Callable[[], RetainedLayer]
-"""A compaction of one layer, worked out: it makes it, and returns the layer that stands there from then on."""
 
 
 class RetainedCache(DynamicCache):
@@ -218,13 +215,15 @@ class RetainedCache(DynamicCache):
         full = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, RetainedLayer)}
         chosen = full if layers is None else {index: full[index] for index in layers}
         first = next(iter((chosen or full).values()))
-        _check_seen(first, retentions, padding)
+        check_seen(first, retentions, padding)
         if not self.layers_differ and all(one.granularity is Granularity.MODEL for one in retentions):
-            changes, differ = _shared_changes(chosen, retentions, padding), False
+            changes, differ = shared_changes(chosen, retentions, padding), False
         else:
-            kept = [_by_layer(retention, tuple(full), tuple(chosen), first.heads) for retention in retentions]
-            changes = {index: _change(layer, [one[index] for one in kept], padding) for index, layer in chosen.items()}
-            differ = any(not _agree(positions for sets in one.values() for positions in sets) for one in kept)
+            kept = [kept_by_layer(retention, tuple(full), tuple(chosen), first.heads) for retention in retentions]
+            changes = {
+                index: change_of_layer(layer, [one[index] for one in kept], padding) for index, layer in chosen.items()
+            }
+            differ = any(not sets_agree(positions for sets in one.values() for positions in sets) for one in kept)
         before = storage_bytes(chosen.values())
         with failing_whole(self):
             for index, change in changes.items():
@@ -343,70 +342,6 @@ def failing_whole(cache: RetainedCache, change: str = "a compaction") -> Iterato
     except BaseException:
         cache.fail(f"{change} failed half way")
         raise
-
-
-def _check_seen(layer: RetainedLayer, retentions: Sequence[Retention], padding: Tensor | None) -> None:
-    """Each row's retention is about as many tokens as the row has seen."""
-    tokens = layer.next_positions(1)[:, 0] if padding is None else layer.get_seq_length() - padding
-    for row, retention in enumerate(retentions):
-        seen = int(tokens[min(row, len(tokens) - 1)])
-        if retention.seen != seen:
-            raise SpecError("retention", f"{retention.seen} tokens", f"the cache has seen {seen}")
-
-
-def _shared_changes(
-    layers: Mapping[int, RetainedLayer], retentions: Sequence[Retention], padding: Tensor | None,
-) -> dict[int, Change]:
-    """What lets all layers keep one set of each row; those that store the same positions follow one plan."""
-    kept = [torch.tensor(retention.positions, dtype=torch.int64, device="cpu") for retention in retentions]
-    if padding is None and _agree(kept):
-        kept = kept[:1]
-    changes, plan = dict[int, Change](), None
-    for index, layer in layers.items():
-        assert isinstance(layer, DenseLayer)
-        if plan is None or not plan.fits(layer.rows, layer.stored_length):
-            plan = layer.plan(*kept, padding=padding)
-        changes[index] = partial(_followed, layer, plan)
-    return changes
-
-
-def _change(layer: RetainedLayer, kept: list[list[Tensor]], padding: Tensor | None) -> Change:
-    """What lets row r and head h keep kept[r][h]; a layer of which no two heads of a row differ stays one rectangle."""
-    if isinstance(layer, RaggedLayer):
-        return layer.plan_keep(kept)
-    assert isinstance(layer, DenseLayer)
-    rows = kept * layer.batch if len(kept) == 1 else kept
-    if not all(map(_agree, rows)):
-        return RaggedLayer.plan_split(layer, rows, padding)
-    shared = padding is None and layer.rows.shared and _agree(heads[0] for heads in rows)
-    plan = layer.plan(*(heads[0] for heads in (rows[:1] if shared else rows)), padding=padding)
-    return partial(_followed, layer, plan)
-
-
-def _followed(layer: DenseLayer, plan: Plan) -> DenseLayer:
-    layer.follow(plan)
-    return layer
-
-
-def _by_layer(
-    retention: Retention, full: Sequence[int], chosen: Sequence[int], heads: int,
-) -> dict[int, list[Tensor]]:
-    """The kept positions by index of a full-attention layer, and KV head: of all layers, or of the chosen alone."""
-    positions = torch.tensor(retention.positions, dtype=torch.int64, device="cpu")
-    sets = list(positions.tensor_split(torch.from_numpy(retention.offsets[1:-1])))
-    if retention.granularity is not Granularity.HEAD:
-        sets = [positions for positions in sets for _ in range(heads * (1 if retention.groups > 1 else len(full)))]
-    if len(sets) == heads * len(chosen):
-        full = chosen
-    if len(sets) != heads * len(full):
-        expected = f"must have a group for each of {len(full)} layers, or for each of their {heads} KV heads"
-        raise SpecError("retention", f"{retention.groups} groups", expected)
-    return {index: sets[heads * ordinal : heads * (ordinal + 1)] for ordinal, index in enumerate(full)}
-
-
-def _agree(sets: Iterable[Tensor]) -> bool:
-    first, *others = sets
-    return all(other is first or torch.equal(first, other) for other in others)
 
 
 def storage_bytes(layers: Iterable[object]) -> int:

@@ -234,19 +234,10 @@ def _check_none_of_grids(context: typer.Context, rules: Path) -> None:
 
 @app.command()
 def study(
-    rules: Annotated[
-        Path | None,
-        typer.Option(help="TOML file with claims, model, tasks, policies and budgets. Each row stores the hash."),
-    ] = None,
+    rules: Annotated[Path | None, typer.Option(help="TOML file with claims, model, tasks, policies, budgets.")] = None,
     out: Annotated[Path | None, typer.Option(help=_OUT)] = None,
-    part: Annotated[
-        str,
-        typer.Option(help="Contexts to run: 'dev' (a fifth, for trials), then 'confirm' (for claims), or 'all'.")
-    ] = "dev",
-    audit: Annotated[
-        Path | None,
-        typer.Option(help="Folder of committed studies: print whether git has each rules file before its rows."),
-    ] = None,
+    part: Annotated[str, typer.Option(help="Contexts: dev (a fifth), then confirm (for claims), or all.")] = "dev",
+    audit: Annotated[Path | None, typer.Option(help="Folder of studies: print if git has rules before rows.")] = None,
     bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
     again: Again = False, table: TableFile = None, figure: Figure = None,

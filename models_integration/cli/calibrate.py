@@ -11,7 +11,7 @@ from rich.console import Console
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import check_file, read_text
 from models_integration.policies.calibration import calibrate
-from models_integration.policies.template import repeat_template
+from models_integration.policies.tokenizer_values import repeat_template
 from models_integration.studies.evidence.rules import PARTS, Rules, load_rules
 from models_integration.studies.evidence.run import items
 from models_integration.studies.subject import Loading, Subject

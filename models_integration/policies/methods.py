@@ -11,7 +11,7 @@ from warnings import warn
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from models_integration.cache.crystal_states import DecodeRule
 from models_integration.cache.decide_anew import DecideAnew
@@ -37,10 +37,8 @@ from spec.validate import check_penalty, check_sentence_ends
 
 __all__ = [
     "CrystalCache", "CustomPolicy", "FullCache", "Prefilled", "Published", "RetentionPolicy", "StreamingLLM",
-    "check_constants", "constants_of", "method_of", "policy_from_name", "prefill", "sentence_ends",
+    "check_constants", "constants_of", "method_of", "policy_from_name", "prefill",
 ]
-
-_MARKS = (".", "!", "?")
 
 
 def _parse(budget: float | int | str | Budget) -> Budget:
@@ -158,41 +156,6 @@ class CrystalCache(CustomPolicy):
             chosen.require_breath()
         rule = DecodeRule(ends, parameters, chosen, share, decode, stream)
         self._be(Method(crystalcache(ends, parameters, chosen), share, chosen.name, rule))
-
-
-def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of all tokens that end a sentence, for CrystalCache.
-
-        policy = kvspec.CrystalCache(0.4, kvspec.sentence_ends(tokenizer))
-
-    A token ends a sentence if its text, without spaces around it, ends in `.`, `!` or `?` or contains a newline.
-    Special tokens never end a sentence.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-
-    Raises:
-        SpecError: if this is not a tokenizer, or if no token ends a sentence.
-    """
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise SpecError("tokenizer", type(tokenizer).__name__, "must be a tokenizer of transformers")
-    special = set(tokenizer.all_special_ids)
-    special.update(added for added, token in tokenizer.added_tokens_decoder.items() if token.special)
-    ids = sorted(set(tokenizer.get_vocab().values()) - special)
-    ends = frozenset(token_id for token_id in ids if _ends_a_sentence(_text(tokenizer, token_id)))
-    if not ends:
-        raise SpecError("tokenizer", type(tokenizer).__name__, f"none of its {len(ids)} text tokens ends a sentence")
-    return ends
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    # Cleaning up would drop the spaces and marks that this is about.
-    text = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-    return text if isinstance(text, str) else "".join(text)
-
-
-def _ends_a_sentence(text: str) -> bool:
-    return "\n" in text or text.strip(" ").endswith(_MARKS)
 
 
 class StreamingLLM(CustomPolicy):

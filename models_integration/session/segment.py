@@ -21,6 +21,7 @@ from models_integration.model.architecture import Architecture, of_layer
 from models_integration.session.inputs import ONE_FORWARD, check_tokens
 from models_integration.session.method import Method
 from models_integration.session.rehearsal import rehearse
+from models_integration.session.segment_tokens import SegmentTokens
 from reference.policies.layers import is_layerwise, policy_of_layer
 from reference.policies.retain import tokens_of
 from spec.arrays import IntVector
@@ -73,43 +74,6 @@ class Stopwatch:
         return {name: seconds for name, seconds in self._seconds.items() if name}
 
 
-class ReadColumns:
-    """The columns of a segment that the model has read so far, piece by piece."""
-
-    def __init__(self) -> None:
-        self._ids: list[Tensor] = []
-        self._is_token: list[Tensor] = []
-
-    def add(self, input_ids: Tensor, is_token: Tensor) -> None:
-        """These columns (rows, n) come next, and where a token stands in them, (rows, n)."""
-        self._ids.append(input_ids)
-        self._is_token.append(is_token)
-
-    def __len__(self) -> int:
-        return sum(ids.shape[1] for ids in self._ids)
-
-    @property
-    def input_ids(self) -> Tensor:
-        """What they hold, (rows, columns)."""
-        return torch.cat(self._ids, dim=1)
-
-    @property
-    def is_token(self) -> Tensor:
-        """Which of them hold a token, (rows, columns)."""
-        return torch.cat(self._is_token, dim=1)
-
-    @property
-    def padding(self) -> Tensor | None:
-        """Columns without a token, (rows,); None where there are none."""
-        is_token = self.is_token
-        return None if bool(is_token.all()) else (~is_token).sum(dim=1)
-
-    def token_ids(self, row: int) -> IntVector:
-        """The tokens of one row, without padding."""
-        ids: IntVector = self.input_ids[row].to("cpu", torch.int64)[self.is_token[row]].numpy()
-        return ids
-
-
 class ObservedSegment:
     """What a model has shown of a prompt, a turn or a step: its tokens, and q, k and v of the layers asked for.
 
@@ -132,7 +96,7 @@ class ObservedSegment:
     ) -> None:
         self.architecture, self.cache, self.rows_per_prompt = architecture, cache, rows_per_prompt
         self.recorder = Recorder(needs, latent=architecture.latent)
-        self.text, self.watch = ReadColumns(), Stopwatch()
+        self.text, self.watch = SegmentTokens(), Stopwatch()
         self.logits: Tensor | None = None
         self._decided = architecture.full_layers
         """The layers whose kept sets are decided."""

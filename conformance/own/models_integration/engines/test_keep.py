@@ -16,7 +16,7 @@ from models_integration import CrystalCache, FullCache, Published, RetentionPoli
 from models_integration.cli.app import app
 from models_integration.engines.keep import keep
 from models_integration.pocket import ASSETS, load_pocket
-from models_integration.policies.methods import sentence_ends
+from models_integration.policies.tokenizer_values import sentence_ends
 from spec.errors import SpecError
 from spec.parameters import TINY
 

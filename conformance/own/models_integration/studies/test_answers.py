@@ -13,7 +13,7 @@ import torch
 
 from conformance.own.models_integration.studies.contexts import answer
 from models_integration.policies.calibration import calibrate
-from models_integration.policies.template import repeat_template
+from models_integration.policies.tokenizer_values import repeat_template
 from models_integration.studies.evidence.kept import read_prompt
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.run import Cell

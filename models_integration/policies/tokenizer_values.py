@@ -1,0 +1,68 @@
+"""What policies read from a tokenizer: the ends of sentences, and the words of KVzip's second pass."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from models_integration.tasks.assembly import encode
+from models_integration.tasks.chat import chat
+from spec.errors import SpecError
+
+__all__ = ["repeat_template", "sentence_ends"]
+
+_MARKS = (".", "!", "?")
+FIRST = "\n\nRepeat the previous context exactly."
+LATER = "\n\nRepeat the part of the previous context exactly, starting with "
+"""The wording of KVzip's code."""
+
+
+def repeat_template(tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the `template` of KVzip: token ids of two requests to repeat the prompt, and of the start of an answer.
+
+        kvspec.policy_from_name("kvzip", 0.3, template=kvspec.repeat_template(tokenizer))
+
+    If the tokenizer has no chat template, the start of an answer is a newline.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+
+    Raises:
+        SpecError: if the chat template changes the text of messages.
+    """
+    answer = "\n" if getattr(tokenizer, "chat_template", None) is None else chat(tokenizer).closing
+    return tuple(tuple(encode(tokenizer, text)) for text in (FIRST, LATER, answer))
+
+
+def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids of all tokens that end a sentence, for CrystalCache.
+
+        policy = kvspec.CrystalCache(0.4, kvspec.sentence_ends(tokenizer))
+
+    A token ends a sentence if its text, without spaces around it, ends in `.`, `!` or `?` or contains a newline.
+    Special tokens never end a sentence.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+
+    Raises:
+        SpecError: if this is not a tokenizer, or if no token ends a sentence.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise SpecError("tokenizer", type(tokenizer).__name__, "must be a tokenizer of transformers")
+    special = set(tokenizer.all_special_ids)
+    special.update(added for added, token in tokenizer.added_tokens_decoder.items() if token.special)
+    ids = sorted(set(tokenizer.get_vocab().values()) - special)
+    ends = frozenset(token_id for token_id in ids if _ends_a_sentence(_text(tokenizer, token_id)))
+    if not ends:
+        raise SpecError("tokenizer", type(tokenizer).__name__, f"none of its {len(ids)} text tokens ends a sentence")
+    return ends
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+    # Cleaning up would drop the spaces and marks that this is about.
+    text = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+    return text if isinstance(text, str) else "".join(text)
+
+
+def _ends_a_sentence(text: str) -> bool:
+    return "\n" in text or text.strip(" ").endswith(_MARKS)
