@@ -259,7 +259,8 @@ def study(
         print_audit(audit)
         return
     if rules is None or out is None:
-        raise SpecError("--rules" if rules is None else "--out", None, "is needed: give --rules and --out, or --audit")
+        missing = "'--rules'" if rules is None else "'--out'"
+        raise typer.BadParameter("is needed: give --rules and --out, or --audit", param_hint=missing)
     made = load_rules(rules)
     made, loading = replace(made, bare=made.bare or bare), Loading("", device=device, dtype=dtype, attn=attn)
     running = Running(out, part, batch_size, again, rules, table, figure)

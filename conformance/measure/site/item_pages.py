@@ -117,7 +117,8 @@ def marked(path: str, source: str) -> Iterator[tuple[str, Marked]]:
 
 
 TABS = {
-    "Reference": ("spec", "reference"), "Numba": ("accelerated/numba_cpu",), "Triton": ("accelerated/triton_gpu",),
+    "Reference": ("spec", "reference"), "Numba": ("accelerated/numba_cpu",),
+    "torch": ("accelerated/torch_device",), "Triton": ("accelerated/triton_gpu",),
 }
 # The trace fails on an item of a stage without a function, unless it is taken from the host.
 TAKEN_FROM_HOST = "the host's, which is Numba's where there is Numba, else the reference's"

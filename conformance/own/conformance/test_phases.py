@@ -15,8 +15,9 @@ from conformance.paths import ROOT
 from conformance.plugin import judges
 
 GIVEN = {
-    "numba": noxfile.OF_NUMBA, "torch": noxfile.JUDGING,
-    # Lives are of decode, which Triton leaves to Numba.
+    "numba": noxfile.OF_NUMBA,
+    # Lives are of decode, which torch and Triton leave to Numba.
+    "torch": [*noxfile.JUDGING, noxfile.SAVED_LIVES],
     "triton": [*noxfile.OF_TRITON, noxfile.SAVED_LIVES],
 }
 

@@ -95,7 +95,7 @@ CRYSTAL, BREATH, NESTEDKV, DIVERSITY, POLICIES = (
     for family in ("crystal", "breath", "nestedkv", "diversity", "policies")
 )
 """
-FILES = ("essay_decode", "activation", "score", "nestedkv", "diversity", "policy_stages", "vectors", "false_properties")
+FILES = ("resonance", "activation", "score", "nestedkv", "diversity", "policy_stages", "vectors", "false_properties")
 
 
 @pytest.mark.parametrize("family", ["crystal", "breath", "nestedkv", "diversity", "policies"])

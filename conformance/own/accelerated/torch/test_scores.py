@@ -61,7 +61,8 @@ def test_tensors_are_scored_in_float32_where_they_are(name: str, seed: int, monk
     found = values(with_twins(policy, BACKEND), inputs)
     assert all(scores_agree(got, row, "float32") for got, row in zip(found, want.tolist(), strict=True))
     monkeypatch.setattr(scores, "FLOATS", 40)
-    np.testing.assert_allclose(values(with_twins(policy, BACKEND), inputs), found, rtol=1e-5)
+    again = values(with_twins(policy, BACKEND), inputs)
+    assert all(scores_agree(got, row, "float32") for got, row in zip(again, found.tolist(), strict=True))
 
 
 def test_a_twin_has_the_name_and_the_arguments_of_a_function_of_the_reference() -> None:
