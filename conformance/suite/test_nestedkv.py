@@ -187,6 +187,16 @@ def test_the_share_of_the_gap_is_exact(nestedkv_stages: NestedKVStages, precisio
     inside(nestedkv_stages.anomaly_score(k, exact), k, exact, precision)
 
 
+@pytest.mark.spec("NK-BLEND", "NK-SCORE")
+def test_each_head_has_its_own_largest_gain(nestedkv_stages: NestedKVStages, precision: str) -> None:
+    """Gains of heads differ by more than 750: exp of a gain less the largest of all heads is 0."""
+    k = keys(3, 2, 40)
+    k[1] = 1 + 0.5 * k[0]
+    k[1, -1, 0] = -9.0
+    p = replace(NESTED, beta=4_000.0, tau=1e3)
+    inside(nestedkv_stages.anomaly_score(k, p), k, p, precision)
+
+
 @pytest.mark.spec("NK-ROUTE", "NK-BLEND", "NK-SCORE")
 @pytest.mark.parametrize("tau", [0.0, 0.6, 1e3])
 @pytest.mark.parametrize(("kappa", "beta"), [(750.0, 3.0), (4_000.0, 3.0), (1e30, 3.0), (10.0, 5_000.0), (1e30, 1e30)])
