@@ -94,8 +94,8 @@ def small_parameters(draw: st.DrawFn) -> CrystalCacheParameters:
         tau_intra=pick("tau_intra", [0.3, 0.0, 0.5, 0.7]), k_cross=count("k_cross", 0, CROSS),
         tau_cross=pick("tau_cross", [0.02, 0.0, 0.25]), M_min=pick("M_min", [0.1, 0.0, 1.0]),
         M_max=pick("M_max", [20.0, 2.0, 1.0]), tau_merge=pick("tau_merge", [0.3, 0.0, 0.5, 1.0]),
-        T_max=count("T_max", 1, TRUNK), tau_edge=pick("tau_edge", [0.05, 0.0, 0.25]), s=pick("s", [5.0, 2.0, 40.0]),
-        alpha=pick("alpha", [1.0, 0.0, 0.5, 2.0]), N_sink=count("N_sink", 0, 4), W_recent=count("W_recent", 0, 5),
+        T_max=count("T_max", 1, TRUNK), tau_edge=pick("tau_edge", [0.05, 0.0, 0.25]), s=pick("s", [5.0, 2.3, 40.0]),
+        alpha=pick("alpha", [1.0, 0.0, 0.7, 2.0]), N_sink=count("N_sink", 0, 4), W_recent=count("W_recent", 0, 5),
         N_min=count("N_min", 0, 6),
     )
 
@@ -171,9 +171,13 @@ TYPE_PAIRS = [
 
 
 def of_type(kind: str, seed: int, shape: tuple[int, ...]) -> tuple[Any, float]:
-    """Positive eighths up to 2, times what the type's size is, which every type has exactly; and that size."""
+    """Positive numbers up to 2, times the type's size, and that size; the type has them exactly.
+
+    Float16 has eighths, wider types 4096ths: float16 rounds the latter.
+    """
     dtype, size = TYPES[kind]
-    return (size * np.random.default_rng(seed).integers(1, 17, shape) / 8).astype(dtype), size
+    steps = 8 if dtype is np.float16 else 4_096
+    return (size * np.random.default_rng(seed).integers(1, 2 * steps + 1, shape) / steps).astype(dtype), size
 
 
 NESTED = NestedKVParameters(blocks=4, b_min=3, b_max=6, W=4, N_sink=2, alpha_s=Fraction(4, 5))

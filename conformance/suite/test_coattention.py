@@ -257,6 +257,15 @@ def test_logits_beyond_ten_thousand(stages: CrystalStages) -> None:
     assert AttentionInputs(q, k, np.arange(2), p, 1.0, None).run(stages).salience.tolist() == [2.0, 0.0]
 
 
+@pytest.mark.spec("CC-ATTENTION", "CC-SALIENCE")
+def test_each_row_and_head_has_its_own_largest_logit(stages: CrystalStages) -> None:
+    """Logits of 0, 3 000 and 6 000: exp of a logit less the largest of all rows or heads is 0."""
+    q = np.array([[[0.0], [6_000.0]], [[3_000.0], [0.0]]], np.float32)
+    p = replace(TINY, M_min=0.0, k_heads=2)
+    inputs = AttentionInputs(q, np.ones((1, 2, 1), np.float32), np.arange(2), p, 1.0, None)
+    assert inputs.run(stages).salience.tolist() == [3.0, 1.0]
+
+
 @pytest.mark.spec("CC-COATTENTION")
 def test_the_largest_chunk_is_one_chunk(stages: CrystalStages) -> None:
     """C = 2^31 - 1, which an offset of 32 bits plus C does not hold: as C = n."""
