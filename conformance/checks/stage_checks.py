@@ -133,7 +133,7 @@ def _neighbours(
 def impact(found: Vector, salience: Vector, ids: IntVector, p: CrystalCacheParameters) -> Iterator[str]:
     """S3 from given salience."""
     want = s3.impact(salience.tolist(), ids.tolist(), p)
-    exact = p.impact in ("salience", "uniform") or (p.impact == "mixture" and p.rarity == "reciprocal")
+    exact = p.impact in ("salience", "uniform") or p.rarity == "reciprocal"
     if found.tolist() != want if exact else not tolerances.close("CC-IMPACT", found, want):
         yield f"S3: M is {found.tolist()}, not {want}"
 

@@ -53,14 +53,20 @@ def salient_tokens(draw: st.DrawFn) -> tuple[Vector, IntVector]:
 
 
 @pytest.mark.spec("CC-UNIT-IMPACT")
-@given(tokens=salient_tokens(), rarity=st.sampled_from(["logarithm", "reciprocal", "exponential"]))
+@given(
+    tokens=salient_tokens(), rarity=st.sampled_from(["logarithm", "reciprocal", "exponential"]),
+    size=st.sampled_from([1.0, 2.0**-1060]),
+)
 def test_unit_impact_equals_the_brute_force(
-    stages: CrystalStages, tokens: tuple[Vector, IntVector], rarity: str,
+    stages: CrystalStages, tokens: tuple[Vector, IntVector], rarity: str, size: float,
 ) -> None:
-    """M_i MUST be half the share of the largest salience and half the rarity; it lies in [0, 0.8)."""
-    p = replace(PAPER, impact="unit", rarity=rarity)  # type: ignore[arg-type]
-    M = stages.impact(*tokens, p)
-    assert not list(stage_checks.impact(M, *tokens, p))
+    """M_i MUST be half the share of the largest salience and half the rarity; it lies in [0, 0.8).
+
+    Float64 does not have the reciprocal of a salience of 2^-1060.
+    """
+    p, (S, ids) = replace(PAPER, impact="unit", rarity=rarity), tokens  # type: ignore[arg-type]
+    M = stages.impact(size * S, ids, p)
+    assert not list(stage_checks.impact(M, size * S, ids, p))
     assert ((M >= 0) & (M < 0.8)).all()
 
 

@@ -24,6 +24,13 @@ class Case:
     parameters: CrystalCacheParameters
 
 
+IMPACTS = (
+    st.one_of(st.integers(0, 5).map(float), st.floats(0.05, 20)),
+    st.integers(0, 5).map(lambda x: 1 + x * 2.0**-32), st.integers(0, 5).map(lambda x: 1 + x * 2.0**-45),
+)
+"""Of all trunks of a case: of any size, or so close that their range is far below epsilon and not 0."""
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """D and trunk impacts with ties, any protected set (all of it too)."""
@@ -33,7 +40,7 @@ def cases(draw: st.DrawFn) -> Case:
 
     return Case(
         np.array(vector(st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(0, 1)), "D")),
-        np.array(vector(st.one_of(st.integers(0, 5).map(float), st.floats(0.05, 20)), "trunk impact")),
+        np.array(vector(draw(st.sampled_from(IMPACTS), label="kind"), "trunk impact")),
         np.array(draw(st.lists(st.booleans(), min_size=m, max_size=m), label="protected")),
         draw(small_parameters(), label="parameters"),
     )
