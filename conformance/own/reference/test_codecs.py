@@ -67,6 +67,14 @@ def test_halves_go_to_even_and_the_range_is_symmetric() -> None:
     assert codes(x, np.full((1, 1, 1), 2.0), 8).tolist() == [[[-2, 0, 0, 2, 2, -127, -127, 127]]]
 
 
+@pytest.mark.spec("IN-CODES")
+def test_a_code_is_of_the_quotient() -> None:
+    """The quotient is 14.5 to the bit; the product with the step's reciprocal is the float above."""
+    x, step = float.fromhex("0x1.820c4a4p-3"), float.fromhex("0x1.a9fbe8p-7")
+    assert x / step == 14.5 < x * (1 / step)
+    assert codes(np.full((1, 1, 1), x), np.full((1, 1, 1), step), 8).tolist() == [[[14]]]
+
+
 @pytest.mark.spec("IN-SCALE", "IN-CODES")
 @given(x=tensors(), scheme=st.sampled_from(sorted(SCHEMES)), bits=st.sampled_from([2, 3, 4, 6, 8]))
 def test_an_error_is_at_most_half_a_step(x: Cube, scheme: str, bits: int) -> None:
