@@ -63,7 +63,7 @@ class Masked:
             RuntimeError: where some full-attention layer did not attend, so that nothing was masked there.
         """
         given = _given(self.model, self.cache)
-        if "position_ids" in inspect.signature(self.model.forward).parameters:
+        if _accepts_positions(self.model):
             # Some families count from 0 in each forward without them.
             positions = torch.arange(self.seen, self.seen + ids.shape[1])[None] - self.padding
             given["position_ids"] = positions.clamp(min=0)
@@ -192,3 +192,11 @@ def _with(mask: Tensor | None, visible: Tensor, query: Tensor, key: Tensor) -> T
     if mask.dtype == torch.bool:
         return mask & shown
     return mask[..., :live].masked_fill(~shown, torch.finfo(mask.dtype).min)
+
+
+def _accepts_positions(model: Any) -> bool:
+    """Whether a model takes position ids, by itself or for its decoder."""
+    own = inspect.signature(model.forward).parameters
+    if "position_ids" in own or not any(one.kind is one.VAR_KEYWORD for one in own.values()):
+        return "position_ids" in own
+    return "position_ids" in inspect.signature(model.get_decoder().forward).parameters

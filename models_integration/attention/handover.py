@@ -34,6 +34,7 @@ _BY_SLOT = "its attention depends on the distance of slots, as with ALiBi: evict
 LATENTS = (
     "it stores one latent for all heads (MLA): use a policy that keeps one set for the model or for each layer"
 )
+_OWN_POSITIONS = "it numbers positions by its own rule: the positions that kvspec passes would be different"
 _OWN_MASK = "it makes its own attention mask"
 
 
@@ -74,7 +75,12 @@ def _check_positions(architecture: Architecture) -> None:
     """
     known = _APART.setdefault(architecture.decoder, set())
     key = architecture.config._attn_implementation, Granularity.MODEL
-    if architecture.known_positions or key in known:
+    if key in known:
+        return
+    if architecture.takes_positions and not any("inv_freq" in name for name, _ in architecture.decoder.named_buffers()):
+        _check_numbering(architecture)
+    if architecture.known_positions:
+        known.add(key)
         return
     try:
         with isolated_forward(architecture):
@@ -85,6 +91,25 @@ def _check_positions(architecture: Architecture) -> None:
     if not float((evicted - masked).double().norm()) <= bound * float(masked.double().norm()):
         raise SpecError("model", architecture.name, _BY_SLOT)
     known.add(key)
+
+
+def _check_numbering(architecture: Architecture) -> None:
+    """Tokens without position ids have the positions 0, 1, ..., as kvspec numbers them.
+
+    Raises:
+        SpecError: otherwise, as with RoBERTa, whose first position is behind its padding's.
+    """
+    try:
+        with isolated_forward(architecture):
+            own, ours = (
+                read_tokens(architecture, RetainedCache(architecture.config), _TOKENS, numbered=numbered)
+                for numbered in (False, True)
+            )
+    except FORWARD_ERRORS as error:
+        raise SpecError("model", architecture.name, f"it cannot read {_TOKENS} tokens: {error}") from error
+    bound = 1e-3 if own.dtype in (torch.float32, torch.float64) else 6e-2
+    if not float((own - ours).double().norm()) <= bound * float(own.double().norm()):
+        raise SpecError("model", architecture.name, _OWN_POSITIONS)
 
 
 def _after_eviction(architecture: Architecture, gather: bool) -> Tensor:

@@ -90,7 +90,9 @@ def _forward(
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     """The logits, of the last columns alone where the model can tell them apart."""
-    names = inspect.signature(model.forward).parameters
+    names = dict(inspect.signature(model.forward).parameters)
+    if any(one.kind is one.VAR_KEYWORD for one in names.values()):  # the model hands on what its decoder takes
+        names |= inspect.signature(observed.architecture.decoder.forward).parameters
     arguments: dict[str, Any] = {
         "input_ids": input_ids, "attention_mask": attention_mask, **accepted(span.defaults, names),
         cache_name(model): observed.cache,

@@ -22,6 +22,7 @@ from models_integration import (
     load_cache,
     save_cache,
 )
+from models_integration.model.architecture import describe
 from models_integration.model.cache_argument import CACHE
 from spec.errors import SpecError
 from spec.parameters import TINY
@@ -91,6 +92,7 @@ def _outcome(family: str, name: str, model: PreTrainedModel, policy: RetentionPo
 def _part(family: str, name: str, model: PreTrainedModel, compare: Callable[[PreTrainedModel], Comparison]) -> Outcome:
     """What a part of a session is refused for may become known when it begins."""
     try:
+        describe(model)
         return _judged(family, name, compare(model))
     except SpecError as error:
         if error.argument in ("model", "attention_mask"):

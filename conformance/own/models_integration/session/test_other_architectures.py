@@ -31,6 +31,10 @@ from transformers import (
     PreTrainedModel,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+    WhisperConfig,
+    WhisperForCausalLM,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -249,6 +253,29 @@ def test_rows_of_different_lengths_need_position_ids() -> None:
 
 
 @pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("pad", [0, 1])
+def test_a_model_that_numbers_positions_from_its_padding_id_is_refused(pad: int) -> None:
+    """RoBERTa's first position is pad_token_id + 1: position ids from 0 would change every logit."""
+    config = RobertaConfig(**{**_SIZES, "pad_token_id": pad, "is_decoder": True})
+    with pytest.raises(SpecError, match="numbers positions by its own rule"):
+        METHODS["streamingllm"]()(prepare(RobertaForCausalLM(config)))
+
+
+def test_a_padded_row_is_observed_at_its_positions() -> None:
+    """Whisper's model hands position ids on to its decoder without naming them."""
+    layers = {"encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    widths = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "decoder_start_token_id": 1}
+    model = prepare(WhisperForCausalLM(WhisperConfig(**{**_SIZES, **layers, **widths, "max_target_positions": 64})))
+    row, padding = prompt(N), torch.zeros(1, 5, dtype=torch.int64)
+    rows = torch.cat([torch.cat([padding, row[:, : N - 5]], dim=1), row])
+    mask = torch.ones_like(rows)
+    mask[0, :5] = 0
+    alone, both = observe(model, row[:, : N - 5]), observe(model, rows, attention_mask=mask)
+    assert alone.logits is not None
+    assert both.logits is not None
+    assert relative(both.logits[:1], alone.logits) < BOUND
+
+
 def test_a_state_gives_no_token_back() -> None:
     model = build("qwen3_next")
     cache = RetainedCache(model.config)
