@@ -41,6 +41,13 @@ NAMES = {
     "critical-adakv": "CriticalAdaKV", "cake": "CAKE", "criticalkv": "CriticalKV over SnapKV",
     "morphkv@prompt": "MorphKV", "h2o@prompt": "H2O", "tova@prompt": "TOVA", "vatp@prompt": "VATP",
     "kvzip-heads": "KVzip's full and streaming heads",
+    "random-shared": "random tokens, one set for all heads", "random-trunks": "random trunks",
+    "crystalcache(observed_layer=-3)": "CrystalCache, last layer but two observed",
+    'crystalcache(observed_layer=-3, graph="zero")': "CrystalCache without D, last layer but two observed",
+    'crystalcache(observed_layer=-3, graph="zero", T_max=1)': "tokens, no D, last layer but two observed",
+    'crystalcache(observed_layer=-1, graph="zero")': "CrystalCache without D, last layer observed",
+    'crystalcache(observed_layer=-1, rarity="reciprocal")': "CrystalCache, reciprocal rarity, last layer observed",
+    'crystalcache(observed_layer=-1, impact="salience")': "CrystalCache without rarity, last layer observed",
     "kvcrush": "KVCrush, blocks of 16", "snapkv(block=16)": "SnapKV in blocks of 16",
 }
 
@@ -173,6 +180,13 @@ LATER = (
     "fullcache", "evidence", "kvzip", "kvzip-plus", "keydiff", "lagkv", "vase@prompt", "kvzip-uniform", "random",
     "critical-adakv", "cake", "criticalkv", "morphkv@prompt", "snapkv", "vatp@prompt",
 )
+REPAIR = (
+    "fullcache", "evidence", 'crystalcache(observed_layer=-3, graph="zero")',
+    'crystalcache(observed_layer=-1, rarity="reciprocal")', 'crystalcache(observed_layer=-1, graph="zero")',
+    "crystalcache(observed_layer=-3)", "crystalcache(observed_layer=-1)", 'crystalcache(graph="zero")', "nestedkv",
+    'crystalcache(observed_layer=-1, impact="salience")', "random-trunks", "crystalcache",
+    'crystalcache(observed_layer=-3, graph="zero", T_max=1)', "random-shared", "random",
+)
 COLUMNS = (
     _after("facts, question after", FACTS), Column("facts, question in the prompt", FACTS, "in_prompt", "0.3"),
     _after("continued prose", PROSE, answers=False),
@@ -199,6 +213,9 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
         ("fullcache", "kvzip", "kvzip-heads", "nestedkv", "random"),
     ),
     "advice-claims": lambda: decided("advice"),
+    "repair": lambda: figures(
+        "repair", [_after(f"facts, {at}", ("fact",), at) for at in ("0.3", "0.1")], REPAIR, "all"
+    ),
     "pairs": lambda: figures("rules", (_after("pairs of letters, 0.3", PAIRS),), MAIN),
 }
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

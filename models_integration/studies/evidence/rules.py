@@ -242,9 +242,10 @@ def _read(text: str, where: str) -> Rules:
     study = {_SINGULAR.get(name, name): [one] if name in _SINGULAR else one for name, one in read["study"].items()}
     if len(study) < len(read["study"]):
         raise SpecError("rules", where, "must hold model or models, seed or seeds, and not both")
+    policies = study.get("policies")
+    if "controls" not in study and isinstance(policies, list) and all(isinstance(one, str) for one in policies):
+        study["controls"] = list(default_controls(policies))
     rules = _made(Rules, {**study, "claims": claims, "stages": stages, "digest": "", "commit": ""})
-    if "controls" not in study:
-        rules = replace(rules, controls=default_controls(rules.policies))
     return replace(rules, digest=hashlib.sha256(b"\0".join([text.encode(), *_own(rules)])).hexdigest())
 
 
