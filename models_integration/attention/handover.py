@@ -20,7 +20,7 @@ from models_integration.cache.positions import EMPTY, StoredRows
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, device_of
-from models_integration.model.isolated_forward import FORWARD_ERRORS, isolated_forward, read_tokens
+from models_integration.model.isolated_forward import FORWARD_ERRORS, isolated_forward, read_tokens, states_agree
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
@@ -87,8 +87,7 @@ def _check_positions(architecture: Architecture) -> None:
             evicted, masked = _after_eviction(architecture, gather=True), _after_eviction(architecture, gather=False)
     except FORWARD_ERRORS as error:
         raise SpecError("model", architecture.name, f"it cannot read a token after eviction: {error}") from error
-    bound = 1e-3 if evicted.dtype in (torch.float32, torch.float64) else 6e-2
-    if not float((evicted - masked).double().norm()) <= bound * float(masked.double().norm()):
+    if not states_agree(evicted, masked):
         raise SpecError("model", architecture.name, _BY_SLOT)
     known.add(key)
 
@@ -107,8 +106,7 @@ def _check_numbering(architecture: Architecture) -> None:
             )
     except FORWARD_ERRORS as error:
         raise SpecError("model", architecture.name, f"it cannot read {_TOKENS} tokens: {error}") from error
-    bound = 1e-3 if own.dtype in (torch.float32, torch.float64) else 6e-2
-    if not float((own - ours).double().norm()) <= bound * float(own.double().norm()):
+    if not states_agree(ours, own):
         raise SpecError("model", architecture.name, _OWN_POSITIONS)
 
 

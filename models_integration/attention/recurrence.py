@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, device_of
 from models_integration.model.cache_argument import cache_name
-from models_integration.model.isolated_forward import FORWARD_ERRORS, isolated_forward
+from models_integration.model.isolated_forward import FORWARD_ERRORS, isolated_forward, states_agree
 from spec.errors import SpecError
 
 __all__ = ["check_recurrence", "check_turns"]
 
 _TOKENS, _PADDING = 8, 3
-# A layer that begins anew is off by 0.4 and more; rounding by less than 1e-5 in float32, 1e-2 in bfloat16.
-_BOUND, _BOUND_HALF = 1e-3, 6e-2
 
 _TURN = "its recurrent layers lose their state when several tokens follow others: read later text token by token"
 _PADDED = "its recurrent layers read padding as tokens: pass rows of equal length"
@@ -75,8 +73,7 @@ def _check(architecture: Architecture, reason: str, argument: str, pieces: Seque
             found, expected = _hidden(architecture, pieces, padding), _hidden(architecture, [tokens], 0)
     except FORWARD_ERRORS as error:
         raise SpecError("model", architecture.name, f"{reason} ({type(error).__name__}: {error})") from error
-    bound = _BOUND if expected.dtype in (torch.float32, torch.float64) else _BOUND_HALF
-    if not float((found - expected).double().norm()) <= bound * float(expected.double().norm()):
+    if not states_agree(found, expected):
         raise SpecError("model", architecture.name, reason)
     passed.add(reason)
 

@@ -11,7 +11,10 @@ from transformers.cache_utils import Cache
 from models_integration.model.architecture import Architecture, device_of, restored_rotation
 from models_integration.model.cache_argument import cache_name
 
-__all__ = ["FORWARD_ERRORS", "isolated_forward", "read_tokens"]
+__all__ = ["FORWARD_ERRORS", "isolated_forward", "read_tokens", "states_agree"]
+
+# A wrong state or position is off by 0.1 and more; rounding by less than 1e-5 in float32, 1e-2 in bfloat16.
+_BOUND, _BOUND_HALF = 1e-3, 6e-2
 
 # What a modelling file raises that was not written for what it is given.
 FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
@@ -53,3 +56,9 @@ def read_tokens(
     output = architecture.decoder.forward(input_ids=ids, attention_mask=mask, use_cache=True, **given)
     hidden: Tensor = output[0]
     return hidden
+
+
+def states_agree(found: Tensor, expected: Tensor) -> bool:
+    """Whether hidden states differ by no more than rounding; False if one is not finite."""
+    bound = _BOUND if expected.dtype in (torch.float32, torch.float64) else _BOUND_HALF
+    return float((found - expected).double().norm()) <= bound * float(expected.double().norm())
