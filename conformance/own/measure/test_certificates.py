@@ -12,8 +12,12 @@ from conformance.paths import SPEC
 from conformance.verify.subject import digest_of
 
 LINES = 15
-ISSUE = """\"\"\"It is wrong
+ISSUE = """## numpy 2
 
+### It is wrong
+
+```py
+\"\"\"
 Package: numpy 2
 Prints: {prints}
 Expected: another
@@ -21,35 +25,38 @@ thing.
 Change: Do it.
 \"\"\"
 
-assert False, "two  words"
+assert {holds}, "two  words"
+```
 """
 
 
-def test_every_issue_is_whole_and_on_the_page() -> None:
-    found = upstream.defects()
-    assert len({one.title for one in found}) == len(found) >= 10
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(upstream, "PAGE", tmp_path / "upstream.md")
+    return upstream.PAGE
+
+
+def test_every_issue_is_whole() -> None:
+    found, text = upstream.defects(), upstream.PAGE.read_text(encoding="utf-8")
+    assert len({one.title for one in found}) == len(found) == text.count("\n### ") >= 10
     for one in found:
-        assert tuple(one.fields) == upstream.FIELDS, one.name
-        assert one.name.startswith(f"{one.package}_"), one.name
-        assert sum(bool(line.strip()) for line in one.script.splitlines()) <= LINES, one.name
-    assert upstream.PAGE.read_text(encoding="utf-8") == upstream.page()
+        assert tuple(one.fields) == upstream.FIELDS, one.title
+        section = text[: text.index(f"### {one.title}\n")].rpartition("\n## ")[2]
+        assert section.startswith(f"{one.fields['Package']}\n"), one.title
+        assert sum(bool(line.strip()) for line in one.script.splitlines()) <= LINES, one.title
 
 
 @pytest.mark.parametrize(("prints", "code"), [("AssertionError: two words", 0), ("AssertionError: three", 1)])
-def test_an_issue_is_there_as_long_as_it_prints_what_it_says(
-    prints: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(upstream, "FOLDER", tmp_path)
-    (tmp_path / "numpy_issue.py").write_text(ISSUE.format(prints=prints), encoding="utf-8")
+def test_an_issue_is_there_as_long_as_it_prints_what_it_says(prints: str, code: int, page: Path) -> None:
+    page.write_text(ISSUE.format(prints=prints, holds=False), encoding="utf-8")
     (one,) = upstream.defects()
     assert one.fields["Expected"] == "another thing."
     assert upstream.said(one) == "AssertionError: two words"
     assert upstream.main(["numpy"]) == code
 
 
-def test_an_issue_whose_script_ends_well_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "FOLDER", tmp_path)
-    (tmp_path / "numpy_issue.py").write_text(ISSUE.format(prints="").replace("assert False", "assert True"), "utf-8")
+def test_an_issue_whose_script_ends_well_is_gone(page: Path) -> None:
+    page.write_text(ISSUE.format(prints="", holds=True), encoding="utf-8")
     assert upstream.said(upstream.defects()[0]) == ""
     assert upstream.main(["numpy"]) == 1
 
