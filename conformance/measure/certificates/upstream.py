@@ -1,4 +1,4 @@
-"""`python -m conformance.measure.certificates.upstream kvpress`: each defect of docs/upstream.md still shows, or exit 1.
+"""`python -m conformance.measure.certificates.upstream PACKAGE`: each defect of docs/upstream.md shows, or exit 1.
 
 A section there is an issue ready to be filed: a title, a docstring (Package, Prints, Expected, Change) and a short
 script, which ends in an error as long as the defect is there.
