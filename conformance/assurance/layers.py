@@ -33,8 +33,8 @@ EXEMPT = {"spec/tables.py"}
 
 # What judges anybody's backend, bottom to top; above it stands what only the repository has.
 SUITE = (
-    "paths", "items", "exceptions", "engine", "oracles", "tolerances", "strategies", "vectors", "checks", "calls",
-    "threads", "plugin", "policy_suite", "suite", "verify",
+    "paths", "items", "exceptions", "engine", "oracles", "tolerances", "strategies", "vectors", "methods", "checks",
+    "calls", "threads", "plugin", "policy_suite", "suite", "verify",
 )
 SUITE_NEEDS = {"spec", "reference", "numpy", "pytest", "hypothesis", "jaxtyping"}
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from conformance.assurance.brute import (
+from conformance.methods import brutes, h2o
+from conformance.methods.brute import (
     BLOCK,
     HALF,
     KERNEL,
@@ -22,8 +23,7 @@ from conformance.assurance.brute import (
     plain,
     shared,
 )
-from conformance.assurance.oracles import brutes, h2o
-from conformance.assurance.oracles.policies import (
+from conformance.methods.policies import (
     Score,
     adaptive_shares,
     best_blocks,
@@ -31,9 +31,9 @@ from conformance.assurance.oracles.policies import (
     epicache,
     top,
 )
-from conformance.assurance.oracles.signatures import signatures
-from conformance.assurance.oracles.snapkv import snapkv
-from conformance.assurance.oracles.triattention import rows
+from conformance.methods.signatures import signatures
+from conformance.methods.snapkv import snapkv
+from conformance.methods.triattention import rows
 from conformance.oracles import diversity as alpha_oracle
 from conformance.strategies.policy_inputs import Inputs, Kept, calibrated, identity
 from reference import policies

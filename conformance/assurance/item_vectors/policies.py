@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from conformance.assurance.brute import Brute, from_vector, layers_of
-from conformance.assurance.oracles import brutes
+from conformance.methods import brutes
+from conformance.methods.brute import Brute, from_vector, layers_of
 from conformance.strategies.policy_inputs import decided
 from conformance.vectors.codec import floats
 from conformance.vectors.files import Json

@@ -1,18 +1,1 @@
-"""What policies, injection and statistics must give, in plain Python; `brutes` finds the policies of its modules."""
-
-from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from conformance.assurance.brute import Brute
-
-__all__ = ["brutes"]
-
-
-@cache
-def brutes() -> tuple["Brute", ...]:
-    """BRUTES of each module, by the names of modules."""
-    modules = [import_module(f"{__name__}.{one.name}") for one in iter_modules(__path__)]
-    return tuple(brute for module in modules for brute in getattr(module, "BRUTES", ()))
+"""What injection and statistics must give, in plain Python."""

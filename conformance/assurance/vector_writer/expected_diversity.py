@@ -5,10 +5,10 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles import signatures as signed
-from conformance.assurance.oracles import triattention as tri
-from conformance.assurance.oracles.knorm import knorm
+from conformance.methods import policies as oracle
+from conformance.methods import signatures as signed
+from conformance.methods import triattention as tri
+from conformance.methods.knorm import knorm
 from conformance.oracles import diversity as alpha
 from conformance.vectors.files import Json
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from conformance.assurance.oracles import policies
-from conformance.assurance.oracles.keydiff import keydiff
-from conformance.assurance.oracles.nestedkv import kept as kept_of_a_layer
-from conformance.assurance.oracles.nestedkv import tokens
+from conformance.methods import policies
+from conformance.methods.keydiff import keydiff
+from conformance.methods.nestedkv import kept as kept_of_a_layer
+from conformance.methods.nestedkv import tokens
 from conformance.oracles import nestedkv as oracle
 from conformance.vectors.files import Json, nestedkv_parameters
 

@@ -5,14 +5,14 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from conformance.assurance.brute import Brute, from_vector
-from conformance.assurance.oracles import brutes, kvzip, weighed
-from conformance.assurance.oracles import cake as cake_oracle
-from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles.knorm import knorm
-from conformance.assurance.oracles.policies import best_blocks, crushed
-from conformance.assurance.oracles.snapkv import snapkv
-from conformance.assurance.oracles.vase import uniforms
+from conformance.methods import brutes, kvzip, weighed
+from conformance.methods import cake as cake_oracle
+from conformance.methods import policies as oracle
+from conformance.methods.brute import Brute, from_vector
+from conformance.methods.knorm import knorm
+from conformance.methods.policies import best_blocks, crushed
+from conformance.methods.snapkv import snapkv
+from conformance.methods.vase import uniforms
 from conformance.vectors.files import Json
 
 __all__ = ["DIRECT", "RESULTS"]

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from conformance.assurance.brute import Brute
-from conformance.assurance.oracles import brutes
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.assurance.vector_writer.expected_large import LARGE_OPERATIONS, made, shortened
 from conformance.assurance.vector_writer.operation import encoded
 from conformance.checks.bounds import BOUNDED
+from conformance.methods import brutes
+from conformance.methods.brute import Brute
 from conformance.vectors import files
 from conformance.vectors.compact import expanded, is_compact
 from conformance.vectors.files import Json, decoded, parameters_of

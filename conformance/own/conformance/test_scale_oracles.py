@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
-from conformance.assurance.brute import plain
-from conformance.assurance.oracles import policies as brute_policies
-from conformance.assurance.oracles.expected_attention import expected_attention as brute_expected_attention
 from conformance.checks.stage_checks import edges_of, trunk_lists
+from conformance.methods import policies as brute_policies
+from conformance.methods.brute import plain
+from conformance.methods.expected_attention import expected_attention as brute_expected_attention
 from conformance.oracles import decode as brute_decode
 from conformance.oracles import diversity as brute_diversity
 from conformance.oracles import nestedkv as brute_nestedkv

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.brute import BLOCK, KERNEL, SAFEGUARD, W, plain
-from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles import policies as scored
-from conformance.assurance.oracles import weighed
-from conformance.assurance.oracles.adakv import adakv as brute_adakv
-from conformance.assurance.oracles.policies import crushed
 from conformance.assurance.policy_steps import PROMPT, SEEN, STEPS, N, decoded, long, sets, turned
+from conformance.methods import policies as oracle
+from conformance.methods import policies as scored
+from conformance.methods import weighed
+from conformance.methods.adakv import adakv as brute_adakv
+from conformance.methods.brute import BLOCK, KERNEL, SAFEGUARD, W, plain
+from conformance.methods.policies import crushed
 from conformance.plugin import sparingly
 from conformance.strategies.numbers import Numbers
 from conformance.strategies.policy_inputs import decided, drawn, retained

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.assurance.brute import HALF, KERNEL, N_SINK, SEED, W, plain
-from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles import vase as brute
-from conformance.assurance.oracles.caote import caote as brute_caote
-from conformance.assurance.oracles.morphkv import morphkv
-from conformance.assurance.oracles.policies import window
-from conformance.assurance.oracles.rkv import rkv as brute_rkv
-from conformance.assurance.oracles.tova import tova as brute_tova
 from conformance.assurance.policy_steps import PROMPT, STEPS, decoded, long, shown
+from conformance.methods import policies as oracle
+from conformance.methods import vase as brute
+from conformance.methods.brute import HALF, KERNEL, N_SINK, SEED, W, plain
+from conformance.methods.caote import caote as brute_caote
+from conformance.methods.morphkv import morphkv
+from conformance.methods.policies import window
+from conformance.methods.rkv import rkv as brute_rkv
+from conformance.methods.tova import tova as brute_tova
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import Inputs, drawn, groups_of
 from conformance.tolerances import scores_agree

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.brute import KERNEL, W, plain
-from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles import signatures as signed
-from conformance.assurance.oracles.knorm import knorm as brute_knorm
 from conformance.assurance.policy_cases import CASES, LAM, alpha_kept, plain_values
 from conformance.assurance.policy_steps import PROMPT, decoded, long
+from conformance.methods import policies as oracle
+from conformance.methods import signatures as signed
+from conformance.methods.brute import KERNEL, W, plain
+from conformance.methods.knorm import knorm as brute_knorm
 from conformance.oracles import diversity as brute
 from conformance.plugin import sparingly
 from conformance.strategies.numbers import seeds

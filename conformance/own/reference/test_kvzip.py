@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.brute import REHEARSED, rehearsed
-from conformance.assurance.oracles import kvzip as brute
-from conformance.assurance.oracles import kvzip as oracle
-from conformance.assurance.oracles.policies import Score
+from conformance.methods import kvzip as brute
+from conformance.methods import kvzip as oracle
+from conformance.methods.brute import REHEARSED, rehearsed
+from conformance.methods.policies import Score
 from conformance.plugin import sparingly
 from conformance.strategies.numbers import Numbers
 from conformance.strategies.policy_inputs import TEMPLATE, Inputs, calibrated, drawn, identity, observation

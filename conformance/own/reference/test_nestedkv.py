@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.oracles import nestedkv as policy_oracle
+from conformance.methods import nestedkv as policy_oracle
 from conformance.oracles import nestedkv as oracle
 from conformance.strategies.numbers import NESTED, keys, seeds
 from conformance.strategies.policy_inputs import decided, drawn

@@ -38,7 +38,7 @@ def loudkeys() -> Policy:
     return Policy("loudkeys", scorer, even, top_units, SinkAndRecent(0, 0), granularity=Granularity.HEAD)
 '''
 ORACLE = '''"""Loud keys by brute force."""
-from conformance.assurance.brute import Brute, by_layer
+from conformance.methods.brute import Brute, by_layer
 def loudkeys(layer):
     return [[sum(map(abs, key)) for key in head] for head in layer["k"]]
 BRUTES = [Brute("PO-LOUDKEYS", "loudkeys", by_layer(loudkeys))]
@@ -55,10 +55,10 @@ def test_kept_sets_are_those_of_brute_force():
 '''
 FOUND = '''
 import runpy, sys
-import conformance.assurance.oracles, reference.policies, spec.promises
+import conformance.methods, reference.policies, spec.promises
 from pathlib import Path
 root = Path(sys.argv[1])
-for package in (reference.policies, conformance.assurance.oracles):
+for package in (reference.policies, conformance.methods):
     package.__path__.append(str(root.joinpath(*package.__name__.split("."))))
 spec.promises.PAGE = root / "spec" / "policies.md"
 
@@ -107,7 +107,7 @@ def tree(tmp_path: Path) -> Path:
     written = {
         "spec/policies.md": page.replace(first_row, f"{ROW}\n{first_row}") + "\n" + ITEM,
         "reference/policies/loudkeys.py": SCORER,
-        "conformance/assurance/oracles/loudkeys.py": ORACLE,
+        "conformance/methods/loudkeys.py": ORACLE,
         "conformance/own/reference/test_loudkeys.py": TEST,
     }
     for name, text in written.items():
@@ -132,6 +132,6 @@ def test_commands_write_its_exports_and_trace_it(tree: Path) -> None:
     trace = read_tree(tree)
     assert trace.functions["PO-LOUDKEYS"] == ["reference/policies/loudkeys.py:loudkeys_score"]
     assert [place.split(":")[0] for place in trace.tests["PO-LOUDKEYS"]] == [
-        "conformance/assurance/oracles/loudkeys.py", "conformance/own/reference/test_loudkeys.py",
+        "conformance/methods/loudkeys.py", "conformance/own/reference/test_loudkeys.py",
     ]
     assert not trace.lacks("PO-LOUDKEYS", "accelerated/numba_cpu")

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from conformance.assurance.brute import FUTURE, KERNEL, LAG, SINK, W, plain
-from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles.adakv import adakv as brute_adakv
-from conformance.assurance.oracles.caote import caote as brute_caote
-from conformance.assurance.oracles.expected_attention import expected_attention as brute_expected_attention
-from conformance.assurance.oracles.keydiff import keydiff as brute_keydiff
-from conformance.assurance.oracles.knorm import knorm as brute_knorm
-from conformance.assurance.oracles.lagkv import lagkv_information as brute_lagkv_information
-from conformance.assurance.oracles.rkv import rkv as brute_rkv
-from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv
-from conformance.assurance.oracles.tova import tova as brute_tova
 from conformance.assurance.policy_cases import CASES
+from conformance.methods import policies as oracle
+from conformance.methods.adakv import adakv as brute_adakv
+from conformance.methods.brute import FUTURE, KERNEL, LAG, SINK, W, plain
+from conformance.methods.caote import caote as brute_caote
+from conformance.methods.expected_attention import expected_attention as brute_expected_attention
+from conformance.methods.keydiff import keydiff as brute_keydiff
+from conformance.methods.knorm import knorm as brute_knorm
+from conformance.methods.lagkv import lagkv_information as brute_lagkv_information
+from conformance.methods.rkv import rkv as brute_rkv
+from conformance.methods.snapkv import snapkv as brute_snapkv
+from conformance.methods.tova import tova as brute_tova
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import Inputs, decided, drawn
 from conformance.tolerances import scores_agree

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.assurance.brute import Brute
-from conformance.assurance.oracles import brutes
 from conformance.assurance.policy_cases import CASES
+from conformance.methods import brutes
+from conformance.methods.brute import Brute
 from conformance.strategies.policy_inputs import decided, drawn, observation
 from reference import policies
 from reference.policies.adakv import with_adaptive_budgets

@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles import signatures as signed
-from conformance.assurance.oracles import triattention
-from conformance.assurance.oracles.lagkv import lagkv as brute_lagkv
+from conformance.methods import policies as oracle
+from conformance.methods import signatures as signed
+from conformance.methods import triattention
+from conformance.methods.lagkv import lagkv as brute_lagkv
 from conformance.oracles import s6
 from conformance.oracles.scale import decode, selectors, stages
 from conformance.strategies.numbers import Numbers

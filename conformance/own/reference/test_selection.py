@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from conformance.assurance.oracles import policies as oracle
 from conformance.assurance.policy_cases import CASES
+from conformance.methods import policies as oracle
 from conformance.strategies.policy_inputs import decided, drawn, observation, retained
 from reference.policies import adakv, keydiff, retain, snapkv
 from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder, winners

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles import triattention as brute
-from conformance.assurance.oracles.triattention import rows as tri_rows
 from conformance.assurance.policy_cases import triattention
 from conformance.assurance.policy_steps import PROMPT, decoded, long
+from conformance.methods import policies as oracle
+from conformance.methods import triattention as brute
+from conformance.methods.triattention import rows as tri_rows
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import calibrated, decided, drawn, identity, observation
 from conformance.tolerances import scores_agree

@@ -10,12 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance import tolerances
-from conformance.assurance.brute import plain
-from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles.adakv import adakv as brute_adakv
-from conformance.assurance.oracles.keydiff import keydiff as brute_keydiff
-from conformance.assurance.oracles.knorm import knorm as brute_knorm
-from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv
 from conformance.assurance.policy_cases import CASES
 from conformance.assurance.policy_steps import (
     KERNEL,
@@ -33,6 +27,12 @@ from conformance.assurance.policy_steps import (
     stored,
     turned,
 )
+from conformance.methods import policies as oracle
+from conformance.methods.adakv import adakv as brute_adakv
+from conformance.methods.brute import plain
+from conformance.methods.keydiff import keydiff as brute_keydiff
+from conformance.methods.knorm import knorm as brute_knorm
+from conformance.methods.snapkv import snapkv as brute_snapkv
 from conformance.own.reference.test_decoding import one_head
 from conformance.strategies.policy_inputs import Inputs, drawn, observation
 from reference import policies

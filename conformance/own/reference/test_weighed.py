@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.brute import KERNEL, SINK, W, plain
-from conformance.assurance.oracles import cake as cake_oracle
-from conformance.assurance.oracles import policies as oracle
-from conformance.assurance.oracles import weighed
-from conformance.assurance.oracles.snapkv import snapkv as brute_snapkv
 from conformance.assurance.policy_steps import PROMPT, STEPS, decoded, long
+from conformance.methods import cake as cake_oracle
+from conformance.methods import policies as oracle
+from conformance.methods import weighed
+from conformance.methods.brute import KERNEL, SINK, W, plain
+from conformance.methods.snapkv import snapkv as brute_snapkv
 from conformance.plugin import sparingly
 from conformance.strategies.numbers import Numbers
 from conformance.strategies.policy_inputs import drawn, observation

@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from conformance.assurance.item_vectors.items import ITEMS
-from conformance.assurance.oracles import policies
-from conformance.assurance.oracles.policies import best_blocks as blocks_by_force
-from conformance.assurance.oracles.policies import pyramid_shares
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.assurance.vector_writer.operation import encoded
 from conformance.checks.vector_checks import same
 from conformance.engine.process import Engine, backend_of
+from conformance.methods import policies
+from conformance.methods.policies import best_blocks as blocks_by_force
+from conformance.methods.policies import pyramid_shares
 from conformance.oracles.diversity import cosine
 from conformance.vectors.codec import plain
 from reference.diversity import cosines

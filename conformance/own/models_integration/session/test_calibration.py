@@ -23,8 +23,8 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from conformance.assurance.brute import rehearsed
-from conformance.assurance.oracles import kvzip as kvzip_oracle
+from conformance.methods import kvzip as kvzip_oracle
+from conformance.methods.brute import rehearsed
 from conformance.own.models_integration.archive.block_mask import ROTATIONS
 from conformance.own.models_integration.archive.block_mask import build as rotated
 from conformance.own.models_integration.session.families import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from conformance.assurance.oracles.kvzip import chunks
+from conformance.methods.kvzip import chunks
 from conformance.own.models_integration.session.families import (
     _GQA,
     VOCABULARY,

@@ -1,6 +1,6 @@
 """StreamingLLM by brute force: positions alone."""
 
-from conformance.assurance.brute import SINK, Brute, sinks
+from conformance.methods.brute import SINK, Brute, sinks
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES"]

@@ -1,7 +1,7 @@
 """H2O by brute force: the attention that each key got from all queries, and the newest tokens."""
 
-from conformance.assurance.brute import Brute, W, by_layer, newest, newest_half, plain
-from conformance.assurance.oracles.policies import Layer, Score, accumulated, top, window
+from conformance.methods.brute import Brute, W, by_layer, newest, newest_half, plain
+from conformance.methods.policies import Layer, Score, accumulated, top, window
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "described", "h2o", "rows"]

@@ -1,6 +1,6 @@
 """A named policy by brute force, the inputs of its tests and vectors, and the terms in which its kept sets are said.
 
-A module of `oracles` lists its policies in BRUTES, from which the common tests, the table of promises and the vectors
+A module of `methods` lists its policies in BRUTES, from which the common tests, the table of promises and the vectors
 have their cases. What it computes shares nothing with the reference, of which only `Brute.policy` makes one.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.assurance.oracles import policies as oracle
+from conformance.methods import policies as oracle
 from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import TEMPLATE, Inputs, Kept, of_model
 from conformance.vectors.codec import floats

@@ -4,8 +4,8 @@ import cmath
 import math
 from collections.abc import Callable, Sequence
 
-from conformance.assurance.brute import Brute
-from conformance.assurance.oracles.policies import Score, top
+from conformance.methods.brute import Brute
+from conformance.methods.policies import Score, top
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "joined", "score", "statistics", "z_score"]

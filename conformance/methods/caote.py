@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from conformance.assurance.brute import Brute, by_layer
-from conformance.assurance.oracles.policies import Layer, Row, Score, groups, last_rows
+from conformance.methods.brute import Brute, by_layer
+from conformance.methods.policies import Layer, Row, Score, groups, last_rows
 
 __all__ = ["BRUTES", "caote", "caote_error"]
 

@@ -1,11 +1,12 @@
-"""VATP and CriticalKV by brute force, in the terms of `oracles.policies`; nothing is shared with the reference."""
+"""VATP and CriticalKV by brute force, in the terms of `methods.policies`; nothing is shared with the reference."""
 
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from conformance.assurance.brute import (
+from conformance.methods.adakv import adakv
+from conformance.methods.brute import (
     KERNEL,
     SAFEGUARD,
     SINK,
@@ -16,9 +17,8 @@ from conformance.assurance.brute import (
     plain,
     sinks,
 )
-from conformance.assurance.oracles.adakv import adakv
-from conformance.assurance.oracles.policies import Layer, Row, Score, accumulated, adaptive_shares, dot, groups, top
-from conformance.assurance.oracles.snapkv import snapkv
+from conformance.methods.policies import Layer, Row, Score, accumulated, adaptive_shares, dot, groups, top
+from conformance.methods.snapkv import snapkv
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "critical", "output_sizes", "two_stages", "vatp"]

@@ -3,8 +3,8 @@
 import math
 from fractions import Fraction
 
-from conformance.assurance.brute import KERNEL, SAFEGUARD, Brute, W, newest, shared
-from conformance.assurance.oracles.policies import (
+from conformance.methods.brute import KERNEL, SAFEGUARD, Brute, W, newest, shared
+from conformance.methods.policies import (
     Layer,
     Score,
     adaptive_shares,

@@ -1,11 +1,11 @@
-"""VaSE by brute force, in the terms of `oracles.policies`; nothing is shared with the reference, nor with NumPy."""
+"""VaSE by brute force, in the terms of `methods.policies`; nothing is shared with the reference, nor with NumPy."""
 
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from conformance.assurance.brute import HALF, KERNEL, N_SINK, SEED, Brute, W, newest, plain
-from conformance.assurance.oracles.policies import (
+from conformance.methods.brute import HALF, KERNEL, N_SINK, SEED, Brute, W, newest, plain
+from conformance.methods.policies import (
     Layer,
     Score,
     capped,

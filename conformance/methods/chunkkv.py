@@ -1,7 +1,7 @@
 """ChunkKV by brute force: whole chunks by the sums of their tokens."""
 
-from conformance.assurance.brute import C_CHUNK, Brute, W, newest, plain
-from conformance.assurance.oracles.policies import Score, accumulated, chunk_selection, last_rows, window
+from conformance.methods.brute import C_CHUNK, Brute, W, newest, plain
+from conformance.methods.policies import Score, accumulated, chunk_selection, last_rows, window
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "chunkkv", "described"]

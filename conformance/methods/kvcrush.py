@@ -2,9 +2,9 @@
 
 from fractions import Fraction
 
-from conformance.assurance.brute import BLOCK, HALF, KERNEL, Brute, W, newest, plain
-from conformance.assurance.oracles.policies import crushed
-from conformance.assurance.oracles.snapkv import snapkv
+from conformance.methods.brute import BLOCK, HALF, KERNEL, Brute, W, newest, plain
+from conformance.methods.policies import crushed
+from conformance.methods.snapkv import snapkv
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES"]

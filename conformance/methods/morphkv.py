@@ -1,9 +1,9 @@
-"""MorphKV by brute force, in the terms of `oracles.policies`; nothing is shared with the reference."""
+"""MorphKV by brute force, in the terms of `methods.policies`; nothing is shared with the reference."""
 
 import math
 
-from conformance.assurance.brute import Brute, W, by_layer, newest
-from conformance.assurance.oracles.policies import Layer, Score, groups, last_rows, padded, window
+from conformance.methods.brute import Brute, W, by_layer, newest
+from conformance.methods.policies import Layer, Score, groups, last_rows, padded, window
 
 __all__ = ["BRUTES", "morphkv"]
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from conformance.assurance.brute import SINK, Brute, by_layer, shared, sinks
-from conformance.assurance.oracles.keydiff import keydiff
-from conformance.assurance.oracles.policies import competition_shares, top
+from conformance.methods.brute import SINK, Brute, by_layer, shared, sinks
+from conformance.methods.keydiff import keydiff
+from conformance.methods.policies import competition_shares, top
 from conformance.oracles.nestedkv import Row, scores
 from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import Inputs, Kept

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from conformance.assurance.brute import KERNEL, Brute, W, newest, plain
-from conformance.assurance.oracles.h2o import described
-from conformance.assurance.oracles.policies import Score, pyramid_shares, top
-from conformance.assurance.oracles.snapkv import snapkv
+from conformance.methods.brute import KERNEL, Brute, W, newest, plain
+from conformance.methods.h2o import described
+from conformance.methods.policies import Score, pyramid_shares, top
+from conformance.methods.snapkv import snapkv
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES"]

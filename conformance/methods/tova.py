@@ -2,8 +2,8 @@
 
 import math
 
-from conformance.assurance.brute import Brute, by_layer
-from conformance.assurance.oracles.policies import Layer, Score, last_rows
+from conformance.methods.brute import Brute, by_layer
+from conformance.methods.policies import Layer, Score, last_rows
 
 __all__ = ["BRUTES", "tova"]
 

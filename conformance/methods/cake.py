@@ -1,11 +1,11 @@
-"""CAKE by brute force, in the terms of `oracles.policies`; nothing is shared with the reference."""
+"""CAKE by brute force, in the terms of `methods.policies`; nothing is shared with the reference."""
 
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from conformance.assurance.brute import KERNEL, Brute, W, newest, plain
-from conformance.assurance.oracles.policies import Layer, Score, groups, last_rows, padded, pool, top, whole, window
+from conformance.methods.brute import KERNEL, Brute, W, newest, plain
+from conformance.methods.policies import Layer, Score, groups, last_rows, padded, pool, top, whole, window
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "preference", "preferred_shares", "scores"]

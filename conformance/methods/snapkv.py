@@ -2,8 +2,8 @@
 
 import math
 
-from conformance.assurance.brute import KERNEL, Brute, W, by_layer, newest
-from conformance.assurance.oracles.policies import Layer, Score, groups, last_rows, padded, pool, window
+from conformance.methods.brute import KERNEL, Brute, W, by_layer, newest
+from conformance.methods.policies import Layer, Score, groups, last_rows, padded, pool, window
 
 __all__ = ["BRUTES", "snapkv"]
 

@@ -2,8 +2,8 @@
 
 import math
 
-from conformance.assurance.brute import FUTURE, SINK, Brute, plain, sinks
-from conformance.assurance.oracles.policies import Layer, Row, Score, dot, groups, normalise, top
+from conformance.methods.brute import FUTURE, SINK, Brute, plain, sinks
+from conformance.methods.policies import Layer, Row, Score, dot, groups, normalise, top
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "expected_attention", "rotate"]

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from conformance.assurance.brute import KERNEL, Brute, W, newest, plain
-from conformance.assurance.oracles.policies import (
+from conformance.methods.brute import KERNEL, Brute, W, newest, plain
+from conformance.methods.policies import (
     Layer,
     Row,
     Score,

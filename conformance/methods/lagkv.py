@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from conformance.assurance.brute import LAG, SINK, Brute, by_layer, sinks
-from conformance.assurance.oracles.policies import Layer, Row, Score, normalise
+from conformance.methods.brute import LAG, SINK, Brute, by_layer, sinks
+from conformance.methods.policies import Layer, Row, Score, normalise
 
 __all__ = ["BRUTES", "lagkv", "lagkv_information"]
 

@@ -1,4 +1,4 @@
-"""KVzip by brute force, in the terms of `oracles.policies`; nothing is shared with the reference.
+"""KVzip by brute force, in the terms of `methods.policies`; nothing is shared with the reference.
 
 A layer's `repeats` are dicts of start, stop, q (H lists of rows), k (H_kv lists of rows) and norms.
 """
@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from conformance.assurance.brute import REHEARSED, SINK, Brute, W, both_ends, rehearsed
-from conformance.assurance.oracles.policies import Layer, Row, Score, capped, dot, normalise, top
+from conformance.methods.brute import REHEARSED, SINK, Brute, W, both_ends, rehearsed
+from conformance.methods.policies import Layer, Row, Score, capped, dot, normalise, top
 from conformance.strategies.policy_inputs import Inputs, Kept, repeats
 from spec.policy import Rehearsal
 

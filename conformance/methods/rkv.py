@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from conformance.assurance.brute import KERNEL, Brute, W, by_layer, newest
-from conformance.assurance.oracles.policies import (
+from conformance.methods.brute import KERNEL, Brute, W, by_layer, newest
+from conformance.methods.policies import (
     Layer,
     Row,
     Score,

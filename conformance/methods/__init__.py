@@ -1,0 +1,18 @@
+"""What published policies must keep, by brute force, in plain Python; `brutes` finds the policies of its modules."""
+
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from conformance.methods.brute import Brute
+
+__all__ = ["brutes"]
+
+
+@cache
+def brutes() -> tuple["Brute", ...]:
+    """BRUTES of each module, by the names of modules."""
+    modules = [import_module(f"{__name__}.{one.name}") for one in iter_modules(__path__)]
+    return tuple(brute for module in modules for brute in getattr(module, "BRUTES", ()))
