@@ -13,14 +13,16 @@ def unit_keys(k: Float64[Cube, "H_kv n d"]) -> Float64[Cube, "H_kv n d"]:
 
     Implements: NK-UNIT-KEYS
 
-    Source: NestedKV, Section 2.1 (below Eq. 3); KeyDiff, Section 3.
+    Source: NestedKV, Section 2.1 (below Eq. 3); KeyDiff, Section 3. Each key is scaled by a power of two, which is
+    exact: its largest channel lies in [0.5, 1), so that no square overflows. Sums are the same in any order of memory.
 
     Raises:
         SpecError: for a zero key, which has no direction.
     """
-    norm = np.sqrt((k * k).sum(axis=2, keepdims=True))
+    scaled = np.ldexp(k, -np.frexp(np.abs(k).max(axis=2, keepdims=True))[1], order="C")
+    norm = np.sqrt((scaled * scaled).sum(axis=2, keepdims=True))
     if (norm == 0).any():
         head, token, _ = (int(i) for i in np.argwhere(norm == 0)[0])
         raise SpecError("k", 0.0, f"a zero key has no direction: KV head {head}, token {token}")
-    unit: Cube = k / norm
+    unit: Cube = scaled / norm
     return unit

@@ -115,7 +115,8 @@ def _check_floats(name: str, array: np.ndarray[Any, Any]) -> None:
 
 def _check_values(name: str, array: np.ndarray[Any, Any]) -> None:
     _check_kind(name, array, array.dtype.kind == "f")
-    finite = np.isfinite(array)
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(array if array.dtype.itemsize <= 8 else array.astype(np.float64))
     if not finite.all():
         at = tuple(int(i) for i in np.argwhere(~finite)[0])
         raise SpecError(name, array[at], f"must be finite, and is not at {at}")

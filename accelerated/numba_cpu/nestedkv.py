@@ -16,12 +16,13 @@ from spec.arrays import Matrix, Vector
 from spec.errors import SpecError
 from spec.parameters import NestedKVParameters
 
-__all__ = ["anomaly_score"]
+__all__ = ["anomaly_score", "in_range"]
 
 Floats = NDArray[np.float32]
 f32 = np.float32
 NEGLIGIBLE = 2.0**-16
 LARGEST_EXPONENT = 700.0
+LARGEST_SHIFT = 125  # channels of up to 2^125 in size, and of 2^-126 and above, are normal numbers of float32
 SMALLEST = 2.0**-126  # a shorter key has no inverse norm in float32, and counts as zero
 
 
@@ -38,7 +39,7 @@ def anomaly_score(k: NDArray[np.floating], parameters: NestedKVParameters) -> Ma
     m = max(1, math.floor(p.p * n))
     score: Matrix = np.empty(k.shape[:2])
     for h, keys in enumerate(k):
-        plain = np.ascontiguousarray(keys, dtype=f32)
+        plain = np.ascontiguousarray(in_range(keys), dtype=f32)
         inverse, blocks, stable = measured(plain, b)
         if not inverse.all():
             token = int(np.flatnonzero(inverse == 0)[0])
@@ -48,6 +49,18 @@ def anomaly_score(k: NDArray[np.floating], parameters: NestedKVParameters) -> Ma
         weights = blend_weights(a, m, np.array(p.w0), float(p.beta))
         routed(a, weights, float(p.tau), float(p.kappa), score[h])
     return score
+
+
+def in_range(k: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Keys (..., d) of which float32 holds each: one of a longer type is scaled by a power of two if it must be.
+
+    Implements: NK-UNIT-KEYS
+    """
+    if k.dtype.itemsize <= 4:
+        return k
+    exponent = np.frexp(np.abs(k).max(axis=-1, keepdims=True))[1]
+    scaled: NDArray[np.floating] = np.ldexp(k, np.where(np.abs(exponent) > LARGEST_SHIFT, -exponent, 0))
+    return scaled
 
 
 @compiled(nogil=True, fastmath=FAST)

@@ -97,7 +97,8 @@ def all_members(view: LayerView) -> Tensor:
 def keydiff_score(view: LayerView) -> Tensor:
     """Implements: PO-KEYDIFF"""
     k = on_device(view.k)
-    own = k / torch.linalg.vector_norm(k, dim=2, keepdim=True)
+    own = k / k.abs().amax(dim=2, keepdim=True)  # their squares neither overflow nor vanish
+    own = own / torch.linalg.vector_norm(own, dim=2, keepdim=True)
     anchor = own.mean(dim=1, keepdim=True, dtype=torch.float64).to(own.dtype)
     length = torch.linalg.vector_norm(anchor, dim=2, keepdim=True)
     cosine: Tensor = (own * torch.where(length > 0, anchor / length, 0.0)).sum(dim=2)

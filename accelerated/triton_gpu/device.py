@@ -86,8 +86,8 @@ def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
     kept = KEPT if getattr(q, "dtype", None) == getattr(k, "dtype", None) else ()
     pair = (_checked("q", q, kept), _checked("k", k, kept))
     _check_together(*pair)
-    for name, x in zip("qk", pair, strict=True):
-        _check_finite(name, x)
+    for name, x, given in zip("qk", pair, (q, k), strict=True):
+        _check_finite(name, x, given)
     return pair
 
 
@@ -108,7 +108,7 @@ def lse_tensor(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
         lse = upload(lse, np.float32, q.device)
     if lse.dtype != torch.float32 or lse.device != q.device:
         raise SpecError("lse", (lse.dtype, str(lse.device)), f"must be {torch.float32} on {q.device}")
-    _check_finite("lse", lse)
+    _check_finite("lse", lse, lse)
     return lse
 
 
@@ -119,14 +119,15 @@ def key_tensor(k: DeviceArray) -> Tensor:
         SpecError: as `attention_tensors`.
     """
     keys = _checked("k", k, (*KEPT, np.float64))
-    _check_finite("k", keys)
+    _check_finite("k", keys, k)
     return keys
 
 
-def _check_finite(name: str, x: Tensor) -> None:
+def _check_finite(name: str, x: Tensor, given: DeviceArray) -> None:
+    """Of what was given, as the kernels have it."""
     if not bool(torch.isfinite(x).all()):
         at = tuple(torch.nonzero(~torch.isfinite(x))[0].tolist())
-        raise SpecError(name, float(x[at]), f"must be finite, and is not at {at}")
+        raise SpecError(name, given[at].item(), f"must be finite, and is not at {at} in {x.dtype}")
 
 
 def _checked(name: str, x: DeviceArray, kept: Sequence[type]) -> Tensor:
@@ -140,7 +141,8 @@ def _checked(name: str, x: DeviceArray, kept: Sequence[type]) -> Tensor:
     if isinstance(x, np.ndarray):
         if x.dtype.kind != "f":
             raise SpecError(name, x.dtype, "must be floating point")
-        return upload(x, x.dtype if x.dtype in kept else kept[-1] if kept else np.float32)
+        with np.errstate(over="ignore"):  # what the type does not hold is infinite, and refused
+            return upload(x, x.dtype if x.dtype in kept else kept[-1] if kept else np.float32)
     _check_tensor(name, x)
     return x
 

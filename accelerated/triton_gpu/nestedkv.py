@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from accelerated.numba_cpu.nestedkv import in_range
 from accelerated.triton_gpu.device import INTERPRETED, download, key_tensor, upload
 from accelerated.triton_gpu.launch import FLOAT32, FLOAT64, LANES, nested_rows, searched_row
 from spec.arrays import Matrix
@@ -289,7 +290,9 @@ def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Matrix:
     Raises:
         SpecError: for a type, shape, dtype, device or value that the kernels do not take, and for a zero key.
     """
-    p, keys = parameters, key_tensor(k).to(torch.float32) if _is_double(k) else key_tensor(k)
+    p, keys = parameters, key_tensor(k)
+    if keys.dtype == torch.float64:
+        keys = upload(in_range(np.asarray(k)), np.float32, keys.device)
     H, n, d = keys.shape
     b = min(max(n // p.blocks, p.b_min), p.b_max)
     D, blocks = triton.next_power_of_2(d), triton.cdiv(n, b)
@@ -317,10 +320,6 @@ def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Matrix:
         routed[(triton.cdiv(n, LANES), H)](found, ranges, surprise, numbers, score, n, H, LANES=LANES, **FLOAT64)
     best: Matrix = download(score, np.float64)
     return best
-
-
-def _is_double(k: DeviceArray) -> bool:
-    return isinstance(k, np.ndarray) and k.dtype == np.float64
 
 
 def _refuse_zero(inverse: torch.Tensor) -> None:

@@ -22,8 +22,8 @@ def dot(a: Row, b: Row) -> float:
 
 
 def unit(keys: Sequence[Row]) -> list[list[float]]:
-    """Directions."""
-    return [[x / math.sqrt(dot(key, key)) for x in key] for key in keys]
+    """Directions, also of keys whose squares no float holds."""
+    return [[x / length for x in key] for key in keys for length in [math.hypot(*key)]]
 
 
 def mean(rows: Sequence[Row]) -> list[float]:

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,10 @@ def test_a_zero_key_is_refused_by_name(nestedkv_stages: NestedKVStages, head: in
 
 
 @pytest.mark.spec("NK-SCORE")
-@pytest.mark.parametrize("k", [np.zeros((2, 3)), np.full((1, 2, 2), np.nan), np.ones((1, 2, 2), int), "k"])
+@pytest.mark.parametrize("k", [
+    np.zeros((2, 3)), np.full((1, 2, 2), np.nan), np.ones((1, 2, 2), int), "k",
+    np.full((1, 2, 2), np.longdouble(1.7e308) * 2),
+])
 def test_keys_of_a_wrong_kind_are_refused(nestedkv_stages: NestedKVStages, k: Any) -> None:
     with refused("k", k):
         nestedkv_stages.anomaly_score(k, NESTED)
@@ -137,11 +141,16 @@ def test_every_type_is_read_exactly(nestedkv_stages: NestedKVStages, kind: str) 
 
 
 @pytest.mark.spec("NK-UNIT-KEYS", "NK-SCORE")
-@pytest.mark.parametrize("scale", [2.0**-90, 2.0**-8, 2.0**90])
-def test_lengths_of_keys_say_nothing(nestedkv_stages: NestedKVStages, scale: float) -> None:
-    """A power of two changes no bit, where squares would overflow or vanish in float32 too."""
+@pytest.mark.parametrize(("kind", "exponent"), [
+    *product(["float32"], [-90, -8, 90]), *product(["float64"], [-1_020, -500, -140, 126, 500, 1_020]),
+    *product(["longdouble"], [-700, 700]),
+])
+@pytest.mark.parametrize("step", [1, 2])
+def test_lengths_of_keys_say_nothing(nestedkv_stages: NestedKVStages, kind: str, exponent: int, step: int) -> None:
+    """A power of two changes no bit, of all keys or of every second one, where squares would overflow or vanish too."""
     k = keys(11, 1, 25)
-    longer = (k * np.float32(scale)).astype(np.float32)
+    longer = k.astype(kind)
+    longer[:, ::step] *= longer.dtype.type(2.0**exponent)
     assert np.array_equal(nestedkv_stages.anomaly_score(longer, NESTED), nestedkv_stages.anomaly_score(k, NESTED))
 
 

@@ -14,9 +14,11 @@ import torch
 from accelerated.torch_device import scores
 from accelerated.torch_device.backend import BACKEND
 from conformance.assurance.policy_cases import CASES
+from conformance.strategies.numbers import keys
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
 from conformance.tolerances import scores_agree
 from reference import policies
+from reference.policies.keydiff import keydiff_score
 from reference.policies.twins import with_twins
 from spec.errors import SpecError
 from spec.policy import LayerView, Policy
@@ -76,3 +78,16 @@ def test_a_zero_key_has_no_direction() -> None:
     view = LayerView(np.ones((1, 1, 4)), np.zeros((1, 3, 4)), None, 1.0, None)
     with pytest.raises(SpecError, match="a zero key has no direction: KV head 0, token 0"):
         BACKEND.scores["keydiff_score"](view)
+
+
+@pytest.mark.spec("PO-KEYDIFF")
+@pytest.mark.parametrize(("kind", "exponent"), [("float32", -90), ("float32", 90), ("float64", -700), ("float64", 700)])
+def test_lengths_of_keys_say_nothing(kind: str, exponent: int) -> None:
+    """The twin's score of long and short keys is the reference's of the keys as they were drawn."""
+    k = keys(3, 2, 20)
+    longer = k.astype(kind)
+    longer[:, ::2] *= longer.dtype.type(2.0**exponent)
+    view, scaled = (LayerView(np.ones((2, 1, 4), some.dtype), some, None, 1.0, None) for some in (k, longer))
+    for score, precision in ((BACKEND.scores["keydiff_score"], kind), (keydiff_score, "float64")):
+        pairs = zip(score(scaled), keydiff_score(view).tolist(), strict=True)
+        assert all(scores_agree(got, row, precision) for got, row in pairs)
