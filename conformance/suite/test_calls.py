@@ -274,7 +274,7 @@ def test_any_order_in_memory_is_read(
     assert not list(stage_checks.coattention(views.run(stages), inputs, precision))
 
 
-@pytest.mark.spec("CC-ATTENTION")
+@pytest.mark.spec("CC-ATTENTION", "CC-COATTENTION")
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize(("group", "softcap"), [(1, None), (7, 20.0), (8, None)])

@@ -82,7 +82,7 @@ def test_one_hot_rows_have_exact_neighbours(stages: CrystalStages, inputs: Atten
     assert chosen(inputs.run(stages).intra) == [[j for j, _ in row] for row in brute_force(inputs).intra]
 
 
-@pytest.mark.spec("CC-INTRA")
+@pytest.mark.spec("CC-INTRA", "CC-COATTENTION")
 @given(n=st.integers(2, 12), p=st.sampled_from([TINY, replace(TINY, k_intra=1), replace(TINY, C=3)]))
 def test_uniform_attention_lies_in_the_certified_box(
     stages: CrystalStages, precision: str, n: int, p: CrystalCacheParameters,
@@ -225,6 +225,14 @@ def test_rows_are_restricted_before_they_are_normalised(stages: CrystalStages) -
 
 
 @pytest.mark.spec("CC-ROW-NORM")
+def test_epsilon_stands_outside_the_norm(stages: CrystalStages) -> None:
+    """Rows with 5e-5 of their mass in their chunk have a cosine of 0.7; under the root epsilon would leave 0.2."""
+    q, k = np.ones((1, 4, 1), dtype=np.float32), np.array([[[9.25], [9.25], [0.0], [0.0]]], dtype=np.float32)
+    found = AttentionInputs(q, k, np.arange(4), replace(TINY, C=2, tau_intra=0.6), 1.0, None).run(stages)
+    assert found.intra[2:, 0].tolist() == [3, 2]
+
+
+@pytest.mark.spec("CC-ROW-NORM")
 def test_a_row_without_mass_in_its_chunk_has_no_neighbour(stages: CrystalStages) -> None:
     """Epsilon keeps a zero row at zero; nothing becomes NaN."""
     p = replace(TINY, C=2, tau_intra=0.0, M_min=0.0)
@@ -247,6 +255,21 @@ def test_query_heads_share_keys_by_consecutive_groups(stages: CrystalStages) -> 
     assert own.run(stages).salience.tolist() == [5, 3]
     q[2, 1] = [0, HOT]
     assert own.run(stages).salience.tolist() == [6, 2]
+
+
+@pytest.mark.spec("CC-ATTENTION")
+def test_the_soft_cap_is_of_the_scaled_logit(stages: CrystalStages) -> None:
+    """Logits far beyond the cap on either side: the second key gets 1 / (1 + e^2cap) = 1/4 of its own query."""
+    q, k = np.full((1, 2, 1), 1_000.0, dtype=np.float32), np.array([[[1.0], [-1.0]]], dtype=np.float32)
+    found = AttentionInputs(q, k, np.arange(2), TINY, 0.5, float(np.log(3.0)) / 2).run(stages)
+    assert np.abs(found.salience - [1.75, 0.25]).max() < 1e-5
+
+
+@pytest.mark.spec("CC-SALIENCE")
+def test_the_sum_of_heads_is_clipped_once(stages: CrystalStages) -> None:
+    """Three heads that give nothing have M_min together, and three that give 2 have M_max."""
+    one = one_head([[0], [0]], replace(TINY, M_min=0.5, M_max=4.0))
+    assert replace(one, q=np.repeat(one.q, 3, axis=0)).run(stages).salience.tolist() == [4.0, 0.5]
 
 
 @pytest.mark.spec("CC-ATTENTION", "CC-SALIENCE")

@@ -61,6 +61,16 @@ def families() -> dict[str, list[str]]:
     return found
 
 
+@cache
+def _places() -> dict[str, int]:
+    return {item: at for at, item in enumerate(dict.fromkeys(item for row in families().values() for item in row))}
+
+
+def _place(item: str) -> tuple[int, str]:
+    """Where an item stands in the table of stages, behind what it is composed of; doors come last."""
+    return _places().get(item, len(_places())), item
+
+
 def families_of(item: str) -> list[str]:
     """The stage families of an item, `promises` of a column, the model's family of kept sets."""
     if item in PROPERTIES:
@@ -137,9 +147,13 @@ class Verdicts:
 
     @property
     def failing(self) -> list[str]:
-        """The items that fail, those first that a test about few others fails, and of these the most often failed."""
+        """The items that fail, those first that a test about few others fails, and of these the most often failed.
+
+        Of items that the same tests fail the last stage comes first: the tests of earlier stages alone have passed.
+        """
         times = Counter(item for one in self.outcomes if one.state == "failed" for item in one.items)
-        return sorted(self.smallest, key=lambda item: (len(self.smallest[item].items), -times[item], item))
+        few = {item: (len(one.items), -times[item], -_place(item)[0], item) for item, one in self.smallest.items()}
+        return sorted(few, key=few.__getitem__)
 
     @property
     def missing(self) -> list[str]:
@@ -227,12 +241,6 @@ def verdicts_of(lines: list[dict[str, Any]], exceptions: Iterable[str] = (), eng
     )
 
 
-def _place(item: str) -> tuple[int, str]:
-    """Where an item stands: families in their order, then what is composed of them."""
-    known = list(families())
-    return min(known.index(name) if name in known else len(known) for name in families_of(item)), item
-
-
 _NAME = re.compile(r"[^\W\d]\w*")
 _PASSING = re.compile(r"(\d+) passing")
 _EXAMPLE = re.compile(r"\A(?:Falsifying|Failing)[ \w]*:\s*")
@@ -261,6 +269,13 @@ def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("--kvspec-outcomes")
     if file:
         config.pluginmanager.register(Recorder(file))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of an item before those of what is composed of it: the first failure is then the item at fault."""
+    marked = {item: items_marked(item) for item in items}
+    items.sort(key=lambda item: (max(_place(name)[0] for name in marked[item] or ['']), len(marked[item])))
 
 
 @pytest.hookimpl(wrapper=True)
