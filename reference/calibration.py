@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from io import BufferedIOBase
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class Calibration:
     identity: Identity
     layers: tuple[int, ...]
     mean: Float64[Cube, "_ _ _"]
-    """(L, H, d)."""
+    """(L, H, d); d is 0 where head scores are all there is."""
     magnitude: Float64[Cube, "_ _ _"]
     """(L, H, d / 2)."""
     head_scores: Float64[Matrix, "_ _"] | None = None
@@ -54,6 +55,8 @@ class Calibration:
 
     def __post_init__(self) -> None:
         L, H, half = len(self.layers), self.mean.shape[1], len(self.identity.inv_freq)
+        if not self.mean.shape[2] and self.head_scores is not None:
+            half = 0
         shapes: dict[str, tuple[int, ...]] = {"mean": (L, H, 2 * half), "magnitude": (L, H, half)}
         if self.head_scores is not None:
             shapes["head_scores"] = (L, *self.head_scores.shape[1:2])
@@ -128,6 +131,8 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
     except (OSError, KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
         reason = str(error).split(":")[0].split(". ")[0] if "pickle" not in str(error) else "it is no .npz file"
         bound = f"must be a file that kvspec calibrate wrote: {reason}"
+        if Path(path).suffix in (".pt", ".tsv"):
+            bound = f"must be an .npz file: `kvspec calibrate {Path(path).name} --model NAME` writes it"
         raise SpecError("path", str(path), bound) from error
     if form != FORMAT:
         bound = f"has the format {form!r}, not {FORMAT!r}: make it again with kvspec calibrate"

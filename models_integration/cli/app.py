@@ -289,9 +289,10 @@ def report(
 
 @app.command()
 def calibrate(
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file to read, or rules of a study (.toml).")],
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text, rules of a study (.toml), .pt or .tsv.")],
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("calibration.npz"),
     tokens: Annotated[int, typer.Option(help="Largest number of tokens to read.")] = 4096,
+    threshold: Annotated[float | None, typer.Option(help="Least value of a full head in a .tsv.")] = None,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
 ) -> None:
     """Calibrate a model: average queries for triattention, and KVzip scores of the heads for kvzip-heads.
@@ -300,14 +301,14 @@ def calibrate(
 
     For a study run `kvspec calibrate rules.toml`, then write calibration = "calibration.npz" in the rules. This reads
     the first dev context only. The file records the context, so the study can check that no confirming text was used.
-
-    The file works with this model only: it stores a hash of the model and the rotation.
+    TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv) are converted, without a check of weights.
+    With --out stats.pt the file has TriAttention's format; else it stores a hash of the model and the rotation.
     Then: kvspec compare --policies triattention --calibration calibration.npz
     """
     from models_integration.cli.calibrate import run
     from models_integration.studies.subject import Loading
 
-    run(text, out, tokens, Loading(model, device=device, dtype=dtype, attn=attn))
+    run(text, out, tokens, Loading(model, device=device, dtype=dtype, attn=attn), threshold)
 
 
 @app.command()

@@ -11,44 +11,57 @@ from rich.console import Console
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import check_file, read_text
 from models_integration.policies.calibration import calibrate
+from models_integration.policies.shared_calibration import read_head_pattern, read_statistics, write_statistics
 from models_integration.policies.tokenizer_values import repeat_template
 from models_integration.studies.evidence.rules import PARTS, Rules, load_rules
 from models_integration.studies.evidence.run import items
 from models_integration.studies.subject import Loading, Subject
-from reference.calibration import save_calibration
+from reference.calibration import Calibration, save_calibration
 from spec.errors import SpecError
 
 __all__ = ["run"]
 
 
-def run(text: Path, out: Path, tokens: int, loading: Loading) -> None:
-    """Read a text with a model, and write what its queries and heads are like. `out` stays where anything is refused.
+def run(text: Path, out: Path, tokens: int, loading: Loading, threshold: float | None = None) -> None:
+    """Write the calibration of a model: measured on a text, or read from a file of another project.
 
-    The rules of a study stand for its first dev context, which the file then names.
+    The rules of a study stand for its first dev context, which the file then names. `out` is unchanged if anything
+    raises; a file with the suffix .pt has the format of TriAttention's repository.
 
     Raises:
         SpecError: for a text without a token, a file that cannot be written, or what the model cannot serve.
     """
-    rules = load_rules(text) if text.suffix == ".toml" else None
-    read = read_text("TEXT", text)
     if tokens < 1:
         raise SpecError("tokens", tokens, "must be at least 1")
+    if threshold is not None and text.suffix != ".tsv":
+        raise SpecError("threshold", threshold, f"is for head patterns (.tsv), not for {text.name}")
     check_file("out", out)
+    calibration = _read(text, loading, threshold) if text.suffix in (".pt", ".tsv") else _measure(text, tokens, loading)
+    file = BytesIO()
+    (write_statistics if out.suffix == ".pt" else save_calibration)(calibration, file)
+    publish_readable(out, file.getvalue())
+    layers, heads, d = calibration.mean.shape
+    channels = f"of {d} channels" if d else "(head scores alone)"
+    Console().print(
+        f"{out}: {calibration.digest}, {layers} layers of {heads} heads {channels};"
+        f" model {calibration.identity.model}, rotation {calibration.identity.rope}"
+    )
+
+
+def _read(file: Path, loading: Loading, threshold: float | None) -> Calibration:
+    model = loading.subject().model
+    return read_statistics(file, model) if file.suffix == ".pt" else read_head_pattern(file, model, threshold)
+
+
+def _measure(text: Path, tokens: int, loading: Loading) -> Calibration:
+    rules = load_rules(text) if text.suffix == ".toml" else None
+    read = read_text("TEXT", text)
     subject = loading.subject()
     given, samples = _dev_context(rules, subject) if rules else (_tokens(text, read, subject), None)
     ids = torch.tensor([given[:tokens]], device=subject.model.device)
     subject.check_positions("tokens", ids.shape[1])
     taken = calibrate(subject.model, ids, template=repeat_template(subject.tokenizer))
-    calibration = replace(taken, samples=samples)
-    file = BytesIO()
-    save_calibration(calibration, file)
-    publish_readable(out, file.getvalue())
-    layers, heads, d = calibration.mean.shape
-    channels = f"of {d} channels" if d else "(head scores alone: its queries are not rotated as one, in halves)"
-    Console().print(
-        f"{out}: {calibration.digest}, {ids.shape[1]} tokens, {layers} layers of {heads} heads {channels};"
-        f" model {calibration.identity.model}, rotation {calibration.identity.rope}"
-    )
+    return replace(taken, samples=samples)
 
 
 def _tokens(text: Path, read: str, subject: Subject) -> Sequence[int]:

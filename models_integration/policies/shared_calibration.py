@@ -1,0 +1,165 @@
+"""Calibration files of other projects: TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv)."""
+
+import pickle
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from models_integration.model.architecture import Architecture, describe, layer_types, of_layer
+from models_integration.model.identity import ModelIdentity
+from models_integration.policies.calibration import heads_served_by, served_by
+from reference.calibration import Calibration
+from spec.arrays import Float64, Matrix
+from spec.errors import SpecError
+
+__all__ = ["read_head_pattern", "read_statistics", "write_statistics"]
+
+PARTS = ("q_mean_real", "q_mean_imag", "q_abs_mean")
+INSTEAD = "`kvspec calibrate some-text.txt` with the same --model makes statistics that fit"
+
+
+def read_statistics(
+    path: str | PathLike[str], model: PreTrainedModel, identity: ModelIdentity | None = None,
+) -> Calibration:
+    """Read statistics in the format of TriAttention's repository, which TensorRT-LLM reads too.
+
+        found = read_statistics("stats.pt", model)
+        policy = kvspec.policy_from_name("triattention", 0.3, calibration=found)
+
+    The file has shapes but no hash of weights and no frequencies. Whether it was made with this model is not checked.
+    Nothing in the file is executed. Statistics of layers with a sliding window are not used.
+
+    Args:
+        path: the file.
+        model: model that the statistics are of.
+        identity: identity of the model, if known. Default: computed from all parameters.
+
+    Raises:
+        SpecError: if the file is not such a file, or its heads, shapes or rotary style are not those of the model; if
+            the model has no supported rotation.
+        UnknownModel: if the rotation of the model is not recognised.
+    """
+    architecture, name = describe(model), str(path)
+    metadata, stats = _payload(path)
+    if metadata.get("rope_style") != "half":
+        raise SpecError("rope_style", metadata.get("rope_style"), f"in {name} must be 'half'; {INSTEAD}")
+    served, layers = served_by(model, identity), architecture.full_layers
+    H = of_layer(architecture.config, "num_attention_heads", layers[0])
+    half = len(served.inv_freq)
+    if unknown := sorted(stats.keys() - _keys(range(len(layer_types(architecture.config))), H)):
+        raise SpecError("stats", unknown[0], f"in {name} is a head that the model does not have; {INSTEAD}")
+    rows = [[_head(stats, key, half, name) for key in _keys((layer,), H)] for layer in layers]
+    real, imaginary, magnitude = np.moveaxis(np.array(rows), 2, 0)
+    return Calibration(served, layers, np.concatenate([real, imaginary], axis=2), magnitude)
+
+
+def write_statistics(calibration: Calibration, file: str | PathLike[str] | IO[bytes]) -> None:
+    """Write statistics in the format of TriAttention's repository: float32, without the model's hash.
+
+    Args:
+        calibration: statistics of queries; its head scores are not written.
+        file: path, or a file that is open for writing bytes.
+
+    Raises:
+        SpecError: if the calibration has head scores only.
+    """
+    L, H, d = calibration.mean.shape
+    if not d:
+        raise SpecError("calibration", calibration.digest, "has head scores only; calibrate with a text")
+    half, pairs = d // 2, [(layer, head) for layer in range(L) for head in range(H)]
+    rows = np.concatenate([calibration.mean, calibration.magnitude], axis=2).astype(np.float32)
+    stats = {
+        _key(calibration.layers[layer], head): {
+            part: torch.tensor(rows[layer, head, at * half : (at + 1) * half]) for at, part in enumerate(PARTS)
+        } for layer, head in pairs
+    }
+    metadata = {
+        "head_dim": d, "rope_style": "half", "model_name": calibration.identity.model,
+        "sampled_heads": [[calibration.layers[layer], head] for layer, head in pairs],
+    }
+    torch.save({"metadata": metadata, "stats": stats}, file)
+
+
+def read_head_pattern(
+    path: str | PathLike[str], model: PreTrainedModel, threshold: float | None = None,
+    identity: ModelIdentity | None = None,
+) -> Calibration:
+    """Read DuoAttention's `full_attention_heads.tsv` as head scores for `kvzip-heads`.
+
+        found = read_head_pattern("full_attention_heads.tsv", model)
+        policy = kvspec.policy_from_name("kvzip-heads", 0.5, calibration=found, N_sink=64, N_recent=256)
+
+    The budget decides how many heads are full, from the highest value on. `config.json` beside the file has the
+    numbers of sinks and recent tokens.
+
+    Args:
+        path: the file: a line for each layer, with a number for each KV head, separated by tabs.
+        model: model that the pattern is of.
+        threshold: in [0, 1]. Values from the threshold on count as 1, others as 0. Default: values are kept.
+        identity: identity of the model, if known. Default: computed from all parameters.
+
+    Raises:
+        SpecError: if the file has other lines or numbers, or the threshold is not in [0, 1].
+    """
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise SpecError("threshold", threshold, "must be between 0 and 1")
+    architecture = describe(model)
+    served, layers = heads_served_by(model, identity), architecture.full_layers
+    table = np.clip(_table(Path(path), architecture), 0.0, 1.0)
+    values = table[list(layers)] if threshold is None else (table[list(layers)] >= threshold).astype(np.float64)
+    H = of_layer(architecture.config, "num_attention_heads", layers[0])
+    nothing = np.empty((len(layers), H, 0))
+    return Calibration(served, layers, nothing, nothing, values)
+
+
+def _key(layer: int, head: int) -> str:
+    return f"layer{layer:02d}_head{head:02d}"
+
+
+def _keys(layers: Any, H: int) -> dict[str, None]:
+    return dict.fromkeys(_key(layer, head) for layer in layers for head in range(H))
+
+
+def _payload(path: str | PathLike[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        reason = "it holds code, which is not run" if "nsupported" in str(error) else str(error).split("\n")[0]
+        raise SpecError("path", str(path), f"must be a .pt file of tensors ({reason}); {INSTEAD}") from error
+    metadata, stats = (found.get(part) if isinstance(found, dict) else None for part in ("metadata", "stats"))
+    if not isinstance(metadata, dict) or not isinstance(stats, dict):
+        raise SpecError("path", str(path), f"must hold `metadata` and `stats` as in TriAttention; {INSTEAD}")
+    return metadata, stats
+
+
+def _head(stats: Mapping[str, Any], key: str, half: int, name: str) -> list[Float64[Matrix, " half"]]:
+    """Return the three rows of a head."""
+    rows, head = [], stats.get(key)
+    for part in PARTS:
+        row = head.get(part) if isinstance(head, dict) else None
+        if not isinstance(row, Tensor):
+            raise SpecError(f"{key}.{part}", row, f"is missing in {name}; {INSTEAD}")
+        if tuple(row.shape) != (half,):
+            raise SpecError(f"{key}.{part}", tuple(row.shape), f"in {name} must have the shape ({half},); {INSTEAD}")
+        rows.append(row.double().numpy())
+    return rows
+
+
+def _table(path: Path, architecture: Architecture) -> Float64[Matrix, "L H_kv"]:
+    try:
+        rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        table = np.array([[float(cell) for cell in row] for row in rows])
+    except (OSError, ValueError) as error:
+        raise SpecError("path", str(path), f"must be lines of numbers between tabs: {error}") from error
+    config, L = architecture.config, len(layer_types(architecture.config))
+    H_kv = of_layer(config, "num_key_value_heads", architecture.full_layers[0])
+    if table.shape != (L, H_kv) or not np.isfinite(table).all():
+        bound = f"has the shape {table.shape}; the model has {L} layers of {H_kv} KV heads, each a finite number"
+        raise SpecError("path", str(path), bound)
+    return table
