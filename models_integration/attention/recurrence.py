@@ -34,6 +34,8 @@ def check_recurrence(architecture: Architecture, arguments: Mapping[str, object]
     Raises:
         SpecError: otherwise.
     """
+    if architecture.takes_positions and not architecture.recurrent:
+        return
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     several = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] > 1
     seen = cache.get_seq_length() if isinstance(cache, RetainedCache) else 0

@@ -59,8 +59,8 @@ class ReadIds:
 
     def extended(self, start: int, ids: Tensor) -> "ReadIds":
         """With these ids (rows, n) from column `start` on."""
-        ids = ids.detach().to("cpu", torch.int64)
-        known = pad(self.ids[:, :start], (0, max(0, start - self.ids.shape[1])), value=UNKNOWN)
+        ids = ids.detach().to(torch.int64)
+        known = pad(self.ids[:, :start].to(ids.device), (0, max(0, start - self.ids.shape[1])), value=UNKNOWN)
         return ReadIds(torch.cat([known.expand(len(ids), -1), ids], dim=1))
 
     def first(self, columns: int) -> "ReadIds":
@@ -69,7 +69,7 @@ class ReadIds:
 
     def select(self, rows: Tensor) -> "ReadIds":
         """The same of other rows of the batch, by index."""
-        return ReadIds(self.ids[rows.to("cpu")]) if self.ids.shape[1] else self
+        return ReadIds(self.ids[rows.to(self.ids.device)]) if self.ids.shape[1] else self
 
     def check_call(self, call: Mapping[str, Any], is_token: Tensor) -> None:
         """The text that a call of generate is about to go on from starts with what the cache has read.
@@ -88,7 +88,7 @@ class ReadIds:
         if columns_of(call) != given.shape[1] or len(given) < len(self.ids):
             return  # new tokens alone, or rows that the cache refuses
         text, columns = given.detach().to("cpu"), min(seen, self.ids.shape[1])
-        known = self.ids[:, :columns].expand(len(text), -1)
+        known = self.ids[:, :columns].to("cpu").expand(len(text), -1)
         differs = (text[:, :columns] != known) & (known != UNKNOWN) & is_token[:, :columns]
         if bool(differs.any()):
             row, at = (int(index) for index in differs.nonzero()[0])

@@ -7,6 +7,7 @@ from typing import Required, TypeAlias, TypedDict, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -20,7 +21,7 @@ from spec.policy import Needs
 
 __all__ = [
     "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "accepted", "check_forward", "check_mode",
-    "check_rehearsed", "check_rows", "check_tokens", "first_span", "later_span", "step_span",
+    "check_rehearsed", "check_rows", "check_tokens", "device_step", "first_span", "later_span", "step_span",
 ]
 
 # Columns after which a segment ends: with its first forward, or when it is told to.
@@ -182,6 +183,32 @@ def step_span(vocabulary: int, arguments: Arguments, cache: RetainedCache) -> Fo
     return span
 
 
+def device_step(vocabulary: int, arguments: Arguments, cache: RetainedCache) -> tuple[Arguments, ForwardSpan, Tensor]:
+    """A decode step whose ids are on a device, which the host does not wait for.
+
+    Returns:
+        The arguments, without a mask if no row has padding; the span; and whether something is wrong, on the device.
+
+    Raises:
+        SpecError: for arguments of a wrong shape.
+    """
+    ids, rest = arguments["input_ids"], arguments.copy()
+    check_rows(cache, ids)
+    defaults, expected = cache.step_inputs(1, ids.device), cache.tokens.expand(len(ids))[:, None]
+    wrong = ((ids < 0) | (ids >= vocabulary)).any()
+    if (positions := arguments.get("position_ids")) is not None:
+        if positions.shape not in ((1, 1), expected.shape):
+            raise SpecError("position_ids", tuple(positions.shape), f"must be {tuple(expected.shape)}")
+        wrong |= (positions != expected.to(ids.device)).any()
+    if (mask := rest.pop("attention_mask", None)) is not None:
+        is_token = pad(cache.is_token.expand(len(ids), -1), (0, 1), value=True)
+        _check_width(mask, is_token.shape)
+        wrong |= (mask != is_token.to(ids.device)).any()
+    defaults["position_ids"] = expected.to(ids.device)
+    is_token = torch.ones(ids.shape, dtype=torch.bool, device="cpu")
+    return rest, ForwardSpan(cache.get_seq_length(), OPEN, is_token, defaults), wrong
+
+
 def check_rows(cache: RetainedCache, ids: Tensor) -> None:
     """A forward has as many rows as its cache.
 
@@ -222,7 +249,7 @@ def check_tokens(is_token: Tensor) -> None:
 def _check_ids(vocabulary: int, ids: Tensor) -> None:
     if ids.numel() == 0:
         raise SpecError("input_ids", tuple(ids.shape), "must not be empty")
-    low, high = int(ids.min()), int(ids.max())
+    low, high = torch.stack(ids.aminmax()).tolist()
     if low < 0 or high >= vocabulary:
         raise SpecError("input_ids", low if low < 0 else high, f"must lie in [0, {vocabulary})")
 
@@ -233,16 +260,21 @@ def _tokens_of_mask(mask: object, ids: Tensor, before: Tensor) -> Tensor:
     width = columns + ids.shape[1]
     if mask is None:
         mask = torch.ones(rows, width, device="cpu")
-    if not isinstance(mask, Tensor) or mask.shape != (rows, width):
-        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise SpecError("attention_mask", shape, f"must have a column for each token of the prompt, {(rows, width)}")
-    hidden, is_token = (mask == 0).to("cpu"), (mask == 1).to("cpu")
+    mask = _check_width(mask, (rows, width)).to("cpu")
+    hidden, is_token = mask == 0, mask == 1
     if not bool((hidden | is_token).all()):
         raise SpecError("attention_mask", mask.dtype, "must hold zeros and ones only")
     if not torch.equal(is_token[:, :columns], before):
         reason = f"the prompt's padding so far was {(~before).sum(dim=1).tolist()}"
         raise SpecError("attention_mask", hidden[:, :columns].sum(dim=1).tolist(), reason)
     return is_token[:, columns:]
+
+
+def _check_width(mask: object, shape: tuple[int, ...]) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.shape != shape:
+        given = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise SpecError("attention_mask", given, f"must have a column for each token of the prompt, {tuple(shape)}")
+    return mask
 
 
 def _positions(given: Tensor | None, is_token: Tensor, tokens: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from models_integration.session.inputs import (
     check_forward,
     check_mode,
     check_rehearsed,
+    device_step,
     first_span,
     later_span,
     step_span,
@@ -95,6 +96,8 @@ class Session:
         self._block = ""
         C, decode = method.continuation.segment_tokens, method.continuation.decode
         self._stream = WholeForwards() if C is None else Stream(C, decode)
+        self._wrong: Tensor | None = None
+        """Whether a decode step was wrong, on the device: read once a segment, as the host would wait for it."""
         self._forward: Forward | None = None
         self._segment: Segment | None = None
         self._hold = Hold(self._model, self._architecture.decoder, self._before, self._after, self._close)
@@ -139,6 +142,21 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
     ) -> None:
         self._hold.leave()
+        if error is None:
+            self._check_steps()
+
+    def _check_steps(self) -> None:
+        """Check the inputs of the decode steps since the last segment.
+
+        Raises:
+            SpecError: if a step had an id, a mask or positions that cannot follow.
+        """
+        wrong, self._wrong = self._wrong, None
+        if wrong is not None and bool(wrong):
+            if self.cache is not None:
+                self.cache.fail("a decode step was wrong")
+            reason = f"each id must lie in [0, {self._architecture.vocabulary}), and masks and positions must continue"
+            raise SpecError("input_ids", "a decode step", f"{reason} what was seen")
 
     def _before(
         self, decoder: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object],
@@ -190,7 +208,11 @@ class Session:
             if self._segment is not None and self._segment.cache is not cache:
                 reason = "must be the cache of the stream that is open"
                 raise SpecError("past_key_values", type(cache).__name__, reason)
-            span = step_span(architecture.vocabulary, arguments, cache)
+            if arguments["input_ids"].is_cpu:
+                span = step_span(architecture.vocabulary, arguments, cache)
+            else:
+                arguments, span, wrong = device_step(architecture.vocabulary, arguments, cache)
+                self._wrong = wrong if self._wrong is None else self._wrong | wrong
             if self._segment is not None:
                 self._end(self._segment)
             return step(method, architecture, cache, arguments, span)
@@ -215,6 +237,7 @@ class Session:
             SpecError: for tokens that cannot follow; nothing has changed.
         """
         segment, method = self._segment, self._method
+        self._check_steps()
         if segment is not None:
             segment.check_goes_on(cache, arguments["input_ids"])
             later, segment_end, before = segment.observed.later, segment.segment_end, segment.observed.text.is_token
