@@ -37,6 +37,7 @@ NOT_RUN = {
     "kvspec compare --policies triattention": "takes ten seconds",
     "kvspec report results": "needs rows of what is not run here: studies/test_page.py runs it",
     "kvspec compare --policies mine:POLICY": "needs the page's own file: studies/test_own_names.py runs it",
+    "kvspec paper": "takes minutes: studies/test_paper.py runs it",
     "kvspec sweep": "runs the reader's own model, with workers",
     "kvspec lm-eval": "runs in an environment of its own",
     "kvspec verify": "judges the reader's own package, for minutes",

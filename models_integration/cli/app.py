@@ -30,8 +30,8 @@ from models_integration.cli.options import (
     Workers,
     names_of,
 )
+from models_integration.cli.paper import paper
 from spec import SPEC_VERSION
-from spec.errors import SpecError
 
 __all__ = ["app"]
 
@@ -44,6 +44,7 @@ app = typer.Typer(
 
 app.add_typer(archive, name="archive")
 app.add_typer(models, name="models")
+app.command()(paper)
 
 _OUT = "Folder for study.jsonl (one line per sample) and report.html. A stopped run continues from study.jsonl."
 
@@ -203,6 +204,7 @@ def sweep(
         for line in lines(status):
             print(line)
         return
+    from models_integration.cli.checks import check_defaults
     from models_integration.cli.compare import GRIDS, study_of
     from models_integration.cli.study import Running, run
     from models_integration.studies.evidence.rules import load_rules, rules_of
@@ -217,19 +219,11 @@ def sweep(
             f"Grid {grid}", GRIDS[grid], budget, tasks, length, samples, seed, "after", model, controls=False, bare=bare
         ))
     else:
-        _check_none_of_grids(context, rules)
+        check_defaults(context, _OF_GRIDS, rules)
         made, running = load_rules(rules), replace(running, file=rules)
         made = replace(made, bare=made.bare or bare)
     with Launch(workers, engine, address).started(out, device):
         run(made, Loading("", backend, device, dtype, attn), running)
-
-
-def _check_none_of_grids(context: typer.Context, rules: Path) -> None:
-    """Rules say by themselves what these options would."""
-    for name in _OF_GRIDS:
-        if getattr(context.get_parameter_source(name), "name", None) != "DEFAULT":
-            reason = f"is decided by {rules}: leave the option out, or edit that file"
-            raise SpecError(name, context.params[name], reason)
 
 
 @app.command()

@@ -4,13 +4,15 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import typer
+
 from models_integration.policies.methods import constants_of
 from models_integration.policies.spelled import spelled
 from models_integration.studies.results import load_rows
 from reference.calibration import Calibration, load_calibration
 from spec.errors import SpecError
 
-__all__ = ["calibration_of", "check_counts", "check_file", "check_folder", "read_text"]
+__all__ = ["calibration_of", "check_counts", "check_defaults", "check_file", "check_folder", "read_text"]
 
 
 def check_folder(option: str, folder: Path, *results: str) -> None:
@@ -74,6 +76,18 @@ def check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
             raise SpecError(name, count, "must be at least 1")
+
+
+def check_defaults(context: typer.Context, names: Iterable[str], rules: Path) -> None:
+    """These options have their defaults: rules say by themselves what the options would.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    for name in names:
+        if getattr(context.get_parameter_source(name), "name", None) != "DEFAULT":
+            reason = f"is decided by {rules}: leave the option out, or edit that file"
+            raise SpecError(name, context.params[name], reason)
 
 
 def calibration_of(policies: Iterable[str], path: Path | None) -> Calibration | None:

@@ -32,9 +32,9 @@ from models_integration.tasks.samples import CONFIRM
 from reference.calibration import Calibration
 from spec.validate import check_choices
 
-__all__ = ["Running", "print_audit", "run"]
+__all__ = ["STOPPED", "Running", "Work", "print_audit", "run"]
 
-_STOPPED = 130
+STOPPED = 130
 """The exit code of a command that Ctrl-C has ended."""
 
 
@@ -75,13 +75,16 @@ def run(rules: Rules, loading: Loading, running: Running) -> None:
     check_folder("out", running.out, STUDY)
     rules = _in_order(rules, running)
     check_outputs(running.table, running.figure)
+    def work_on(model: str) -> Work:
+        return Work(rules, replace(replace(loading, model=model).subject(), calibration=calibration), running)
+
     for model in rules.models[1:]:  # the first is loaded once, and checked then
-        _Work(rules, replace(loading, model=model), calibration, running)
+        work_on(model)
     rows, failed, stopped = list[Row](), False, False
     for model in rules.models:
-        work = _Work(rules, replace(loading, model=model), calibration, running)
+        work = work_on(model)
         stopped = work.measure(console)
-        rows += rows_of(results, rules, work.subject, work.items)
+        rows += work.rows()
         failed |= work.failed
         if stopped:
             console.print(
@@ -94,7 +97,7 @@ def run(rules: Rules, loading: Loading, running: Running) -> None:
     if failed and (said := first_failure(results)):
         console.print(said, highlight=False, soft_wrap=True)
     if stopped or failed:
-        raise typer.Exit(_STOPPED if stopped else 1)
+        raise typer.Exit(STOPPED if stopped else 1)
 
 
 def print_audit(folder: Path) -> None:
@@ -135,12 +138,15 @@ def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running)
     return bool(failed)
 
 
-class _Work:
-    """Rules on one model, once everything that can be wrong has been looked at."""
+class Work:
+    """Rules on one model, once everything that can be wrong has been looked at.
 
-    def __init__(self, rules: Rules, loading: Loading, calibration: Calibration | None, running: Running) -> None:
-        self.rules, self.running = rules, running
-        self.subject: Subject = replace(loading.subject(), calibration=calibration)
+    Raises:
+        SpecError: for what cannot be measured.
+    """
+
+    def __init__(self, rules: Rules, subject: Subject, running: Running) -> None:
+        self.rules, self.subject, self.running = rules, subject, running
         self.policies: dict[str, Method] = methods(rules, self.subject)
         self.warnings = list(check_budgets(rules, self.policies))
         check_controls(rules, {name: method.policy for name, method in self.policies.items()})
@@ -175,6 +181,10 @@ class _Work:
         except KeyboardInterrupt:
             return True
         return False
+
+    def rows(self) -> list[Row]:
+        """The stored rows of its samples."""
+        return rows_of(self.running.out / STUDY, self.rules, self.subject, self.items)
 
 
 def _calibration(rules: Rules, where: Path) -> Calibration | None:

@@ -63,12 +63,14 @@ def table_of(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]
 
     Headings stand word under word.
     """
+    lines = list(lines)
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), title_justify="left", pad_edge=False)
     for at, heading in enumerate(headings):
         if at < texts:
             table.add_column(heading, overflow="fold", min_width=7)
         else:
-            table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+            widest = max((len(line[at]) for line in lines), default=0)
+            table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True, min_width=widest)
     for line in lines:
         # A bracket would be read as a style.
         table.add_row(*(cell.replace("[", "\\[") for cell in line))

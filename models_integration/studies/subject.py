@@ -21,6 +21,7 @@ from models_integration.policies.tokenizer_values import repeat_template, senten
 from models_integration.tasks import Sample
 from reference.calibration import Calibration
 from reference.policies.names import NAMES, own_policy
+from spec.budget import Budget
 from spec.errors import SpecError
 from spec.validate import check_choices
 
@@ -74,7 +75,7 @@ class Subject:
         answer = max(sample.max_new_tokens, len(sample.answer_ids))
         self.check_positions(argument, len(sample.context_ids), len(sample.question_ids) + answer)
 
-    def policy(self, text: str, budget: int | str) -> RetentionPolicy:
+    def policy(self, text: str, budget: int | str | Budget) -> RetentionPolicy:
         """A policy as text, with those of this model's sentence ends, backend, template and calibration that it takes.
 
         Raises:

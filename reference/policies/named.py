@@ -46,8 +46,8 @@ class NamedPolicy:
         return {} if given is None else {one.name: getattr(given.default, one.name) for one in fields(given.default)}
 
     def policy(self, constants: Mapping[str, Any]) -> Policy:
-        """The policy with these constants."""
-        own = dict(constants)
+        """The policy with these constants; a list, as TOML has it, is a tuple."""
+        own = {key: tuple(value) if isinstance(value, list) else value for key, value in constants.items()}
         if changed := {key: own.pop(key) for key in self.parameters.keys() & own.keys()}:
             default = signature(self.make).parameters["parameters"].default
             own["parameters"] = replace(own.get("parameters", default), **changed)

@@ -8,6 +8,7 @@ import numpy as np
 from models_integration.policies.spelled import spelled
 from models_integration.session.segment import ObservedSegment
 from models_integration.studies.answers import cropped, retentions
+from models_integration.studies.budgets import read_budget
 from models_integration.tasks import Placement, Sample
 from models_integration.tasks.metrics import RIGHT_OR_WRONG
 from models_integration.tasks.samples import DELAYED_ASSOCIATION, NEEDLE
@@ -18,7 +19,7 @@ from reference.policies.protections import SinkAndRecent, protecting
 from reference.policies.recency import recency
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, IntVector
-from spec.budget import Budget, parse_budget
+from spec.budget import Budget
 from spec.parameters import PAPER
 from spec.policy import Needs, Observation, Policy, Scorer, Scores
 from spec.retention import Granularity, Retention
@@ -86,7 +87,7 @@ def bounds_of(task: str, sample: Sample) -> Sequence[str]:
 
 def control_tokens(budget: str, length: int) -> int:
     """B of a control about the window: it holds sinks and window."""
-    return min(length, effective_budget(parse_budget(budget), length, PAPER.N_sink, PAPER.W_recent))
+    return min(length, effective_budget(read_budget(budget), length, PAPER.N_sink, PAPER.W_recent))
 
 
 def evidence_mask(sample: Sample, seen: int) -> BoolVector:
@@ -118,7 +119,7 @@ def _drawn(
     name: str, budget: str, sample: Sample, observed: ObservedSegment, placement: Placement,
 ) -> Retention:
     seen = len(placement.prompt_ids)
-    B, seed = parse_budget(budget).tokens(seen), _seed(placement.prompt_ids)
+    B, seed = read_budget(budget).tokens(seen), _seed(placement.prompt_ids)
     if name == RANDOM_HEADS:
         return retentions(_random_heads(seed), [Budget(count=B)], observed)[0]
     policy = random_policy(seed, B, RANDOM_SETS.get(name, Granularity.HEAD))

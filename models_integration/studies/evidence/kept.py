@@ -11,11 +11,11 @@ from models_integration.session.method import Method
 from models_integration.session.segment import ObservedSegment, decide
 from models_integration.session.verbs import observe
 from models_integration.studies.answers import cropped, needed, retentions
+from models_integration.studies.budgets import read_budget
 from models_integration.studies.evidence.controls import control_set
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Placement, Sample
 from reference.policies.retain import tokens_of
-from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.policy import Policy
 from spec.retention import Retention
@@ -122,14 +122,14 @@ def read_prompt(
 
 
 def _step(subject: Subject, policy: str, budget: str, observed: ObservedSegment, placement: Placement) -> Step:
-    method = subject.policy(policy, budget).on(subject.model)
+    method = subject.policy(policy, read_budget(budget)).on(subject.model)
     return Step(method, decide(method, observed), observed, placement)
 
 
 def _kept(
     policy: Policy, budgets: Sequence[str], observed: ObservedSegment, placement: Placement,
 ) -> list[Retention]:
-    wanted = [parse_budget(budget) for budget in budgets]
+    wanted = [read_budget(budget) for budget in budgets]
     try:
         each = retentions(policy, wanted, observed)
         for budget, kept in zip(wanted, each, strict=True):

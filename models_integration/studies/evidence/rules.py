@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from models_integration.policies.spelled import spelled
+from models_integration.studies.budgets import read_budget
 from models_integration.studies.evidence.controls import (
     BLIND,
     CONTROL_BOUNDS,
@@ -27,7 +28,6 @@ from models_integration.tasks import PLACEMENTS
 from models_integration.tasks.registry import resolve_task
 from models_integration.tasks.samples import CONFIRM, DEV, part_of
 from reference.calibration import Calibration, load_calibration
-from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.validate import check_choices
 
@@ -190,7 +190,7 @@ def check_budget(argument: str, budget: str) -> None:
     Raises:
         SpecError: for another text, and for one token, which is a share without its point.
     """
-    if parse_budget(budget, argument).count == 1:
+    if read_budget(budget, argument).count == 1:
         raise SpecError(argument, budget, "is one token: write 1.0 for all tokens, or at least 2 tokens")
 
 

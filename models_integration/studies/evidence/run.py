@@ -15,6 +15,7 @@ import transformers
 from models_integration.cache.decide_anew import DecideAnew
 from models_integration.session.method import Method
 from models_integration.studies.answers import attempted
+from models_integration.studies.budgets import read_budget
 from models_integration.studies.evidence.controls import (
     BLIND,
     EVIDENCE,
@@ -40,7 +41,6 @@ from models_integration.tasks.prose import Prose, read_prose
 from models_integration.tasks.registry import FILE, SENTENCES, TEXTS, resolve_task
 from models_integration.tasks.samples import part_of
 from spec import SPEC_VERSION
-from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END
 
@@ -176,7 +176,7 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
         SpecError: for one that it does not serve, whose statistics are missing, or whose name says that it decides at
             the prompt's end, where it always does.
     """
-    found, budget = {}, rules.budgets[0] if rules.budgets else "1.0"
+    found, budget = {}, read_budget(rules.budgets[0] if rules.budgets else "1.0")
     for name in rules.policies:
         text = name.removesuffix(AT_PROMPT)
         try:
@@ -207,7 +207,7 @@ def check_budgets(rules: Rules, policies: Mapping[str, Method]) -> Iterator[str]
     for length in rules.lengths:
         seen = dict[int, str]()
         for budget in rules.budgets:
-            tokens = parse_budget(budget).tokens(length)
+            tokens = read_budget(budget).tokens(length)
             for name, method in policies.items():
                 floor = min(method.policy.floor, length)
                 if tokens < floor:

@@ -8,11 +8,11 @@ import numpy as np
 from rich.table import Table
 
 from models_integration.cache.atomic_file import publish_readable
+from models_integration.studies.budgets import read_budget
 from models_integration.studies.evidence.controls import CONTROL_BOUNDS, FULL, control_tokens
 from models_integration.studies.report import fits, table_of, title_of
 from models_integration.studies.results import Row
 from reference.statistics import wilson
-from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.tables import result_table
 
@@ -43,7 +43,7 @@ def summary(rows: Iterable[Row]) -> list[Row]:
 def _counted(own: Sequence[tuple[Row, Row]]) -> Row:
     (row, first), n = own[0], len(own)
     policy, budget, control = first["policy"], first["budget"], first["policy"] in CONTROL_BOUNDS
-    B = control_tokens(budget, row["length"]) if control else parse_budget(budget).tokens(row["length"])
+    B = control_tokens(budget, row["length"]) if control else read_budget(budget).tokens(row["length"])
     kept = [ceil(float(np.mean(cell["kept"]))) for _, cell in own]
     allowed = [B if control else _tokens(budget, each) for each, _ in own]
     right = float(sum(cell["right"] for _, cell in own))
@@ -58,7 +58,7 @@ def _counted(own: Sequence[tuple[Row, Row]]) -> Row:
 
 def _tokens(budget: str, row: Row) -> int:
     """B of a sample's prompt, which has its question where that is read there; rows of before 0.4 say no more."""
-    return parse_budget(budget).tokens(int(row.get("prompt_tokens") or row["length"]))
+    return read_budget(budget).tokens(int(row.get("prompt_tokens") or row["length"]))
 
 
 def summary_tables(rows: Sequence[Row], width: int) -> list[Table]:

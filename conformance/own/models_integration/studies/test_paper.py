@@ -1,0 +1,229 @@
+"""`kvspec paper`: which tables its files fill, figures counted from the rows, runs that are taken up, refusals."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+import pytest
+
+pytest.importorskip("transformers", reason="papers are run on transformers models")
+
+from typer.testing import CliRunner
+
+from models_integration.cli.app import app
+from models_integration.policies.spelled import spelled
+from models_integration.studies.budgets import read_budget
+from models_integration.studies.evidence.rules import rules_of
+from models_integration.studies.papers.protocol import BEST, PAPERS, load_paper, rules_of_part
+from spec.errors import SpecError
+
+pytestmark = pytest.mark.law("figures-are-counted-right")
+
+TINY = """
+title = "Tiny"
+method = "crystalcache"
+[study]
+seeds = [1]
+questions = 1
+placements = ["paper"]
+policies = ["streamingllm", "snapkv", "crystalcache"]
+controls = ["fullcache"]
+budgets = ["0.9", "evict 0.2"]
+contexts = 3
+[[part]]
+name = "needle"
+tasks = ["needle"]
+lengths = [400, 200000]
+quick = {lengths = [200, 200000], contexts = 2}
+[[part]]
+name = "files"
+kind = "longbench-file"
+files = ["hotpotqa"]
+lengths = [200]
+[[table]]
+name = "one"
+title = "Table 1"
+parts = ["needle"]
+versus = ["best baseline", "fullcache"]
+published = {columns = [["Llama", "0.9"]], crystalcache = [0.75], snapkv = [nan]}
+[[table]]
+name = "by-length"
+title = "Table 2"
+parts = ["needle"]
+rows = ["model"]
+columns = ["length", "depth"]
+policies = ["crystalcache"]
+budgets = ["0.9"]
+[[table]]
+name = "times"
+title = "Table 3"
+parts = ["needle"]
+rows = ["length"]
+columns = ["time"]
+policies = ["snapkv"]
+measure = "seconds"
+[[table]]
+name = "bytes"
+title = "Table 4"
+parts = ["needle"]
+measure = "MiB"
+[[table]]
+name = "files"
+title = "Table 5"
+parts = ["files"]
+[[table]]
+name = "none"
+title = "Table 6"
+note = "Not run: nobody can."
+"""
+
+
+def called(folder: Path, *options: str, text: str = TINY) -> tuple[int, str]:
+    (folder / "tiny.toml").write_text(text, encoding="utf-8")
+    arguments = ["paper", str(folder / "tiny.toml"), "--backend", "numpy", "--out", str(folder / "out"), *options]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
+    if isinstance(done.exception, SpecError):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out" / "study.jsonl").read_text("utf-8").splitlines()]
+
+
+def untimed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(({**row, "seconds": None} for row in rows), key=lambda row: str((row["length"], row["index"])))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("paper")
+    code, said = called(folder, "--quick")
+    assert code == 0, said
+    return folder, said
+
+
+def test_a_table_has_the_figures_of_its_rows_and_the_published_ones(ran: tuple[Path, str]) -> None:
+    rows, tables = rows_in(ran[0]), pd.read_csv(ran[0] / "out" / "tables.csv").set_index(["table", "row", "column"])
+    right = {
+        (cell["policy"], cell["budget"], row["index"]): str(row["metadata"]["value"]) in cell["answer"]
+        for row in rows for cell in row["cells"]
+    }
+    assert len(rows) == 2
+
+    def mean(policy: str, budget: str) -> float:
+        return fmean(right[policy, budget, index] for index in range(2))
+
+    for budget in ("0.9", "evict 0.2"):
+        column = f"pocket {budget}"
+        full, method = tables.loc["one", "fullcache", column], tables.loc["one", "crystalcache", column]
+        assert (full.value, method.value, method.n) == (
+            mean("fullcache", "1.0"), mean("crystalcache", budget), 2
+        )
+        best = max(mean("streamingllm", budget), mean("snapkv", budget))
+        assert method[f"over {BEST}"] == method.value - best
+        assert method["over fullcache"] == method.value - full.value
+        assert pd.isna(tables.loc["one", "snapkv", column][f"over {BEST}"])
+    assert tables.loc["one", "crystalcache", "Llama (published) 0.9"].published == 0.75
+    for row in rows:
+        one = tables.loc["by-length", "pocket", f"200 {row['metadata']['depth']}"]
+        assert (one.value, one.n) == (right["crystalcache", "0.9", row["index"]], 1)
+    assert tables.loc["times", "200", "snapkv"].value == fmean(row["seconds"]["snapkv"] for row in rows)
+    kept = [cell["mean_bytes"] / 2**20 for row in rows for cell in row["cells"] if cell["policy"] == "fullcache"]
+    assert tables.loc["bytes", "fullcache", "pocket 0.9"].value == fmean(kept)
+
+
+@pytest.mark.law("as-it-is-described")
+def test_what_was_not_run_says_so(ran: tuple[Path, str]) -> None:
+    folder, said = ran
+    page = (folder / "out" / "paper.html").read_text("utf-8")
+    for sentence in (
+        "Not run: give --file for hotpotqa (longbench-file).", "Not run: nobody can.",
+        "Not run on pocket: 200000 tokens, more than its positions.",
+    ):
+        assert sentence in " ".join(said.split())
+        assert sentence in page
+    assert "not run" in (folder / "out" / "by-length.tex").read_text("utf-8")
+
+
+@pytest.mark.law("saved-is-what-was")
+def test_a_run_that_was_cut_gives_the_same_rows(ran: tuple[Path, str], tmp_path: Path) -> None:
+    first, path = rows_in(ran[0]), tmp_path / "out" / "study.jsonl"
+    path.parent.mkdir()
+    path.write_text((ran[0] / "out" / "study.jsonl").read_text("utf-8")[:-40], encoding="utf-8")
+    assert called(tmp_path, "--quick", "--part", "one")[0] == 0
+    assert untimed(rows_in(tmp_path)) == untimed(first)
+    before = path.read_bytes()
+    assert called(tmp_path, "--quick", "--part", "by-length")[0] == 0
+    assert path.read_bytes() == before
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_dry_run_says_what_there_is_to_do_and_stores_nothing(tmp_path: Path) -> None:
+    code, said = called(tmp_path, "--quick", "--dry-run")
+    assert code == 0
+    # Two samples, each with the full cache and three policies at two budgets; answers of at most 50 tokens.
+    (line,) = (line.split() for line in said.splitlines() if line.strip().startswith("needle"))
+    assert line[1:3] == ["2", "14"]
+    assert line[4] == "700"
+    assert "memory: weights" in said
+    assert "hours" in said
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("quick", [True, False])
+def test_shipped_papers_name_what_there_is(name: str, quick: bool) -> None:
+    paper = load_paper(name)
+    asked = dict[str, set[str]]()
+    for part in paper.parts:
+        rules = rules_of_part(paper, part, ["pocket"], (), quick)
+        known = paper.study if rules is None else vars(rules)
+        asked[part.name] = {"fullcache", *known["policies"]}
+    for table in paper.tables:
+        policies = set().union(*(asked[part] for part in table.parts)) or {"fullcache"}
+        assert set(table.policies) <= policies
+        assert {one for one in table.versus if one != BEST} <= policies
+        for row in (row for row in table.published if table.rows == ("policy",) and row != "columns"):
+            assert row in policies or spelled(row)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(
+    ("options", "change", "reason"),
+    [
+        (("--part", "two"), ("", ""), "part = 'two': must be one of one, by-length"),
+        (("--file", "musique.jsonl"), ("", ""), "musique.jsonl': is not of this evaluation; its names are hotpotqa"),
+        ((), ('rows = ["model"]', 'rows = ["mode"]'), "table by-length: axes = 'mode': must be one of model, policy"),
+        ((), ("crystalcache = [0.75]", "crystalcache = []"), "must have a figure for each published column"),
+        ((), ('parts = ["files"]', 'parts = ["file"]'), "table files: parts = 'file': must be one of needle, files"),
+        ((), ('title = "Tiny"', ""), "missing or unknown: Paper has title, method"),
+        ((), ("contexts = 3", "context = 3"), "missing or unknown: Rules has"),
+        ((), ("evict 0.2", "evict 1.2"), "r must lie in [0, 1), as in 'evict 0.75'"),
+        ((), ("[study]", "study"), "must be a TOML file"),
+    ],
+)
+def test_what_is_wrong_is_refused(
+    options: tuple[str, ...], change: tuple[str, str], reason: str, tmp_path: Path,
+) -> None:
+    with pytest.raises(SpecError) as error:
+        called(tmp_path, "--quick", *options, text=TINY.replace(*change) if change[0] else TINY)
+    assert reason in str(error.value)
+    assert not (tmp_path / "out" / "study.jsonl").exists()
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_an_unknown_paper_is_refused_with_the_names() -> None:
+    with pytest.raises(SpecError, match=f"must be one of {', '.join(PAPERS)}"):
+        load_paper("crystal")
+
+
+def test_a_share_that_is_evicted_is_rounded_down_in_what_is_kept() -> None:
+    assert [read_budget(text).tokens(10) for text in ("evict 0.75", "0.25", "evict 0.8", "0.2", "5")] == [2, 3, 2, 2, 5]
+    with pytest.raises(SpecError, match=r"budgets = 'evict 1': r must lie"):
+        rules_of(title="t", model="pocket", contexts=1, questions=1, seed=0, lengths=[9], placements=["after"],
+                 tasks=["needle"], policies=["snapkv"], budgets=["evict 1"])

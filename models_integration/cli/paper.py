@@ -1,0 +1,65 @@
+"""The command `kvspec paper`; the work is in a module of its own, imported when it runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from models_integration.cli.options import (
+    Address,
+    Again,
+    Attention,
+    Backend,
+    BatchSize,
+    Device,
+    Dtype,
+    Engine,
+    Models,
+    Workers,
+    names_of,
+)
+
+__all__ = ["paper"]
+
+
+def paper(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Paper: crystalcache or nestedkv, or a file like theirs (.toml).")
+    ],
+    part: Annotated[
+        str, typer.Option(help="One table of the paper, such as table-5. Default: all tables.")
+    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Short contexts and few samples: minutes on a CPU.")] = False,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(help="File of a benchmark, such as LongBench's hotpotqa.jsonl. Repeatable. Tables of benchmarks"
+                     " without a file are not run."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print samples, cells, tokens, memory and hours, and run nothing else.")
+    ] = False,
+    model: Models = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
+    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
+    address: Address = "", again: Again = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for study.jsonl, paper.html, tables.csv and a LaTeX file for each table."
+                                  " Default: results/NAME. A stopped run continues from study.jsonl.")
+    ] = None,
+) -> None:
+    """Run the evaluation of a paper on your model and fill the tables of the paper.
+
+    Each table has your figures with 95 % intervals, the differences from the best baseline and from the full cache, and
+    the published figures. Tables show what was not run. A second run skips stored results.
+    """
+    from models_integration.cli.paper_runs import Asked, plan, run
+    from models_integration.studies.subject import Loading
+    from models_integration.studies.workers import Launch
+
+    folder = out or Path("results") / Path(name).stem
+    asked = Asked(name, names_of("model", model), part, quick, tuple(file or ()), folder, batch_size, again)
+    loading = Loading("", backend, device, dtype, attn)
+    if dry_run:
+        plan(asked, loading)
+        return
+    with Launch(workers, engine, address).started(folder, device):
+        run(asked, loading)

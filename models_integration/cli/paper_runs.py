@@ -1,0 +1,232 @@
+"""The run of `kvspec paper`: the parts of a paper as studies in one folder, then its tables."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+from rich.console import Console
+
+from models_integration.cache.atomic_file import publish_readable
+from models_integration.cli.checks import check_counts, check_folder
+from models_integration.cli.study import STOPPED, Running, Work
+from models_integration.studies.evidence.kept import read_prompt
+from models_integration.studies.evidence.measure import measure
+from models_integration.studies.evidence.rules import Rules
+from models_integration.studies.evidence.run import Item
+from models_integration.studies.page.elements import Html, note, page, section, table
+from models_integration.studies.papers.protocol import Paper, Part, load_paper, rules_of_part
+from models_integration.studies.papers.tables import Filled, Measured, fill, shaped, write_tables
+from models_integration.studies.report import fits, table_of
+from models_integration.studies.results import STUDY
+from models_integration.studies.status import first_failure
+from models_integration.studies.subject import Loading, Subject
+from models_integration.tasks import place
+from models_integration.tasks.samples import MAX_NEW_TOKENS
+from spec.errors import SpecError
+
+__all__ = ["PAGE", "Asked", "plan", "run"]
+
+PAGE = "paper.html"
+_BEHIND = 4 * MAX_NEW_TOKENS
+"""Positions that a question and its answer may need."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of the command.
+
+    Attributes:
+        paper, part: names.
+        models: each has its own figures in every table.
+        quick: whether parts have their quick lengths and contexts.
+        files: of benchmarks.
+        out: the folder of rows and tables.
+        batch_size, again: as in `Running`.
+    """
+
+    paper: str
+    models: tuple[str, ...]
+    part: str
+    quick: bool
+    files: tuple[Path, ...]
+    out: Path
+    batch_size: int = 12
+    again: bool = False
+
+
+class _Study(NamedTuple):
+    """A part on one model: its rules as the paper has them, and the work if the model can do some of it."""
+
+    part: Part
+    rules: Rules
+    work: Work | None
+    said: str
+    """What the model cannot do."""
+
+
+def run(asked: Asked, loading: Loading) -> None:
+    """Measure what is not stored, then print and write the tables.
+
+    Raises:
+        SpecError: before any sample is measured, for what cannot be.
+        Exit: with 130, when it is interrupted; what was measured is stored. With 1, if a sample failed.
+    """
+    console, paper = Console(), _checked(asked)
+    found, missing, stopped, failed = list[tuple[Part, Measured]](), _missing(paper, asked), False, False
+    for model in asked.models:
+        subject = replace(loading, model=model).subject()
+        for part, rules, work, said in list(_studies(paper, asked, subject, model)):
+            if work is not None and not stopped:
+                stopped = work.measure(console)
+                failed |= work.failed
+            found.append((part, Measured(rules, subject.label, work.rows() if work else ())))
+            missing.setdefault(part.name, []).extend(filter(None, [said]))
+    filled = [
+        fill(one, paper, [some for part, some in found if part.name in one.parts], [
+            said for name in one.parts for said in dict.fromkeys(missing.get(name, ()))
+        ]) for one in paper.tables
+    ]
+    for one in filled:
+        _print(one, console)
+    _write(paper, filled, asked, console)
+    if failed and (said := first_failure(asked.out / STUDY)):
+        console.print(said, highlight=False, soft_wrap=True)
+    if stopped or failed:
+        raise typer.Exit(STOPPED if stopped else 1)
+
+
+def _checked(asked: Asked) -> Paper:
+    paper = load_paper(asked.paper).of(asked.part)
+    check_counts(batch_size=asked.batch_size)
+    known = {name for part in paper.parts for name in part.files}
+    for path in asked.files:
+        if path.stem not in known:
+            names = ", ".join(sorted(known)) or "no file"
+            raise SpecError("file", str(path), f"is not of this evaluation; its names are {names}")
+    check_folder("out", asked.out, STUDY)
+    return paper
+
+
+def _missing(paper: Paper, asked: Asked) -> dict[str, list[str]]:
+    """By part, the files that were not given, as a sentence."""
+    given, found = {path.stem for path in asked.files}, dict[str, list[str]]()
+    for part in paper.parts:
+        if absent := [name for name in part.files if name not in given]:
+            found[part.name] = [f"Not run: give --file for {', '.join(absent)} ({part.kind})."]
+    return found
+
+
+def _studies(paper: Paper, asked: Asked, subject: Subject, model: str) -> Iterator[_Study]:
+    running = Running(asked.out, batch_size=asked.batch_size, again=asked.again)
+    for part in paper.parts:
+        rules = rules_of_part(paper, part, [model], asked.files, asked.quick)
+        if rules is None:
+            continue
+        lengths, said = tuple(length for length in rules.lengths if _has_positions(subject, length)), ""
+        if left := [str(length) for length in rules.lengths if length not in lengths]:
+            said = f"Not run on {subject.label}: {', '.join(left)} tokens, more than its positions."
+        work = Work(replace(rules, lengths=lengths), subject, running) if lengths else None
+        yield _Study(part, rules, work, said)
+
+
+def _has_positions(subject: Subject, length: int) -> bool:
+    try:
+        subject.check_positions("lengths", length, _BEHIND)
+    except SpecError:
+        return False
+    return True
+
+
+def _print(filled: Filled, console: Console) -> None:
+    """A table in the widest form that the terminal shows."""
+    if not filled.ours:
+        console.print(f"{filled.table.title}: not run. {filled.note}\n", highlight=False, markup=False)
+        return
+    title, left = f"{filled.table.title}{_counts(filled)}", dict[str, bool]()
+    for less in ({}, {"published": False}, {"intervals": False}, {"differences": False}):
+        left |= less
+        made = table_of(title, *shaped(filled, **left))
+        if fits(made, console.width):
+            break
+    console.print(made)
+    if filled.note:
+        console.print(filled.note + "\n", highlight=False, markup=False)
+
+
+def _counts(filled: Filled) -> str:
+    if not filled.n:
+        return ": not run"
+    return f", n = {' to '.join(map(str, dict.fromkeys((filled.n[0], filled.n[-1]))))} in each cell"
+
+
+def _write(paper: Paper, filled: Sequence[Filled], asked: Asked, console: Console) -> None:
+    about = note(
+        "Each cell has the mean of its samples with a 95 % interval. 'over' is the paired difference from the best"
+        " baseline of the same samples, or from the full cache. If the paper's metric looks for a substring, 'exact' is"
+        " the share of answers whose first number is right, where it differs. Published figures are about other models."
+    )
+    sections = [section(paper.title, about, *([note("A quick run: short contexts, few samples.", "warning")]
+                                               if asked.quick else []))]
+    for one in filled:
+        shown = table(f"{one.table.title}{_counts(one)}", *shaped(one)) if one.columns else Html("")
+        sections.append(section(one.table.title, shown, note(one.note or ("" if one.columns else "Not run."))))
+    publish_readable(asked.out / PAGE, page(f"kvspec paper {paper.title}", sections).encode())
+    for name, text in write_tables(filled):
+        publish_readable(asked.out / name, text.encode())
+    console.print(f"{asked.out / PAGE}, tables.csv and a LaTeX file for each table", highlight=False, soft_wrap=True)
+
+
+def plan(asked: Asked, loading: Loading) -> None:
+    """Print what a run would do; one sample of each part is measured, and nothing is stored.
+
+    Raises:
+        SpecError: as `run`.
+    """
+    console, paper = Console(), _checked(asked)
+    for model in asked.models:
+        subject, lines, hours, most = replace(loading, model=model).subject(), list[list[str]](), [0.0, 0.0], 0.0
+        for part, _, work, said in list(_studies(paper, asked, subject, model)):
+            items = work.items if work else []
+            sizes = [len(place(item.sample, item.placement).prompt_ids) for item in items]
+            cells = [len(item.cells(work.rules)) for item in items] if work else []
+            answers = sum(each * item.sample.max_new_tokens for each, item in zip(cells, items, strict=True))
+            if work is not None and items:
+                low, high, slot = _cost(work, sizes, again=not any(hours))
+                hours, most = [hours[0] + low, hours[1] + high], max(most, slot * max(sizes))
+            numbers = len(items), sum(cells), sum(sizes), answers, max(sizes, default=0)
+            lines.append([part.name, *(f"{number:,}" for number in numbers), said])
+        headings = ["part", "samples", "cells", "prompt tokens", "answer tokens at most", "longest prompt", "not run"]
+        console.print(table_of(f"{paper.title} on {subject.label}", headings, lines))
+        weights = sum(one.numel() * one.element_size() for one in subject.model.parameters())
+        console.print(
+            f"memory: weights {weights / 2**20:,.0f} MiB, the longest prompt's cache {most / 2**20:,.0f} MiB, and up to"
+            f" {asked.batch_size} compacted copies of that\n"
+            f"time: {hours[0] / 3600:.2f} to {hours[1] / 3600:.2f} hours with one worker; one sample of each part was"
+            " measured, and time grows with the prompt tokens or with their square", highlight=False, soft_wrap=True,
+        )
+    for name, missing in _missing(paper, asked).items():
+        console.print(f"{name}: {' '.join(missing)}", highlight=False, soft_wrap=True)
+
+
+def _cost(work: Work, sizes: Sequence[int], again: bool) -> tuple[float, float, float]:
+    """Seconds of a part if they grow with the tokens, and with their square; bytes of a slot in all layers and heads.
+
+    `again`: measure twice, because the first sample pays for what is compiled.
+    """
+    at = min(range(len(sizes)), key=sizes.__getitem__)
+    for _ in range(1 + again):
+        start = time.perf_counter()
+        row = _measured(work, work.items[at])
+        spent = time.perf_counter() - start
+    tokens = sizes[at]
+    slot = max(cell["mean_bytes"] / cell["mean_cache"] for cell in row["cells"])
+    return sum(size / tokens for size in sizes) * spent, sum((size / tokens) ** 2 for size in sizes) * spent, slot
+
+
+def _measured(work: Work, item: Item) -> Mapping[str, list[dict[str, float]]]:
+    placement, cells = place(item.sample, item.placement), item.cells(work.rules)
+    prompt = read_prompt(work.subject, work.policies, work.rules.budgets, placement)
+    return measure(work.subject, item.sample, prompt, cells, work.running.batch_size)

@@ -1,0 +1,37 @@
+"""Budgets of studies: as everywhere, and as the share that is evicted, `evict 0.75`, which NestedKV's paper writes."""
+
+from dataclasses import dataclass
+
+from reference.policies import eviction_budget
+from spec.budget import Budget, parse_budget
+from spec.errors import SpecError
+
+__all__ = ["EVICT", "read_budget"]
+
+EVICT = "evict "
+
+
+@dataclass(frozen=True)
+class _Evicted(Budget):
+    """A budget of floor((1 - r) N) tokens, where all others are rounded up."""
+
+    r: str = ""
+
+    def tokens(self, seen: int) -> int:
+        return eviction_budget(self.r, seen)
+
+
+def read_budget(text: int | str, argument: str = "budget") -> Budget:
+    """A budget of a study's rules: `0.3`, `30%`, `512`, or `evict 0.75` for the share r that is evicted.
+
+    Raises:
+        SpecError: for another text, and for r outside [0, 1).
+    """
+    if not isinstance(text, str) or not text.startswith(EVICT):
+        return parse_budget(text, argument)
+    r = text.removeprefix(EVICT)
+    try:
+        eviction_budget(r, 10**9)
+    except SpecError as error:
+        raise SpecError(argument, text, f"r {error.bound}, as in 'evict 0.75'") from error
+    return _Evicted(parse_budget("1.0").fraction, r=r)

@@ -1,0 +1,163 @@
+"""A paper's evaluation as a file: its studies, with the keys of a rules file, and the published tables that they fill.
+
+`[study]` has what all parts share, each `[[part]]` has what it changes, and `quick` of a part what a quick run changes.
+"""
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from models_integration.studies.evidence.rules import Rules, rules_of
+from spec.errors import SpecError
+from spec.validate import check_choices
+
+__all__ = ["AXES", "BEST", "MEASURES", "PAPERS", "Paper", "Part", "Table", "load_paper", "rules_of_part"]
+
+PAPERS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.toml")))
+AXES = ("model", "policy", "budget", "task", "length", "depth", "density", "time")
+"""What rows and columns of a table may be; `time` is a step of a run, in a table of seconds."""
+MEASURES = ("score", "seconds", "MiB")
+BEST = "best baseline"
+"""What a table may compare with, beside the name of a policy."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A study of a paper.
+
+    Attributes:
+        name: of the part.
+        study: what it changes in `[study]`.
+        quick: what a quick run changes beside that.
+        kind: kind of the benchmark files that it reads; "" for tasks of kvspec.
+        files: names of these files, without folder and ending.
+    """
+
+    name: str
+    study: Mapping[str, Any]
+    quick: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = ""
+    files: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """A published table.
+
+    Attributes:
+        name: as `--part` has it.
+        title: number and subject.
+        parts: whose samples it counts; none if kvspec cannot fill it.
+        rows, columns: names of AXES.
+        policies, budgets: that it counts; by default all of the parts.
+        versus: what each figure is compared with: policies, or BEST.
+        measure: one of MEASURES.
+        note: what differs from the paper, or why no part fills it.
+        published: the columns of the paper, a list of values for each, and a row of figures for each of its rows.
+
+    Raises:
+        SpecError: for an unknown axis, measure, or published figures that are not as many as the columns.
+    """
+
+    name: str
+    title: str
+    parts: Sequence[str] = ()
+    rows: Sequence[str] = ("policy",)
+    columns: Sequence[str] = ("model", "budget")
+    policies: Sequence[str] = ()
+    budgets: Sequence[str] = ()
+    versus: Sequence[str] = ()
+    measure: str = MEASURES[0]
+    note: str = ""
+    published: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_choices(f"table {self.name}: axes", (*self.rows, *self.columns), AXES)
+        check_choices(f"table {self.name}: measure", (self.measure,), MEASURES)
+        for name, figures in self.published.items():
+            if name != "columns" and len(figures) != len(self.published["columns"]):
+                raise SpecError(f"table {self.name}: {name}", figures, "must have a figure for each published column")
+
+
+@dataclass(frozen=True)
+class Paper:
+    """The evaluation of a paper.
+
+    Attributes:
+        title: of the paper.
+        method: the policy that it proposes.
+        study: what all parts share.
+    """
+
+    title: str
+    method: str
+    study: Mapping[str, Any]
+    parts: Sequence[Part]
+    tables: Sequence[Table]
+
+    def of(self, name: str) -> "Paper":
+        """The paper with one of its tables and the parts of that, or the whole for ""."""
+        if not name:
+            return self
+        check_choices("part", (name,), [table.name for table in self.tables])
+        tables = [table for table in self.tables if table.name == name]
+        return Paper(self.title, self.method, self.study, [
+            part for part in self.parts if any(part.name in table.parts for table in tables)
+        ], tables)
+
+
+def load_paper(name: str) -> Paper:
+    """The evaluation of a paper of PAPERS, or of your own file.
+
+    Raises:
+        SpecError: for an unknown name, and for a file that is not as this module describes it.
+    """
+    if not name.endswith(".toml"):
+        check_choices("NAME", (name,), PAPERS)
+    path = Path(name) if name.endswith(".toml") else Path(__file__).with_name(f"{name}.toml")
+    try:
+        read = tomllib.loads(path.read_bytes().decode())
+    except (OSError, ValueError) as error:
+        raise SpecError("NAME", name, f"must be a TOML file: {error}") from error
+    parts = [_made(Part, _part(entry)) for entry in read.pop("part", ())]
+    tables = [_made(Table, entry) for entry in read.pop("table", ())]
+    for table in tables:
+        check_choices(f"table {table.name}: parts", table.parts, [part.name for part in parts])
+    return _made(Paper, {**read, "parts": parts, "tables": tables})
+
+
+def _part(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A part's own keys, and those of its study under `study`."""
+    own = {one.name for one in fields(Part)}
+    return {
+        **{name: value for name, value in entry.items() if name in own},
+        "study": {name: value for name, value in entry.items() if name not in own},
+    }
+
+
+def _made(kind: Callable[..., T], entry: Mapping[str, Any]) -> T:
+    """A record of this kind, or a SpecError that names what is missing or unknown."""
+    every = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]  # all are dataclasses
+    needed = {name for name, one in every.items() if one.default is MISSING and one.default_factory is MISSING}
+    if not needed <= set(entry) <= set(every):
+        wrong = sorted(needed - set(entry) | set(entry) - set(every))
+        raise SpecError("NAME", wrong, f"missing or unknown: {kind.__name__} has {', '.join(every)}")
+    return kind(**entry)
+
+
+def rules_of_part(
+    paper: Paper, part: Part, models: Sequence[str], files: Sequence[Path], quick: bool,
+) -> Rules | None:
+    """The rules of a part; None if it reads files and none of them is given.
+
+    Raises:
+        SpecError: as `rules_of`.
+    """
+    given = [f"{part.kind}:{path}" for path in files if path.stem in part.files]
+    if part.kind and not given:
+        return None
+    changed = {**part.study, **(part.quick if quick else {}), **({"tasks": given} if given else {})}
+    return rules_of(**{"title": f"{paper.title}: {part.name}", **paper.study, **changed, "models": list(models)})
