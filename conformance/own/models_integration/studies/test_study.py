@@ -1,5 +1,6 @@
 """A study around its measures: rules, parts, rows that survive, estimates and claims against counting by hand."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ pytest.importorskip("transformers", reason="the study drives transformers models
 
 from typer.testing import CliRunner
 
+from conformance.measure import repeat
 from conformance.own.models_integration.studies.contexts import commit_all
 from models_integration.cli.app import app
 from models_integration.studies.evidence.charts import swept
@@ -100,6 +102,17 @@ def test_a_study_runs_stops_and_goes_on(tmp_path: Path, one_thread: None, monkey
     written = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<strong>the fact is kept</strong>" in written
     assert "evidence over streamingllm: recovery at 0.3" in written
+    check_other_code(tmp_path, rows)
+
+
+def check_other_code(folder: Path, rows: list[Row]) -> None:
+    """Brute force and masks repeat the rows, and tell a row whose likelihood or count of kept tokens is wrong."""
+    for change, code in [({}, 0), ({"likelihood": -9.0}, 1), ({"evidence_kept": -1}, 1)]:
+        asked = [row for row in rows if row["evidence_tokens"]]
+        changed = [{**row, "cells": [{**cell, **change} for cell in row["cells"]]} for row in asked]
+        path = folder / "changed.jsonl"
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in changed), encoding="utf-8")
+        assert repeat.main(["--rules", str(folder / "rules.toml"), "--rows", str(path), "--count", "3"]) == code
 
 
 def check_rows(rows: list[Row], rules: Rules) -> None:

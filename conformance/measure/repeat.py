@@ -1,0 +1,177 @@
+"""Cells of a study by other code: `python -m conformance.measure.repeat --rules RULES.toml --rows ROWS.jsonl`.
+
+Draws cells of stored rows and measures them again. The brute forces of the policies decide which tokens to keep, from
+the queries and keys that the attention of transformers gets. The answer is read from a full cache whose evicted tokens
+are masked. Samples and the tokenizer's sentence ends are those of the study.
+
+Exit code 1: a likelihood differs by more than 1e-4 nats, or the number of kept tokens or of kept evidence differs.
+"""
+
+import argparse
+import json
+import lzma
+import sys
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from conformance.assurance.brute import Brute
+from conformance.assurance.oracles import brutes
+from conformance.cache_suite.oracle import Masked
+from conformance.oracles.pipeline import prefill
+from conformance.strategies.policy_inputs import Inputs, Kept
+from models_integration.studies.evidence.rules import load_rules
+from models_integration.studies.evidence.run import Item, items
+from models_integration.studies.subject import Loading, Subject
+from models_integration.tasks import place
+from spec.parameters import CrystalCacheParameters
+from spec.policy import LayerView
+
+__all__ = ["BOUND", "Repeated", "main", "recorded", "repeated", "sets"]
+
+BOUND = 1e-4
+"""Largest difference of two log-likelihoods of an answer, nats."""
+POLICIES = ("fullcache", "blind", "crystalcache", "streamingllm", "knorm", "keydiff", "snapkv", "chunkkv", "nestedkv")
+"""What is repeated: policies that take no constant from the model, and whose brute force takes minutes at most."""
+
+
+class Repeated(NamedTuple):
+    """A cell of a row, and what other code finds for it."""
+
+    policy: str
+    budget: str
+    context: int
+    stored: float
+    likelihood: float
+    same_counts: bool
+
+    @property
+    def agrees(self) -> bool:
+        return self.same_counts and abs(self.stored - self.likelihood) <= BOUND
+
+
+_RECORDS: dict[int, LayerView] = {}
+
+
+def _recording(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any,
+) -> Any:
+    q, k, v = (np.asarray(x[0].double().cpu()) for x in (query, key, value))
+    _RECORDS[cast(int, module.layer_idx)] = LayerView(q, k, v, options["scaling"], None)
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
+
+
+@torch.no_grad()
+def recorded(model: PreTrainedModel, prompt: Tensor) -> Inputs:
+    """What the attention of each layer gets as a plain model reads a prompt (1, n)."""
+    AttentionInterface.register("recording", _recording)
+    AttentionMaskInterface.register("recording", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    own = model.config._attn_implementation
+    model.set_attn_implementation("recording")
+    try:
+        model(input_ids=prompt, use_cache=False)
+        layers = [_RECORDS[at] for at in sorted(_RECORDS)]
+    finally:
+        model.set_attn_implementation(own)
+        _RECORDS.clear()
+    return Inputs(layers, np.empty(0), [], prompt[0].numpy())
+
+
+def sets(policy: str, budget: str, inputs: Inputs, sentence_ends: frozenset[int]) -> Kept:
+    """The kept positions by brute force: one set, one for each layer, or one for each KV head of each layer."""
+    if policy == "fullcache":
+        return [list(range(inputs.n))]
+    if policy == "crystalcache":
+        view, parameters = inputs.layers[1], CrystalCacheParameters()
+        q, k, ids = view.q.tolist(), view.k.tolist(), inputs.token_ids.tolist()
+        return [prefill(q, k, ids, sentence_ends, Fraction(budget), parameters, view.scaling).eviction.kept]
+    (brute,) = (one for one in brutes() if one.name == policy)
+    B = ceil(Fraction(budget) * inputs.n)
+    return brute.kept(inputs, B, **_published(brute))
+
+
+def _published(brute: Brute) -> Mapping[str, Any]:
+    return {**brute.small, **brute.published}
+
+
+def _for_layers(kept: Kept, inputs: Inputs) -> list[Kept]:
+    """The sets of each layer, one for all its KV heads or one for each."""
+    L = len(inputs.layers)
+    if len(kept) == 1:
+        return [kept] * L
+    each = len(kept) // L
+    return [kept[at * each : (at + 1) * each] for at in range(L)]
+
+
+def _counts(kept: Kept, evidence: set[int]) -> tuple[list[int], list[int]]:
+    return [len(one) for one in kept], [len(evidence.intersection(one)) for one in kept]
+
+
+def _as_stored(counts: list[int]) -> int | list[int]:
+    return counts[0] if len(set(counts)) == 1 else counts
+
+
+@torch.no_grad()
+def repeated(subject: Subject, item: Item, cell: Mapping[str, Any]) -> Repeated:
+    """A cell of the row of an item, by brute force and masks."""
+    placement, gold = place(item.sample, item.placement), item.sample.answer_ids
+    masked, blind = Masked(subject.model), cell["policy"] == "blind"
+    prompt, same, columns = torch.tensor([placement.prompt_ids]), True, list[Tensor]()
+    if not blind:
+        inputs, seen = recorded(subject.model, prompt), prompt.shape[1] - placement.dropped_slots
+        decided = sets(cell["policy"], cell["budget"], inputs, subject.sentence_ends)
+        kept = [[position for position in own if position < seen] for own in decided]
+        evidence = {at for start, stop in item.sample.evidence for at in range(start, stop)}
+        same = [_as_stored(one) for one in _counts(kept, evidence)] == [cell["kept"], cell["evidence_kept"]]
+        columns.append(masked.read(prompt[:, :seen])[:, -1:])
+        masked.keep(_for_layers(kept, inputs))
+    fed = item.sample.question_ids if blind else placement.fed_ids
+    columns.append(masked.read(torch.tensor([[*fed, *gold[:-1]]])))
+    said = torch.cat(columns, dim=1)[0, -len(gold) :].double().log_softmax(dim=-1)
+    likelihood = float(said.gather(1, torch.tensor(gold)[:, None]).sum())
+    return Repeated(cell["policy"], cell["budget"], item.index, cell["likelihood"], likelihood, same)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    stored = path.read_bytes()
+    yield from map(json.loads, (lzma.decompress(stored) if path.suffix == ".xz" else stored).splitlines())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a line for each repeated cell."""
+    parser = argparse.ArgumentParser(prog="python -m conformance.measure.repeat", description=__doc__)
+    parser.add_argument("--rules", type=Path, required=True, help="rules of the study")
+    parser.add_argument("--rows", type=Path, required=True, help="its rows, .jsonl or .jsonl.xz")
+    parser.add_argument("--count", type=int, default=10, help="number of cells to draw (default 10)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw (default 0)")
+    given = parser.parse_args(arguments)
+    rules = load_rules(given.rules)
+    subject = Loading(rules.models[0], dtype="float32").subject()
+    rows = [row for row in _lines(given.rows) if row["model"] == subject.name]
+    every = [(row, cell) for row in rows for cell in row["cells"] if cell["policy"] in POLICIES]
+    drawn = np.random.default_rng(given.seed).permutation(len(every))[: given.count]
+    of_rows = {(item.digest, item.placement): item for item in items(rules, subject, ("dev", "confirm"))}
+    print("policy\tbudget\tcontext\tstored\trepeated\tdifference\tsame numbers of kept tokens", flush=True)
+    found = []
+    for at in drawn:
+        row, cell = every[at]
+        found.append(one := repeated(subject, of_rows[row["sample"], row["placement"]], cell))
+        print(
+            f"{one.policy}\t{one.budget}\t{one.context}\t{one.stored:.6f}\t{one.likelihood:.6f}\t"
+            f"{one.likelihood - one.stored:+.1e}\t{'yes' if one.same_counts else 'NO'}", flush=True,
+        )
+    print(f"{sum(one.agrees for one in found)} of {len(found)} agree within {BOUND} nats")
+    return 0 if all(one.agrees for one in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
