@@ -24,9 +24,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from conformance.assurance.brute import Brute
-from conformance.assurance.oracles import brutes
 from conformance.cache_suite.oracle import Masked
+from conformance.methods import brutes
+from conformance.methods.brute import Brute
 from conformance.oracles.pipeline import prefill
 from conformance.strategies.policy_inputs import Inputs, Kept
 from models_integration.studies.evidence.rules import load_rules

@@ -107,7 +107,8 @@ def test_a_study_runs_stops_and_goes_on(tmp_path: Path, one_thread: None, monkey
 
 def check_other_code(folder: Path, rows: list[Row]) -> None:
     """Brute force and masks repeat the rows, and tell a row whose likelihood or count of kept tokens is wrong."""
-    for change, code in [({}, 0), ({"likelihood": -9.0}, 1), ({"evidence_kept": -1}, 1)]:
+    changes: list[tuple[dict[str, Any], int]] = [({}, 0), ({"likelihood": -9.0}, 1), ({"evidence_kept": -1}, 1)]
+    for change, code in changes:
         asked = [row for row in rows if row["evidence_tokens"]]
         changed = [{**row, "cells": [{**cell, **change} for cell in row["cells"]]} for row in asked]
         path = folder / "changed.jsonl"
