@@ -9,6 +9,7 @@
                                         dozen of a property's and every twentieth of a long loop's, is for kernels:
                                         interpreted, a case takes up to a second, and compiled, each shape compiles
     --kvspec-policy module:ATTRIBUTE    the policy that conformance.policy_suite judges by what it promises
+    --kvspec-as "snapkv(W=16)"          and the published method, with constants and readings, that it must be
     --kvspec-cache module:ATTRIBUTE     the function that conformance.cache_suite judges: eviction equals masking
     --kvspec-model FOLDER_OR_NAME       on which model; default tiny random ones of four families
     --kvspec-positions absolute|renumbered  which positions its kept tokens have; default the text's
@@ -63,6 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kvspec-precision", choices=("float64", "float32"), help="what the backend's S1 computes in")
     group.addoption("--kvspec-profile", choices=PROFILES, help="how many examples each property sees")
     group.addoption("--kvspec-policy", metavar="NAME", help="whose promises conformance.policy_suite tests")
+    group.addoption("--kvspec-as", metavar="METHOD", action="append", help="the method that the policy must be")
     group.addoption("--kvspec-cache", metavar="NAME", help="whose cache conformance.cache_suite judges")
     group.addoption("--kvspec-model", metavar="FOLDER", help="on which transformers model; default tiny ones")
     group.addoption("--kvspec-positions", choices=POSITIONS, help="of what the cache keeps; default absolute")

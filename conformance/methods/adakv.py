@@ -1,6 +1,5 @@
 """Ada-KV by brute force: SnapKV's window, and a layer's budget shared by its heads' scores."""
 
-import math
 from fractions import Fraction
 
 from conformance.methods.brute import KERNEL, SAFEGUARD, Brute, W, newest, shared
@@ -14,6 +13,7 @@ from conformance.methods.policies import (
     pool,
     window,
 )
+from conformance.oracles.boxes import fsum
 
 __all__ = ["BRUTES", "adakv"]
 
@@ -23,7 +23,7 @@ def adakv(layer: Layer, W: int, kernel: int) -> list[Score]:
     n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W), []
     for group in groups(layer):
         number = len(group) * len(rows[0])
-        mean = [math.fsum(q[i] for h in group for q in rows[h]) / number for i in range(past)]
+        mean = [fsum(q[i] for h in group for q in rows[h]) / number for i in range(past)]
         found.append(padded(pool(mean, kernel, "max"), n))
     return found
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from conformance.methods import policies as oracle
+from conformance.oracles.boxes import leaves
 from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import TEMPLATE, Inputs, Kept, of_model
 from conformance.vectors.codec import floats
@@ -50,6 +51,8 @@ class Brute:
     floor: int = 0
     guaranteed: Guaranteed = field(default=lambda n, B: set())
     published: Mapping[str, Any] = field(default_factory=dict)
+    readings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Arguments of `kept` beside the constants: ours first, then those of other published codes."""
     least: int = 1
     """Tokens of an input: of fewer, rounding decides."""
     adapted: Callable[[Policy], Policy] = field(default=lambda policy: policy)
@@ -111,7 +114,7 @@ def from_vector(i: Json) -> tuple[Inputs, int, dict[str, Any]]:
 def plain(view: LayerView) -> dict[str, Any]:
     """The layer as lists, for the oracles."""
     return {
-        "q": view.q.tolist(), "k": view.k.tolist(), "v": None if view.v is None else view.v.tolist(),
+        "q": leaves(view.q), "k": leaves(view.k), "v": None if view.v is None else leaves(view.v),
         "scaling": view.scaling, "softcap": view.softcap,
     }
 
@@ -119,7 +122,7 @@ def plain(view: LayerView) -> dict[str, Any]:
 def rehearsed(view: LayerView) -> dict[str, Any]:
     """The same with what was asked while chunks were repeated."""
     each = [
-        {"start": x.start, "stop": x.stop, "q": x.q.tolist(), "k": x.k.tolist(), "norms": x.norms.tolist()}
+        {"start": x.start, "stop": x.stop, "q": leaves(x.q), "k": leaves(x.k), "norms": leaves(x.norms)}
         for x in view.repeats or ()
     ]
     return {**plain(view), "repeats": each}

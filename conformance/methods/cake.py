@@ -1,11 +1,12 @@
 """CAKE by brute force, in the terms of `methods.policies`; nothing is shared with the reference."""
 
-import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from conformance.methods.brute import KERNEL, Brute, W, newest, plain
 from conformance.methods.policies import Layer, Score, groups, last_rows, padded, pool, top, whole, window
+from conformance.oracles.boxes import Box, fsum, largest, log
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "preference", "preferred_shares", "scores"]
@@ -13,17 +14,17 @@ __all__ = ["BRUTES", "preference", "preferred_shares", "scores"]
 
 def variance(xs: Sequence[float]) -> float:
     """With divisor one less than their number; of one number 0."""
-    mean = math.fsum(xs) / len(xs)
-    return math.fsum((x - mean) ** 2 for x in xs) / max(1, len(xs) - 1)
+    mean = fsum(xs) / len(xs)
+    return fsum((x - mean) ** 2 for x in xs) / max(1, len(xs) - 1)
 
 
-def preference(layer: Layer, W: int, tau1: float, tau2: float) -> float:
+def preference(layer: Layer, W: int, tau1: float, tau2: float) -> Any:
     """Entropy of every row before the window, variance of every key over the window's queries."""
     past, rows = window(layer, W), last_rows(layer, W)
     weights = [x for head in rows for row in head for x in row[:past] if x > 0]
-    entropy = math.fsum(-x * math.log(x) for x in weights)
-    shift = math.fsum(variance([row[i] for row in head]) for head in rows for i in range(past))
-    return float(max(0.0, entropy) ** (1 / tau1) * shift ** (1 / tau2))
+    entropy = fsum(-x * log(x) for x in weights)
+    shift = fsum(variance([row[i] for row in head]) for head in rows for i in range(past))
+    return largest([0.0, entropy]) ** (1 / tau1) * shift ** (1 / tau2)
 
 
 def scores(layer: Layer, W: int, kernel: int, gamma: float) -> list[Score]:
@@ -33,8 +34,8 @@ def scores(layer: Layer, W: int, kernel: int, gamma: float) -> list[Score]:
         pooled = []
         for h in group:
             columns = [[row[i] for row in rows[h]] for i in range(past)]
-            pooled.append(pool([math.fsum(c) / len(c) + gamma * variance(c) for c in columns], kernel, "average"))
-        found.append(padded([math.fsum(p[i] for p in pooled) / len(group) for i in range(past)], n))
+            pooled.append(pool([fsum(c) / len(c) + gamma * variance(c) for c in columns], kernel, "average"))
+        found.append(padded([fsum(p[i] for p in pooled) / len(group) for i in range(past)], n))
     return found
 
 
@@ -42,14 +43,14 @@ def preferred_shares(preferences: Sequence[float], B: int, W: int, n: int) -> li
     """Tokens of each layer. The layers that are full are the first so and so many by preference: the fewest that do."""
     L, W = len(preferences), min(W, n)
     most, total = n - W, min((B - W) * L, (n - W) * L)
-    exact = [Fraction(x) for x in preferences]
+    exact = [x if isinstance(x, Box) else Fraction(x) for x in preferences]
     order = sorted(range(L), key=lambda layer: (-exact[layer], layer))
     for full in range(L + 1):
         rest, left = order[full:], total - full * most
-        known = sum((exact[layer] for layer in rest), Fraction(0))
+        known = sum((exact[layer] for layer in rest), Fraction(0)) if len(rest) > 1 else Fraction(0)
         parts = {layer: left * exact[layer] / known if known else Fraction(left, len(rest)) for layer in rest}
         if all(part <= most for part in parts.values()):
-            return [W + share for share in whole([parts.get(layer, Fraction(most)) for layer in range(L)])]
+            return [W + share for share in whole([parts.get(layer, Fraction(most)) for layer in range(L)], total)]
     raise AssertionError("the layers together hold the total")
 
 

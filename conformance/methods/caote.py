@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from conformance.methods.brute import Brute, by_layer
 from conformance.methods.policies import Layer, Row, Score, groups, last_rows
+from conformance.oracles.boxes import fsum, sqrt
 
 __all__ = ["BRUTES", "caote", "caote_error"]
 
@@ -12,22 +13,22 @@ __all__ = ["BRUTES", "caote", "caote_error"]
 def caote_error(alpha: Row, values: Sequence[Row]) -> list[float]:
     """The change of the output when one token goes and the others are renormalised, done literally."""
     errors = []
-    whole = [math.fsum(a * v[c] for a, v in zip(alpha, values, strict=True)) for c in range(len(values[0]))]
+    whole = [fsum(a * v[c] for a, v in zip(alpha, values, strict=True)) for c in range(len(values[0]))]
     for j in range(len(alpha)):
         others = [i for i in range(len(alpha)) if i != j]
-        rest = math.fsum(alpha[i] for i in others)
+        rest = fsum(alpha[i] for i in others)
         if rest == 0:
             errors.append(math.inf)
             continue
-        without = [math.fsum(alpha[i] / rest * values[i][c] for i in others) for c in range(len(whole))]
-        errors.append(math.dist(whole, without))
+        without = [fsum(alpha[i] / rest * values[i][c] for i in others) for c in range(len(whole))]
+        errors.append(sqrt(fsum((a - b) ** 2 for a, b in zip(whole, without, strict=True))))
     return errors
 
 
 def caote(layer: Layer) -> list[Score]:
     rows, n = last_rows(layer, 1), len(layer["k"][0])
     return [
-        list(caote_error([math.fsum(rows[h][0][i] for h in group) / len(group) for i in range(n)], layer["v"][g]))
+        list(caote_error([fsum(rows[h][0][i] for h in group) / len(group) for i in range(n)], layer["v"][g]))
         for g, group in enumerate(groups(layer))
     ]
 

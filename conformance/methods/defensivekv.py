@@ -1,6 +1,5 @@
 """DefensiveKV by brute force: the worst case of the window, and a first stage by its mean."""
 
-import math
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -10,7 +9,6 @@ from conformance.methods.policies import (
     Row,
     Score,
     competition_shares,
-    dot,
     groups,
     last_rows,
     padded,
@@ -18,6 +16,7 @@ from conformance.methods.policies import (
     top,
     window,
 )
+from conformance.oracles.boxes import dot, fsum, largest, leaves
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "defensive"]
@@ -28,19 +27,19 @@ def defensive(layer: Layer, W_o: Sequence[Sequence[Row]], W: int, kernel: int, B
     n, past, rows = len(layer["k"][0]), window(layer, W), last_rows(layer, W)
     if past == 0:
         return [[None] * n for _ in layer["k"]]
-    tail = [math.fsum(q[max(0, past - W) : past]) for head in rows for q in head]
-    bound = 0.9 - math.fsum(tail) / len(tail)
+    tail = [fsum(q[max(0, past - W) : past]) for head in rows for q in head]
+    bound = 0.9 - fsum(tail) / len(tail)
     scores, firsts, sizes = [], [], []
     for g, group in enumerate(groups(layer)):
         worst = [0.0] * past
         for row in (q[:past] for h in group for q in rows[h]):
             pooled = pool(row, kernel, "average")
-            share = math.fsum(row) / math.fsum(pooled)
-            worst = [max(a, b * share) for a, b in zip(worst, pooled, strict=True)]
-        floor = math.fsum(worst) / past
-        scores.append([max(x, floor) for x in worst])
-        mean = [math.fsum(q[i] for h in group for q in rows[h]) for i in range(past)]
-        whole, covered, chosen = math.fsum(mean), 0.0, []
+            share = fsum(row) / fsum(pooled)
+            worst = [largest([a, b * share]) for a, b in zip(worst, pooled, strict=True)]
+        floor = fsum(worst) / past
+        scores.append([largest([x, floor]) for x in worst])
+        mean = [fsum(q[i] for h in group for q in rows[h]) for i in range(past)]
+        whole, covered, chosen = fsum(mean), 0.0, []
         for i in sorted(range(past), key=lambda i: (-mean[i], i)):
             covered += mean[i] / whole
             if covered >= bound:
@@ -48,24 +47,24 @@ def defensive(layer: Layer, W_o: Sequence[Sequence[Row]], W: int, kernel: int, B
             chosen.append(i)
         firsts.append(chosen[: max(0, B - W)])
         sizes.append([
-            math.fsum(
-                math.fsum(abs(dot(layer["v"][g][i], [r[c] for r in W_o[h]])) for c in range(len(W_o[h][0])))
+            fsum(
+                fsum(abs(dot(layer["v"][g][i], [r[c] for r in W_o[h]])) for c in range(len(W_o[h][0])))
                 for h in group
             ) / len(group) for i in range(past)
         ])
     for g, row in enumerate(scores):
-        scores[g] = [x * (sizes[g][i] / math.fsum(size[i] for size in sizes)) for i, x in enumerate(row)]
-    largest = max(max(row) for row in scores)
+        scores[g] = [x * (sizes[g][i] / fsum(size[i] for size in sizes)) for i, x in enumerate(row)]
+    most = largest(x for row in scores for x in row)
     for row, first in zip(scores, firsts, strict=True):
         for i in first:
-            row[i] = largest
+            row[i] = most
     return [padded(row, n) for row in scores]
 
 
 def kept(inputs: Inputs, B: int, W: int, kernel: int) -> Kept:
     found = []
     for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
-        rows = defensive(plain(view), W_o.tolist(), W, kernel, B)
+        rows = defensive(plain(view), leaves(W_o), W, kernel, B)
         found += [top(row, b) for row, b in zip(rows, competition_shares(rows, B, Fraction(0)), strict=True)]
     return found
 

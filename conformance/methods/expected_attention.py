@@ -1,9 +1,9 @@
 """Expected Attention by brute force: what Gaussian queries at later positions attend to."""
 
-import math
 
 from conformance.methods.brute import FUTURE, SINK, Brute, plain, sinks
-from conformance.methods.policies import Layer, Row, Score, dot, groups, normalise, top
+from conformance.methods.policies import Layer, Row, Score, groups, normalise, top
+from conformance.oracles.boxes import cos, dot, fsum, leaves, sin, sqrt
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "expected_attention", "rotate"]
@@ -13,7 +13,7 @@ def rotate(x: Row, position: float, inv_freq: Row, factor: float) -> list[float]
     half = len(inv_freq)
     out = [0.0] * (2 * half)
     for f, omega in enumerate(inv_freq):
-        c, s = factor * math.cos(position * omega), factor * math.sin(position * omega)
+        c, s = factor * cos(position * omega), factor * sin(position * omega)
         out[f] = x[f] * c - x[f + half] * s
         out[f + half] = x[f + half] * c + x[f] * s
     return out
@@ -28,7 +28,7 @@ def expected_attention(layer: Layer, inv_freq: Row, factor: float, N_sink: int, 
     ahead = range(n, n + N_future)
     basis = [[float(a == b) for b in range(d)] for a in range(d)]
     columns = [
-        [math.fsum(x) / N_future for x in zip(*(rotate(e, p, inv_freq, factor) for p in ahead), strict=True)]
+        [fsum(x) / N_future for x in zip(*(rotate(e, p, inv_freq, factor) for p in ahead), strict=True)]
         for e in basis
     ]
     for g, group in enumerate(groups(layer)):
@@ -40,16 +40,16 @@ def expected_attention(layer: Layer, inv_freq: Row, factor: float, N_sink: int, 
                 [x / factor**2 for x in rotate(q, -at, inv_freq, factor)] for at, q in enumerate(layer["q"][h])
             ][N_sink:]
             turned = [
-                [math.fsum(q[a] * columns[a][b] for a in range(d)) for b in range(d)] for q in pre
+                [fsum(q[a] * columns[a][b] for a in range(d)) for b in range(d)] for q in pre
             ]
-            mean = [math.fsum(x) / len(turned) for x in zip(*turned, strict=True)]
+            mean = [fsum(x) / len(turned) for x in zip(*turned, strict=True)]
             z = []
             for key in keys:
                 projections = [dot([a - b for a, b in zip(q, mean, strict=True)], key) for q in turned]
-                variance = math.fsum(x * x for x in projections) / len(projections)
+                variance = fsum(x * x for x in projections) / len(projections)
                 z.append(layer["scaling"] * dot(mean, key) + layer["scaling"] ** 2 * variance / 2)
             total = [a + b / len(group) for a, b in zip(total, normalise(z), strict=True)]
-        norms = [math.sqrt(dot(v, v)) for v in layer["v"][g][N_sink:]]
+        norms = [sqrt(dot(v, v)) for v in layer["v"][g][N_sink:]]
         found.append([*[None] * N_sink, *[a * b for a, b in zip(total, norms, strict=True)]])
     return found
 
@@ -57,7 +57,7 @@ def expected_attention(layer: Layer, inv_freq: Row, factor: float, N_sink: int, 
 def kept(inputs: Inputs, B: int, N_sink: int, N_future: int) -> Kept:
     found = []
     for view in inputs.layers:
-        rows = expected_attention(plain(view), inputs.inv_freq.tolist(), inputs.factor, N_sink, N_future)
+        rows = expected_attention(plain(view), leaves(inputs.inv_freq), inputs.factor, N_sink, N_future)
         found += [top(row, B) for row in rows]
     return found
 

@@ -1,9 +1,9 @@
 """KeyDiff by brute force: keys unlike the mean direction stay."""
 
-import math
 
 from conformance.methods.brute import Brute, by_layer
-from conformance.methods.policies import Layer, Score, dot
+from conformance.methods.policies import Layer, Score
+from conformance.oracles.boxes import dot, fsum, sqrt
 
 __all__ = ["BRUTES", "keydiff"]
 
@@ -11,9 +11,9 @@ __all__ = ["BRUTES", "keydiff"]
 def keydiff(layer: Layer) -> list[Score]:
     found: list[Score] = []
     for head in layer["k"]:
-        unit = [[x / math.sqrt(dot(key, key)) for x in key] for key in head]
-        anchor = [math.fsum(column) / len(unit) for column in zip(*unit, strict=True)]
-        length = math.sqrt(dot(anchor, anchor))
+        unit = [[x / sqrt(dot(key, key)) for x in key] for key in head]
+        anchor = [fsum(column) / len(unit) for column in zip(*unit, strict=True)]
+        length = sqrt(dot(anchor, anchor))
         found.append([-(dot(key, anchor) / length if length else 0.0) for key in unit])
     return found
 

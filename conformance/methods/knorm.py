@@ -1,15 +1,15 @@
 """The L2 norm by brute force: small keys stay."""
 
-import math
 
 from conformance.methods.brute import Brute, by_layer
-from conformance.methods.policies import Layer, Score, dot
+from conformance.methods.policies import Layer, Score
+from conformance.oracles.boxes import dot, sqrt
 
 __all__ = ["BRUTES", "knorm"]
 
 
 def knorm(layer: Layer) -> list[Score]:
-    return [[-math.sqrt(dot(key, key)) for key in head] for head in layer["k"]]
+    return [[-sqrt(dot(key, key)) for key in head] for head in layer["k"]]
 
 
 BRUTES = [

@@ -3,13 +3,13 @@
 A layer's `repeats` are dicts of start, stop, q (H lists of rows), k (H_kv lists of rows) and norms.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from conformance.methods.brute import REHEARSED, SINK, Brute, W, both_ends, rehearsed
-from conformance.methods.policies import Layer, Row, Score, capped, dot, normalise, top
+from conformance.methods.policies import Layer, Row, Score, capped, normalise, top, won
+from conformance.oracles.boxes import dot, fsum, largest, leaves, sqrt
 from conformance.strategies.policy_inputs import Inputs, Kept, repeats
 from spec.policy import Rehearsal
 
@@ -31,18 +31,16 @@ def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None
                     if W_o is not None:
                         value = layer["v"][h // G][i]
                         output = [dot(value, column) for column in zip(*W_o[h], strict=True)]
-                        weight *= math.sqrt(dot(output, output)) / part["norms"][at]
+                        weight *= sqrt(dot(output, output)) / part["norms"][at]
                     best = found[h // G][i]
-                    found[h // G][i] = weight if best is None else max(best, weight)
+                    found[h // G][i] = weight if best is None else largest([best, weight])
     return found
 
 
 def global_shares(rows: Sequence[Score], B: int) -> list[int]:
     """How many of the best of all rows each has, beside its protected ones."""
     pinned = sum(x is None for x in rows[0])
-    places = [(-x, g, i) for g, row in enumerate(rows) for i, x in enumerate(row) if x is not None]
-    best = [g for _, g, _ in sorted(places)[: (B - pinned) * len(rows)]]
-    return [pinned + best.count(g) for g in range(len(rows))]
+    return [pinned + wins for wins in won(rows, (B - pinned) * len(rows))]
 
 
 def chunks(
@@ -63,7 +61,7 @@ def chunks(
 def head_means(contexts: Sequence[Sequence[Score]]) -> list[float]:
     """Of each row the largest score of a context, as a mean over contexts."""
     best = [[max(x for x in row if x is not None) for row in rows] for rows in contexts]
-    return [math.fsum(column) / len(column) for column in zip(*best, strict=True)]
+    return [fsum(column) / len(column) for column in zip(*best, strict=True)]
 
 
 def full_heads(scores: Sequence[float], n: int, B: int, window: int) -> list[int]:
@@ -88,7 +86,7 @@ def kept(shares: Callable[[list[Score], int], Sequence[int]], plus: bool = False
         rows, asked = list[Score](), Rehearsal(N_sink=N_sink, **rehearsal)
         for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
             layer = rehearsed(replace(view, repeats=repeats(inputs, view, asked)))
-            rows += scores(layer, N_sink, W_o.tolist() if plus else None)
+            rows += scores(layer, N_sink, leaves(W_o) if plus else None)
         return [top(row, share) for row, share in zip(rows, shares(rows, B), strict=True)]
 
     return of_prompt

@@ -1,22 +1,22 @@
 """LagKV by brute force: tokens that stand out against the next partition."""
 
-import math
 from collections.abc import Sequence
 
 from conformance.methods.brute import LAG, SINK, Brute, by_layer, sinks
 from conformance.methods.policies import Layer, Row, Score, normalise
+from conformance.oracles.boxes import Box, fsum, largest, least, places, sqrt
 
 __all__ = ["BRUTES", "lagkv", "lagkv_information"]
 
 
 def lagkv_information(rows: Sequence[Row], reference: Sequence[Row]) -> list[float]:
     """Of one partition under the next: min-max by its channels, deviation over channels, softmax over tokens."""
-    low, high = ([f(column) for column in zip(*reference, strict=True)] for f in (min, max))
+    low, high = ([f(column) for column in zip(*reference, strict=True)] for f in (least, largest))
     spreads = []
     for row in rows:
         scaled = [0.0 if a == b else (x - a) / (b - a) for x, a, b in zip(row, low, high, strict=True)]
-        mean = math.fsum(scaled) / len(scaled)
-        spreads.append(math.sqrt(math.fsum((x - mean) ** 2 for x in scaled) / (len(scaled) - 1)))
+        mean = fsum(scaled) / len(scaled)
+        spreads.append(sqrt(fsum((x - mean) ** 2 for x in scaled) / (len(scaled) - 1)))
     return normalise(spreads)
 
 
@@ -30,8 +30,8 @@ def lagkv(layer: Layer, N_sink: int, lag: int) -> list[Score]:
             here, after = slice(start, start + lag), slice(start + lag, start + 2 * lag)
             by_key, by_value = (lagkv_information(x[here], x[after]) for x in (keys, values))
             worth = [a + b for a, b in zip(by_key, by_value, strict=True)]
-            for place, at in enumerate(sorted(range(lag), key=lambda i: (-worth[i], i))):
-                score[start + at] = -float(place)
+            for at, (fewest, most) in enumerate(places(worth)):
+                score[start + at] = -float(most) if fewest == most else Box(-float(most), -float(fewest), (start, at))
         found.append(score)
     return found
 

@@ -1,9 +1,9 @@
 """MorphKV by brute force, in the terms of `methods.policies`; nothing is shared with the reference."""
 
-import math
 
 from conformance.methods.brute import Brute, W, by_layer, newest
 from conformance.methods.policies import Layer, Score, groups, last_rows, padded, window
+from conformance.oracles.boxes import fsum, largest
 
 __all__ = ["BRUTES", "morphkv"]
 
@@ -12,8 +12,8 @@ def morphkv(layer: Layer, W: int, fusion: str) -> list[Score]:
     """Per key before the window, the sum or the largest of each head's last queries, as a mean over the group."""
     n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W), []
     for group in groups(layer):
-        fused = [[(max if fusion == "max" else math.fsum)([q[i] for q in rows[h]]) for i in range(past)] for h in group]
-        found.append(padded([math.fsum(column) / len(group) for column in zip(*fused, strict=True)], n))
+        fused = [[(largest if fusion == "max" else fsum)([q[i] for q in rows[h]]) for i in range(past)] for h in group]
+        found.append(padded([fsum(column) / len(group) for column in zip(*fused, strict=True)], n))
     return found
 
 

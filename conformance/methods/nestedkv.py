@@ -9,6 +9,7 @@ from typing import Any
 from conformance.methods.brute import SINK, Brute, by_layer, shared, sinks
 from conformance.methods.keydiff import keydiff
 from conformance.methods.policies import competition_shares, top
+from conformance.oracles.boxes import leaves
 from conformance.oracles.nestedkv import Row, scores
 from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import Inputs, Kept
@@ -40,7 +41,7 @@ def of_prompt(adaptive: bool) -> Callable[..., Kept]:
     def found(inputs: Inputs, B: int, parameters: NestedKVParameters) -> Kept:
         sets, sink = list[list[int]](), parameters.N_sink
         for view in inputs.layers:
-            rows = [scores(head, parameters) for head in view.k.tolist()]
+            rows = [scores(head, parameters) for head in leaves(view.k)]
             if adaptive:
                 sets += kept(rows, B, parameters)
             else:

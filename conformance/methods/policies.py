@@ -4,10 +4,12 @@ A layer is a dict of q (H lists of rows), k and v (H_kv lists of rows), scaling;
 where a token is protected. Kept sets are sorted lists.
 """
 
-import math
+
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
+
+from conformance.oracles.boxes import Answer, Box, Undecided, dot, exp, fsum, largest, places, surely, tanh
 
 __all__ = [
     "accumulated", "adaptive_shares", "asked", "best_blocks", "best_units", "chunk_selection", "chunk_totals",
@@ -19,20 +21,16 @@ Layer = dict[str, Any]
 Score = list[float | None]
 
 
-def dot(a: Row, b: Row) -> float:
-    return math.fsum(x * y for x, y in zip(a, b, strict=True))
-
-
 def normalise(logits: Row) -> list[float]:
-    top_logit = max(logits)
-    powers = [math.exp(x - top_logit) for x in logits]
-    total = math.fsum(powers)
+    top_logit = largest(logits)
+    powers = [exp(x - top_logit) for x in logits]
+    total = fsum(powers)
     return [p / total for p in powers]
 
 
 def capped(logit: float, layer: Layer) -> float:
     cap = layer.get("softcap")
-    return logit if cap is None else cap * math.tanh(logit / cap)
+    return logit if cap is None else cap * tanh(logit / cap)
 
 
 def weights(layer: Layer, head: int, query: Row, visible: int) -> list[float]:
@@ -65,7 +63,7 @@ def pool(row: Row, kernel: int, kind: str) -> list[float]:
     half, out = kernel // 2, []
     for i in range(len(row)):
         near = [row[j] for j in range(i - half, i + half + 1) if 0 <= j < len(row)]
-        out.append(max(near) if kind == "max" else math.fsum(near) / kernel)
+        out.append(largest(near) if kind == "max" else fsum(near) / kernel)
     return out
 
 
@@ -79,29 +77,39 @@ def accumulated(layer: Layer) -> list[Score]:
     found: list[Score] = []
     for group in groups(layer):
         rows = [weights(layer, h, q, at + 1) for h in group for at, q in enumerate(layer["q"][h])]
-        found.append([math.fsum(row[i] for row in rows) for i in range(n)])
+        found.append([fsum(row[i] for row in rows) for i in range(n)])
     return found
 
 
 def epicache(layer: Layer) -> list[Score]:
     n = len(layer["k"][0])
     return [
-        [max(column) for column in zip(*(weights(layer, h, q, n) for h in group for q in layer["q"][h]), strict=True)]
+        list(map(largest, zip(*(weights(layer, h, q, n) for h in group for q in layer["q"][h]), strict=True)))
         for group in groups(layer)
     ]
+
+
+def best(tokens: Sequence[int], score: Sequence[Any], number: int, pinned: Sequence[int] = ()) -> Answer:
+    """The pinned tokens, and so many of the others with the highest scores; the lower index first."""
+    values = [score[i] for i in tokens]
+    if not any(isinstance(x, Box) for x in values):
+        return Answer([*pinned, *sorted(tokens, key=lambda i: (-score[i], i))[:number]])
+    before = list(zip(tokens, places(values), strict=True))
+    sure = [i for i, (_, most) in before if most < number]
+    open_ = [i for i, (fewest, most) in before if fewest < number <= most]
+    return Answer([*pinned, *sure], open_, min(number, len(tokens)) - len(sure))
 
 
 def top(score: Sequence[float | None], B: int) -> list[int]:
     """Protected tokens, then the highest scores; lower position first."""
     pinned = [i for i, s in enumerate(score) if s is None]
-    others = sorted((i for i, s in enumerate(score) if s is not None), key=lambda i: (-score[i], i))  # type: ignore[operator]
-    return sorted(pinned + others[: max(0, B - len(pinned))])
+    return best([i for i, s in enumerate(score) if s is not None], score, max(0, B - len(pinned)), pinned)
 
 
 def chunk_totals(members: Sequence[float | None], c: int) -> list[float]:
     """Sums of runs of c tokens before the window."""
     scored = [x for x in members if x is not None]
-    return [math.fsum(scored[a : a + c]) for a in range(0, len(scored), c)]
+    return [fsum(scored[a : a + c]) for a in range(0, len(scored), c)]
 
 
 def chunk_selection(members: Sequence[float | None], c: int, B: int) -> list[int]:
@@ -115,11 +123,11 @@ def chunk_selection(members: Sequence[float | None], c: int, B: int) -> list[int
     return sorted(kept)
 
 
-def whole(targets: Sequence[Fraction]) -> list[int]:
+def whole(targets: Sequence[Any], total: int | None = None) -> list[int]:
     """Hand out what the floors leave, one by one, to the largest remainder that has not had one."""
     shares = [int(t // 1) for t in targets]
     left = {g: t % 1 for g, t in enumerate(targets)}
-    while sum(shares) < sum(targets):
+    for _ in range((total or int(sum(targets))) - sum(shares)):
         g = max(left, key=lambda g: (left[g], -g))
         shares[g] += 1
         del left[g]
@@ -141,11 +149,14 @@ def pyramid_shares(B: Fraction, W: int, L: int, n: int, beta: int) -> list[int]:
 def won(scores: Sequence[Sequence[float | None]], k: int, skip: Sequence[set[int]] | None = None) -> list[int]:
     """How many of the k best scores of a layer each head has, those to skip aside."""
     pool_ = [
-        (-s, h, i) for h, row in enumerate(scores) for i, s in enumerate(row)
+        (h, s) for h, row in enumerate(scores) for i, s in enumerate(row)
         if s is not None and not (skip and i in skip[h])
     ]
-    best = sorted(pool_)[: max(0, k)]
-    return [sum(entry[1] == h for entry in best) for h in range(len(scores))]
+    chosen = best(range(len(pool_)), [s for _, s in pool_], max(0, k))
+    if len({pool_[at][0] for at in chosen.open}) > 1:
+        raise Undecided("a head's share")
+    heads = [pool_[at][0] for at in chosen]
+    return [heads.count(h) for h in range(len(scores))]
 
 
 def adaptive_shares(scores: Sequence[Sequence[float | None]], B: int, safeguard: Fraction) -> list[int]:
@@ -162,7 +173,7 @@ def competition_shares(scores: Sequence[Sequence[float | None]], B: int, safegua
     H, n = len(scores), len(scores[0])
     pinned = sum(s is None for s in scores[0])
     quota = max(int(safeguard * B // 1), pinned)
-    first = [{i for i in top(row, min(quota, n)) if row[i] is not None} for row in scores]
+    first = [{i for i in surely(top(row, min(quota, n))) if row[i] is not None} for row in scores]
     held = [pinned + len(f) for f in first]
     more = won(scores, H * min(B, n) - sum(held), first)
     return [a + b for a, b in zip(held, more, strict=True)]
@@ -174,11 +185,11 @@ def best_blocks(score: Sequence[float | None], b: int, B: int) -> list[int]:
     kept = [run for run in runs if len(run) < b or any(score[i] is None for i in run)]
     left = [run for run in runs if run not in kept]
     while left:
-        best = max(left, key=lambda run: (*worth(score[run.start : run.stop]), -run.start))
-        if sum(map(len, kept)) + len(best) > B:
+        first = max(left, key=lambda run: (*worth(score[run.start : run.stop]), -run.start))
+        if sum(map(len, kept)) + len(first) > B:
             break
-        kept.append(best)
-        left.remove(best)
+        kept.append(first)
+        left.remove(first)
     return sorted(i for run in kept for i in run)
 
 
@@ -187,7 +198,7 @@ def worth(scores: Sequence[float | None]) -> tuple[bool, float]:
     total = 0.0
     for x in scores:
         total = total + (x or 0.0)
-    return (False, 0.0) if math.isnan(total) else (True, total)
+    return (False, 0.0) if total != total else (True, total)
 
 
 def two_stages(first: Score, second: Sequence[float | None], b: int, B: int, share: Fraction) -> list[int]:

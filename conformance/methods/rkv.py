@@ -1,6 +1,5 @@
 """R-KV by brute force: importance less redundancy."""
 
-import math
 from collections.abc import Sequence
 
 from conformance.methods.brute import KERNEL, Brute, W, by_layer, newest
@@ -9,13 +8,13 @@ from conformance.methods.policies import (
     Row,
     Score,
     capped,
-    dot,
     groups,
     normalise,
     padded,
     pool,
     window,
 )
+from conformance.oracles.boxes import dot, fsum, largest, sqrt
 
 __all__ = ["BRUTES", "rkv", "rkv_redundancy"]
 
@@ -30,7 +29,7 @@ def rkv(layer: Layer, W: int, kernel: int, lam: float) -> list[Score]:
         W_now = n - past
         for at in range(-W_now, 0):
             logits = [
-                max(capped(layer["scaling"] * dot(layer["q"][h][at], keys[i]), layer) for h in group)
+                largest(capped(layer["scaling"] * dot(layer["q"][h][at], keys[i]), layer) for h in group)
                 for i in range(past)
             ]
             importance = [a + b / W_now for a, b in zip(importance, normalise(logits), strict=True)]
@@ -42,12 +41,12 @@ def rkv(layer: Layer, W: int, kernel: int, lam: float) -> list[Score]:
 
 def rkv_redundancy(keys: Sequence[Row]) -> list[float]:
     n = len(keys)
-    unit = [[x / (math.sqrt(dot(key, key)) + 1e-8) for x in key] for key in keys]
+    unit = [[x / (sqrt(dot(key, key)) + 1e-8) for x in key] for key in keys]
     C = [[0.0 if i == j else dot(unit[i], unit[j]) for j in range(n)] for i in range(n)]
     for i in range(n):
         above = [j for j in range(n) if C[i][j] > 0.5]
         C[i][above[-1] if above else 0] = 0.0
-    return normalise([math.fsum(C[i][j] for i in range(n)) / n for j in range(n)])
+    return normalise([fsum(C[i][j] for i in range(n)) / n for j in range(n)])
 
 
 BRUTES = [

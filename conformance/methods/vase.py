@@ -9,7 +9,6 @@ from conformance.methods.policies import (
     Layer,
     Score,
     capped,
-    dot,
     groups,
     normalise,
     padded,
@@ -17,6 +16,7 @@ from conformance.methods.policies import (
     top,
     window,
 )
+from conformance.oracles.boxes import dot, fsum, largest, least, log, surely
 from conformance.strategies.policy_inputs import Inputs
 
 __all__ = ["BRUTES", "attention", "kept", "philox", "ranges", "uniforms", "vase"]
@@ -41,7 +41,7 @@ def uniforms(seed: int, group: int, seen: int, n: int) -> list[float]:
 
 def ranges(layer: Layer, W: int) -> list[Score]:
     n, past = len(layer["k"][0]), window(layer, W)
-    return [padded([max(value) - min(value) for value in head[:past]], n) for head in layer["v"]]
+    return [padded([largest(value) - least(value) for value in head[:past]], n) for head in layer["v"]]
 
 
 def attention(layer: Layer, W: int, kernel: int) -> list[list[float]]:
@@ -56,8 +56,8 @@ def attention(layer: Layer, W: int, kernel: int) -> list[list[float]]:
                 normalise([capped(layer["scaling"] * dot(q, key), layer) for key in keys[:past]])
                 for q in layer["q"][h][past - n :]
             ]
-            heads.append(pool([math.fsum(column) / len(rows) for column in zip(*rows, strict=True)], kernel, "mean"))
-        found.append([math.fsum(column) / len(group) for column in zip(*heads, strict=True)])
+            heads.append(pool([fsum(column) / len(rows) for column in zip(*rows, strict=True)], kernel, "mean"))
+        found.append([fsum(column) / len(group) for column in zip(*heads, strict=True)])
     return found
 
 
@@ -66,8 +66,8 @@ def kept(wide: Score, A: Sequence[float], u: Sequence[float], B: int, N_sink: in
     n = len(wide)
     held = [None if at < N_sink else x for at, x in enumerate(wide)]
     pinned = sum(x is None for x in held)
-    early = top(held, min(max(B, pinned), max(pinned, pinned + math.floor(share * B) - N_sink)))
-    race: Score = [None if at in early else A[at] / -math.log(u[at]) for at in range(n)]
+    early = surely(top(held, min(max(B, pinned), max(pinned, pinned + math.floor(share * B) - N_sink))))
+    race: Score = [None if at in early else A[at] / -log(u[at]) for at in range(n)]
     return top(race, B)
 
 

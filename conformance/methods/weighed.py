@@ -1,6 +1,5 @@
 """VATP and CriticalKV by brute force, in the terms of `methods.policies`; nothing is shared with the reference."""
 
-import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -17,8 +16,9 @@ from conformance.methods.brute import (
     plain,
     sinks,
 )
-from conformance.methods.policies import Layer, Row, Score, accumulated, adaptive_shares, dot, groups, top
+from conformance.methods.policies import Layer, Row, Score, accumulated, adaptive_shares, groups, top
 from conformance.methods.snapkv import snapkv
+from conformance.oracles.boxes import dot, fsum, leaves, surely
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "critical", "output_sizes", "two_stages", "vatp"]
@@ -29,7 +29,7 @@ Projection = Sequence[Sequence[Row]]
 def vatp(layer: Layer) -> list[Score]:
     """What a key got from all queries of its group, times the magnitudes of its value."""
     return [
-        [float(a or 0.0) * math.fsum(map(abs, value)) for a, value in zip(row, values, strict=True)]
+        [(a or 0.0) * fsum(map(abs, value)) for a, value in zip(row, values, strict=True)]
         for row, values in zip(accumulated(layer), layer["v"], strict=True)
     ]
 
@@ -38,7 +38,7 @@ def output_sizes(layer: Layer, W_o: Projection) -> list[list[float]]:
     """Per KV head and token: magnitudes of what a query head writes into the output, as a mean over the group."""
     return [
         [
-            math.fsum(
+            fsum(
                 abs(dot(value, column)) for h in group for column in zip(*W_o[h], strict=True)
             ) / len(group) for value in layer["v"][g]
         ] for g, group in enumerate(groups(layer))
@@ -48,7 +48,7 @@ def output_sizes(layer: Layer, W_o: Projection) -> list[list[float]]:
 def two_stages(first: Score, second: Sequence[float | None], B: int, share: Fraction) -> list[int]:
     """Protected tokens, a share of the other places by the first score, what is left by the second."""
     pinned = [i for i, x in enumerate(first) if x is None]
-    early = top(first, len(pinned) + max(0, B - len(pinned)) * share // 1)
+    early = surely(top(first, len(pinned) + max(0, B - len(pinned)) * share // 1))
     return top([None if i in early else x for i, x in enumerate(second)], B)
 
 
@@ -76,7 +76,7 @@ def of_criticalkv(
         found = []
         for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
             rows = score(plain(view), **constants)
-            found += critical(plain(view), W_o.tolist(), rows, shares(rows, B, safeguard))
+            found += critical(plain(view), leaves(W_o), rows, shares(rows, B, safeguard))
         return found
 
     return kept

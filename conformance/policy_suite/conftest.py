@@ -1,4 +1,4 @@
-"""Whose policy is judged; without one there is nothing to collect."""
+"""Who is judged, and as which method; without a subject there is nothing to collect."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,15 +8,29 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from conformance.methods.method import Method
+    from conformance.policy_suite.test_method import Subject
     from conformance.strategies.policy_inputs import Inputs
     from spec.policy import Policy
 
-__all__ = ["judged_policy"]
+__all__ = ["explained", "judged_policy", "keeps"]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What every test here is about must be given."""
-    return True if config.getoption("--kvspec-policy") is None else None
+    """What the tests of a file are about must be given."""
+    needed = {"test_method.py": "--kvspec-as"}.get(collection_path.name, "--kvspec-policy")
+    return True if config.getoption(needed) is None else None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A case for each method, about the item that defines it."""
+    if "method" in metafunc.fixturenames:
+        from conformance.methods.method import method_of
+
+        methods = map(method_of, metafunc.config.getoption("--kvspec-as"))
+        metafunc.parametrize("method", [
+            pytest.param(one, marks=pytest.mark.spec(one.item), id=one.name) for one in methods
+        ])
 
 
 @pytest.fixture(scope="session")
@@ -24,4 +38,23 @@ def judged_policy(request: pytest.FixtureRequest) -> "Callable[[Inputs], Policy]
     """The policy of --kvspec-policy."""
     from conformance.strategies.policy_inputs import named
 
-    return partial(named, request.config.getoption("--kvspec-policy"))
+    given = request.config.getoption("--kvspec-as")
+    like = given[0].partition("(")[0] if given else ""
+    return partial(named, request.config.getoption("--kvspec-policy"), method=like)
+
+
+@pytest.fixture(scope="session")
+def keeps(judged_policy: "Callable[[Inputs], Policy]") -> "Subject":
+    """What the subject keeps of inputs at a budget, as a method."""
+    from conformance.strategies.policy_inputs import decided
+
+    def kept(method: "Method", inputs: "Inputs", B: int) -> list[list[int]]:
+        return decided(judged_policy(inputs), inputs, B)
+
+    return kept
+
+
+@pytest.fixture(scope="session")
+def explained() -> dict[str, list[str]]:
+    """What explains the answers to a method, once that was asked."""
+    return {}

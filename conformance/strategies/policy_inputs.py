@@ -9,9 +9,11 @@ import numpy as np
 from reference.calibration import Calibration, Identity
 from reference.policies import retain
 from reference.policies.kvzip import rehearsal_chunks
-from reference.policies.names import constants_of, constants_of_model, make_policy
+from reference.policies.names import ENTRY_POINTS, NAMES, check_name, constants_of, constants_of_model, make_policy
 from reference.triattention import band_statistics
 from spec.budget import Budget
+from spec.errors import SpecError
+from spec.plugins import find_plugin
 from spec.policy import LayerView, Observation, Policy, Rehearsal, Repeat
 from spec.retention import Granularity, Retention
 
@@ -131,13 +133,22 @@ def of_model(name: str, inputs: Inputs) -> dict[str, Any]:
     return {constant: _OF_MODEL[constant](inputs) for constant in taken}
 
 
-def named(name: str, inputs: Inputs) -> Policy:
+def named(name: str, inputs: Inputs, method: str = "") -> Policy:
     """A policy by its name, as `module:ATTRIBUTE` too; what a model decides is what the inputs have of one.
+
+    If it is to be a method, the attribute may be a function that makes the policy, from what a model decides of it.
 
     Raises:
         SpecError: for an unknown name, or what cannot be loaded.
     """
-    return make_policy(name, of_model(name, inputs))
+    if method and name not in NAMES:
+        made = find_plugin("policy", name, ENTRY_POINTS, NAMES).value
+        if callable(made) and not isinstance(made, Policy):
+            found = made(**of_model(method, inputs))
+            if isinstance(found, Policy):
+                return found
+            raise SpecError("policy", name, f"must return a Policy; returns a {type(found).__name__}")
+    return make_policy(check_name(name, "policy"), of_model(name, inputs))
 
 
 def groups_of(policy: Policy, inputs: Inputs) -> int:

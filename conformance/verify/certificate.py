@@ -16,8 +16,9 @@ from typing import Any
 import hypothesis
 import numpy as np
 
+from conformance.methods.method import method_of
 from conformance.plugin import PROFILES
-from conformance.verify.outcomes import ABSTAINED, STATES, Outcome, Verdicts, families_of
+from conformance.verify.outcomes import ABSTAINED, PROMISES, STATES, Outcome, Verdicts, families_of
 from conformance.verify.request import ENGINES, KINDS, Request
 from conformance.verify.subject import Subject
 from spec import SPEC_VERSION
@@ -75,13 +76,13 @@ COMPARED = "not compared with any method"
 def certificate(request: Request, subject: Subject, verdicts: Verdicts) -> dict[str, Any]:
     """The certificate of a run, as the table that is written."""
     who = {**asdict(subject), "name": verdicts.name or subject.name, "spec": verdicts.written_for}
-    precision = verdicts.precision if request.kind in ENGINES else None
+    precision = verdicts.precision if request.kind in ENGINES or request.method else None
     run = {"precision": precision, "seed": request.seed, "timeout": request.timeout, "model": request.model,
-           "positions": request.positions}
+           "positions": request.positions, "methods": [str(method_of(text)) for text in request.method] or None}
     entries = entries_of(request.exceptions)
     return {
         "schema": SCHEMA, "kvspec": _installed(), "spec": SPEC_VERSION, "date": date.today().isoformat(),
-        "verdict": _verdict(request, verdicts), "judged": judged_by(request.kind), "families": verdicts.families,
+        "verdict": _verdict(request, verdicts), "judged": judged_by(request.kind, bool(request.method)), "families": verdicts.families,
         "failing": verdicts.failing, "undecided": verdicts.missing, "unproven": verdicts.unproven,
         "unneeded_exceptions": verdicts.unneeded,
         "subject": {name: value for name, value in who.items() if value},
@@ -96,12 +97,14 @@ def _verdict(request: Request, verdicts: Verdicts) -> str:
     if request.quick:
         return QUICK if verdicts.certified else NOT_QUICK
     if verdicts.certified:
-        return KEEPS if request.kind == "policy" else CERTIFIED
+        return KEEPS if request.kind == "policy" and not request.method else CERTIFIED
     return PARTIAL if verdicts.unfailing else NOT_CERTIFIED
 
 
-def judged_by(kind: str) -> str:
+def judged_by(kind: str, method: bool = False) -> str:
     """What such a subject is judged by."""
+    if method:
+        return "the equations of methods" + (", and its promises" if kind == "policy" else "")
     if kind == "policy":
         return f"its promises; {COMPARED}"
     return "eviction equals masking" if kind == "cache" else "the items of its stages"
@@ -149,9 +152,10 @@ def _shown(outcome: Outcome, request: Request) -> dict[str, str]:
 
 def scope(made: Mapping[str, Any]) -> str:
     """What the verdict is about, in a few words: the families, and of how many rows where some abstained."""
-    verdicts = [row["verdict"] for row in made["items"].values()]
+    own = made["subject"]["kind"] != "policy"
+    verdicts = [row["verdict"] for row in made["items"].values() if own or PROMISES in row["families"]]
     decided = sum(verdict not in ABSTAINED for verdict in verdicts)
-    named = ", ".join(made["families"]) or "no family"
+    named = ", ".join(name for name in made["families"] if own or name == PROMISES) or "no family"
     return named if decided == len(verdicts) else f"{named} ({decided} of {len(verdicts)})"
 
 
@@ -230,7 +234,7 @@ def repeated(request: Request, path: Path, made: Mapping[str, Any]) -> Request:
     """The run that a certificate tells of; its exceptions are read from itself."""
     subject, run = made["subject"], made["run"]
     return replace(
-        request, **{subject["kind"]: subject["named"]}, **{name: run.get(name) for name in _OPTIONS},
+        request, **{subject["kind"]: subject["named"]}, method=tuple(run.get("methods", ())), **{name: run.get(name) for name in _OPTIONS},
         profile=run["profile"], exceptions=path if made.get("exception") else None,
     )
 
@@ -290,6 +294,8 @@ def badge(made: Mapping[str, Any]) -> str:
         colour, right = YELLOW, f"{scope(made)} in part; {_many(len(made['unproven']), 'item')} unproven"
     elif made["verdict"] not in PASSED:
         colour, right = RED, f"not certified; {_many(len(made['failing']) + len(made['undecided']), 'item')}"
+    elif methods := made["run"].get("methods"):
+        colour, right = GREEN, f"conforms to {', '.join(methods)}"
     elif made["verdict"] == KEEPS:
         colour, right = GREEN, f"keeps its {scope(made)}; {COMPARED}"
     elif exceptions:

@@ -1,6 +1,6 @@
 """`kvspec.verify`: the verdict of `kvspec verify`, as a Python object."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +40,7 @@ class Verdict:
 
 def verify(
     *, backend: str | None = None, command: str | None = None, policy: str | None = None, cache: str | None = None,
-    model: str | None = None, positions: str | None = None, timeout: float | None = None,
+    method: str | Sequence[str] = (), model: str | None = None, positions: str | None = None, timeout: float | None = None,
     precision: str | None = None, profile: str | None = None, seed: int | None = None, quick: bool = False,
     fail_fast: bool = False, exceptions: str | Path | None = None, out: str | Path = "results/verify",
 ) -> Verdict:
@@ -48,7 +48,7 @@ def verify(
 
     The tests run in a separate process. The process imports the subject by name, so the subject must be in a module.
 
-        verdict = kvspec.verify(policy="mine:POLICY", quick=True)
+        verdict = kvspec.verify(policy="mine:POLICY", method="snapkv", quick=True)
         assert verdict.passed, verdict.failing
 
     Args:
@@ -57,6 +57,8 @@ def verify(
         command: command that starts an engine in any language.
         policy: `module:ATTRIBUTE` of a `spec.policy.Policy`, tested on its promises.
         cache: `module:ATTRIBUTE` of a function that returns logits after eviction.
+        method: published method that `policy` must be, with its constants if they differ from the published ones, as
+            in "snapkv(W=16, kernel=5)"; a list of methods for `backend` and `command`. Default: none.
         model: folder of a transformers model, for `cache`. Default: tiny random models.
         positions: "absolute" or "renumbered", for `cache`. Default: "absolute".
         timeout: seconds that `command` may take for an answer.
@@ -87,7 +89,8 @@ def verify(
         "exceptions": exceptions, "out": out,
     }
     _check(given)
-    flags = [*["--quick"] * quick, *["--fail-fast"] * fail_fast]
+    methods = [f"--as={one}" for one in ([method] if isinstance(method, str) else method)]
+    flags = [*methods, *["--quick"] * quick, *["--fail-fast"] * fail_fast]
     return _judged(parsed([f"--{option}={value}" for option, value in given.items() if value is not None] + flags))
 
 

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from conformance.checks.promises import PROPERTIES
 from conformance.exceptions import items_marked
 from conformance.items import items_of
+from conformance.methods.method import METHOD_ITEMS
 from conformance.paths import SPEC
 from conformance.plugin import NOT_OFFERED, precision_of, spec_of
 from spec.backend import FAMILIES
@@ -38,8 +39,8 @@ __all__ = [
 COMPOSED = "compositions"
 """Where items stand that no family has: doors and compositions, the same code for every engine, on its stages."""
 
-PROMISES = "promises"
-"""Where the columns of a policy stand."""
+METHODS, PROMISES = "methods", "promises"
+"""Where published methods stand, and the columns of a policy."""
 EVICTION = "say behind a compacted cache what the model says where the evicted tokens are masked."
 
 _ROW = re.compile(r"^\| (\w+) \| `\w+` \| ((?:[A-Z]+-[A-Z0-9-]+(?:, )?)+) \|$", re.MULTILINE)
@@ -78,7 +79,8 @@ def families_of(item: str) -> list[str]:
     family, of_a_cache, _ = item.partition(": ")
     if of_a_cache:
         return [family]
-    return [family for family, items in families().items() if item in items] or [COMPOSED]
+    named = [family for family, items in families().items() if item in items]
+    return named or [METHODS if item in METHOD_ITEMS else COMPOSED]
 
 
 @cache

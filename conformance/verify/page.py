@@ -19,9 +19,12 @@ def headline(made: Mapping[str, Any]) -> str:
     on, policy = scope(made), made["subject"]["kind"] == "policy"
     name = made["subject"]["named" if policy else "name"]  # any policy can call itself snapkv
     who = " ".join(part for part in (name, made["subject"].get("version", "")) if part)
+    methods, quick = ", ".join(made["run"].get("methods", ())), f"; {QUICK}" if made["verdict"] == QUICK else ""
     if made["verdict"] in PASSED:
+        if methods:
+            return f"{who} conforms to {methods}" + (f" and keeps its {on}" if policy else "") + quick
         if policy:
-            return f"{who} keeps its {on}; {COMPARED}" + (f"; {QUICK}" if made["verdict"] == QUICK else "")
+            return f"{who} keeps its {on}; {COMPARED}{quick}"
         on += " with renumbered positions" if made["run"].get("positions") == "renumbered" else ""
         does = f"{QUICK} of" if made["verdict"] == QUICK else "conforms to"
         return f"{who} {does} kvspec {made['spec']} on {on}" + _excepted(made)
@@ -31,6 +34,8 @@ def headline(made: Mapping[str, Any]) -> str:
     undecided = len(made["undecided"])
     wrong = ", ".join([*made["failing"], *([f"{undecided} items not decided"] if undecided else [])])
     otherwise = "tests without an item fail" if made["counts"]["failed"] else "there was nothing to judge"
+    if methods:
+        return f"{who} does not conform to {methods}: {wrong or otherwise}"
     does_not = "does not keep its promises" if policy else f"does not conform to kvspec {made['spec']} on {on}"
     return f"{who} {does_not}: {wrong or otherwise}"
 
@@ -79,9 +84,9 @@ def summary(made: Mapping[str, Any]) -> Iterator[str]:
     if made["unneeded_exceptions"]:
         yield f"\nexceptions no longer needed: {', '.join(made['unneeded_exceptions'])}"
     yield f"\n{headline(made)}"
-    if made["subject"]["kind"] == "policy" and made["verdict"] in PASSED:
-        yield "a promise does not test the score: a wrong SnapKV keeps its promises too. To compare kept tokens with a"
-        yield "policy of kvspec, see 'A policy' in docs/guide/judge.md"
+    if made["judged"].endswith(COMPARED) and made["verdict"] in PASSED:
+        yield "a promise does not test the score: a wrong SnapKV keeps its promises too. Add --as METHOD to compare the"
+        yield "kept tokens with a published method, as in --as snapkv"
 
 
 def _failing(item: str, row: Mapping[str, Any], shown: dict[str, str]) -> Iterator[str]:

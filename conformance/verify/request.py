@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,15 +21,19 @@ PRECISIONS = ("float64", "float32")
 SEEDS = 2**32
 """Seeds are drawn below."""
 _ONLY_FOR = {
-    "timeout": ("command",), "precision": ENGINES, "exceptions": ENGINES, "model": ("cache",),
+    "timeout": ("command",), "method": (*ENGINES, "policy"), "precision": ENGINES, "exceptions": ENGINES, "model": ("cache",),
     "positions": ("cache",),
 }
 
 PROFILE = "ci"
 """The profile of a certificate that says nothing else."""
 
+_METHODS = re.compile(r",(?![^(]*\))\s*")
+"""Between two methods, and not between two constants."""
+
 _ABOUT = """Judge an engine by the items of the specification, a policy by its promises, or a cache by masking:
-eviction must equal masking. The verdict is written as a certificate (spec/certificate.md).
+eviction must equal masking. With --as a policy or an engine is compared with published methods.
+The verdict is written as a certificate (spec/certificate.md).
 
 Exit codes:
 
@@ -48,6 +53,7 @@ class Request:
     command: str | None
     policy: str | None
     cache: str | None
+    method: tuple[str, ...]
     model: str | None
     positions: str | None
     timeout: float | None
@@ -81,6 +87,7 @@ class Request:
             "--profile": None if self.profile == PROFILE else self.profile, "--seed": self.seed,
         }
         words = [str(word) for option, value in options.items() if value is not None for word in (option, value)]
+        words += [word for method in self.method for word in ("--as", method)]
         return ["kvspec", "verify", *words]
 
     def repeat(self, test: str) -> str:
@@ -103,6 +110,9 @@ def parser() -> argparse.ArgumentParser:
     who.add_argument("--command", metavar="TEXT", help="engine in any language: the command that starts it")
     who.add_argument("--policy", metavar="NAME", help="module:ATTRIBUTE of a Policy, judged by its promises")
     who.add_argument("--cache", metavar="NAME", help="module:ATTRIBUTE of a function of logits after eviction")
+    made.add_argument("--as", dest="method", action="append", metavar="METHOD",
+                      help='published method to compare kept tokens with, as in "snapkv(W=16, kernel=5)";\n'
+                           "several for an engine, as in snapkv,h2o. kvspec policies NAME lists the constants")
     who.add_argument("--check", type=Path, metavar="CERTIFICATE.toml",
                      help="certificate to check. Files are compared, then the run is repeated,\n"
                           "with the seed of the certificate and with a new one (--seed). Any\n"
@@ -164,7 +174,12 @@ def parsed(arguments: Sequence[str]) -> Request:
         raise SpecError("seed", found.seed, "must be 0 or more")
     for option, kinds in _ONLY_FOR.items():
         value = getattr(found, option)
+        if option == "precision" and found.method:
+            continue
         if value is not None and not any(getattr(found, kind) for kind in kinds):
             raise SpecError(option, value, f"is for {' and '.join(f'--{kind}' for kind in kinds)}")
+    found.method = tuple(one for text in found.method or () for one in _METHODS.split(text))
+    if found.policy and len(found.method) > 1:
+        raise SpecError("as", ",".join(found.method), "must be one method: a policy is one")
     found.profile = profile_of(found.profile or ("few" if found.quick else None))
     return Request(**vars(found), pytest=tuple(arguments[at + 1 :]))

@@ -15,6 +15,7 @@ import pytest
 
 from conformance import exceptions
 from conformance.items import known_items
+from conformance.methods.method import method_of
 from conformance.paths import ROOT
 from conformance.plugin import known_vectors
 from conformance.suite.conftest import INTERPRETERS
@@ -38,7 +39,7 @@ WHOLE = ["-o", "verbosity_assertions=2"]
 
 def suite_of(request: Request) -> Path:
     """The folder of the tests that judge such a subject."""
-    return SUITES.get(request.kind, SUITE)
+    return SUITES.get("policy" if request.method else request.kind, SUITE)
 
 
 def _command(request: Request) -> list[str]:
@@ -54,6 +55,7 @@ def _command(request: Request) -> list[str]:
         sys.executable, "-m", "pytest", *(word for name in PLUGINS for word in ("-p", name)),
         "-c", os.devnull, *(word for at in ("--rootdir", "--confcutdir") for word in (at, str(suite_of(request)))),
         *(f"{option}={value}" for option, value in options.items() if value is not None),
+        *(f"--kvspec-as={method}" for method in request.method),
         *([f"--ignore-glob={SCALE}"] if request.quick else []),
     ]
 
@@ -161,8 +163,10 @@ def prepared(request: Request) -> Subject:
     check_out(request.out)
     if request.exceptions is not None:
         check_exceptions(request.exceptions)
-    subject = OF_KIND[request.kind](request.named)
-    if request.kind in ENGINES and not request.quick and not request.pytest:
+    for method in request.method:
+        method_of(method)
+    subject = OF_KIND[request.kind](request.named, *request.method[: request.kind == "policy"])
+    if request.kind in ENGINES and not request.method and not request.quick and not request.pytest:
         check_compiled()
     return subject
 

@@ -16,7 +16,7 @@ from conformance.checks.promises import PROPERTIES, promised
 from conformance.strategies.policy_inputs import drawn
 from conformance.strategies.policy_inputs import named as policy_of
 from reference.policies.names import ENTRY_POINTS as POLICIES
-from reference.policies.names import NAMES, check_name
+from reference.policies.names import NAMES
 from spec.backend import BUILT_IN, ENTRY_POINTS, FAMILIES, resolve
 from spec.errors import BackendUnavailable, SpecError
 from spec.plugins import find_plugin, target_of
@@ -96,15 +96,16 @@ def _of_package(kind: str, name: str, named: str, target: str) -> Subject:
     return Subject(kind, name, _version_of(top), named, f"{len(files)} of {top}", digest_of(files))
 
 
-def of_policy(named: str) -> Subject:
-    """A policy that promises something.
+def of_policy(named: str, method: str = "") -> Subject:
+    """A policy that promises something, or that must be a method.
 
     Raises:
         SpecError: for what names none, cannot be loaded, or promises nothing.
         BackendUnavailable: for a module that ends the process.
     """
-    found = _loaded("policy", named, lambda: policy_of(check_name(named, "policy"), drawn(0)))
-    if all(promised(found, column) != "yes" for column in PROPERTIES):
+    like = method.partition("(")[0]
+    found = _loaded("policy", named, lambda: policy_of(named, drawn(0), like))
+    if not method and all(promised(found, column) != "yes" for column in PROPERTIES):
         raise SpecError("policy", named, "promises nothing, so there is nothing to judge: see spec.policy.Promises")
     return _of_package("policy", found.name, named, OURS if named in NAMES else target_of("policy", named, POLICIES))
 
@@ -160,6 +161,6 @@ def _is_file(word: str) -> bool:
         return False
 
 
-OF_KIND: Mapping[str, Callable[[str], Subject]] = {
+OF_KIND: Mapping[str, Callable[..., Subject]] = {
     "backend": of_backend, "command": of_command, "policy": of_policy, "cache": of_cache,
 }

@@ -1,0 +1,188 @@
+"""A published method as `--as` names it: what it keeps, by brute force in boxes, and what else would explain an answer.
+
+`snapkv(W=16, pooling="average")` gives constants and readings by name. A reading is a choice on which published codes
+differ: `Brute.readings` lists those of a method, and `ties` is one of every method.
+"""
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from conformance.methods import brutes
+from conformance.methods.brute import Brute
+from conformance.oracles.boxes import DOUBLE, Undecided, fits, rounding
+from conformance.strategies.policy_inputs import Inputs, Kept, drawn
+from reference.policies.names import check_name
+from spec.errors import SpecError
+from spec.policy import Policy
+
+__all__ = ["METHOD_ITEMS", "Decide", "Method", "explanations", "method_of", "rounded", "span_of"]
+
+Decide = Callable[[Inputs, int], Kept]
+METHODS: Mapping[str, Brute] = {one.name: one for one in brutes()}
+METHOD_ITEMS = frozenset(one.item for one in METHODS.values())
+TIES = {"ties": ("lower", "any")}
+"""Which of two equal scores stays: the lower position, or either of them."""
+ALTERNATIVES: Mapping[str, Sequence[Any]] = {
+    "W": (8, 16, 32, 64, 128), "kernel": (1, 3, 5, 7, 9, 13), "N_sink": (1, 2, 4, 8, 16, 64), "lam": (0.05, 0.1, 0.5),
+    "c": (8, 10, 16, 20), "lag": (64, 128, 256), "beta": (10, 20), "fusion": ("sum", "max"), "block": (8, 16, 32),
+    "safeguard": (Fraction(0), Fraction(1, 5), Fraction(1, 2)), "share": (Fraction(1, 4), Fraction(1, 2)),
+    "gamma": (0.0, 1.0, 200.0), "N_future": (128, 512), "N_recent": (128, 256),
+}
+"""Values of constants in published codes, which are tried where an answer is another one."""
+EXTENTS = ("W", "N_sink", "N_recent", "lag", "c", "block")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method with constants and readings, of which `given` are not the published ones."""
+
+    name: str
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def brute(self) -> Brute:
+        return METHODS[self.name]
+
+    @property
+    def item(self) -> str:
+        """The item of the specification that defines it."""
+        return self.brute.item
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """What the brute force takes but readings: published values, else those of the tests, which a model decides."""
+        there = {name: self.brute.published.get(name) or value for name, value in self.brute.small.items()}
+        found = {name: self.given.get(name, value) for name, value in there.items()}
+        if changed := {name: self.given[name] for name in _fields(self.brute) & self.given.keys()}:
+            found["parameters"] = replace(found["parameters"], **changed)
+        return found
+
+    @property
+    def readings(self) -> dict[str, Any]:
+        """Of the method, without `ties`."""
+        return {name: self.given.get(name, choices[0]) for name, choices in self.brute.readings.items()}
+
+    def __str__(self) -> str:
+        """As `--as` takes it: every constant, and the readings that were given."""
+        own = {name: value for name, value in self.constants.items() if name not in ("template", "parameters")}
+        told = ", ".join(f"{name}={_text(value)}" for name, value in {**own, **self.given}.items())
+        return f"{self.name}({told})" if told else self.name
+
+    def reference(self, inputs: Inputs) -> Policy:
+        """The reference's policy at these constants, for its floor and its granularity."""
+        return self.brute.policy(inputs, self.constants)
+
+    def wanted(self, inputs: Inputs, B: int, unit: float = DOUBLE) -> Kept:
+        """The kept sets that the equation admits of an arithmetic of this unit.
+
+        Raises:
+            Undecided: where rounding decides what the last choice depends on.
+        """
+        with rounding(unit, self.given.get("ties", "lower") == "lower"):
+            return self.brute.kept(inputs, B, **self.constants, **self.readings)
+
+    def changed(self, **given: Any) -> "Method":
+        """The same with other constants or readings."""
+        return Method(self.name, {**self.given, **given})
+
+
+def _fields(brute: Brute) -> set[str]:
+    """Names of the fields of `parameters`, if the method has them."""
+    return {one.name for one in fields(brute.small["parameters"])} if "parameters" in brute.small else set()
+
+
+def _text(value: Any) -> str:
+    return json.dumps(str(value) if isinstance(value, Fraction) else value)
+
+
+def method_of(text: str) -> Method:
+    """The method of a text like `snapkv(W=16)`.
+
+    Raises:
+        SpecError: for an unknown name, constant or reading, or a value of another kind.
+    """
+    name, bracket, rest = text.partition("(")
+    if name not in METHODS:
+        check_name(name, "as")
+        raise SpecError("as", name, f"has no brute force; choose one of {', '.join(METHODS)}")
+    try:
+        values = tomllib.loads(f"x = {{{rest[:-1]}}}")["x"]
+        assert not bracket or rest.endswith(")")
+    except (tomllib.TOMLDecodeError, AssertionError) as error:
+        raise SpecError("as", text, 'must be a name, or a name with constants, as in snapkv(W=16, kernel=5)') from error
+    return Method(name, {key: _value(METHODS[name], key, value) for key, value in values.items()})
+
+
+def _value(brute: Brute, name: str, value: Any) -> Any:
+    readings = {**brute.readings, **TIES}
+    constants = (brute.small.keys() | _fields(brute)) - {"template", "parameters"}
+    if name in readings and value not in readings[name]:
+        raise SpecError(name, value, f"must be one of {', '.join(map(str, readings[name]))}")
+    if name not in readings and name not in constants:
+        known = ", ".join(sorted({*constants, *readings}))
+        raise SpecError("as", name, f"is no constant or reading of {brute.name}; choose one of {known}")
+    there = brute.published.get(name, brute.small.get(name))
+    with suppress(ValueError):
+        return Fraction(str(value)) if isinstance(there, Fraction) else value
+    raise SpecError(name, value, "must be a fraction, as 0.2 or '1/5'")
+
+
+def span_of(method: Method) -> int:
+    """Tokens of the longest window, block or partition."""
+    own = vars(method.constants["parameters"]) if "parameters" in method.constants else {}
+    there = {**own, **method.constants}
+    return max([there.get("b_min", 0), *(there[name] for name in EXTENTS if name in there)])
+
+
+def rounded(inputs: Inputs) -> Inputs:
+    """The same in numbers that float32 has."""
+    def near(x: Any) -> Any:
+        return np.asarray(x).astype(np.float32).astype(np.float64)
+
+    layers = [replace(view, q=near(view.q), k=near(view.k), v=near(view.v)) for view in inputs.layers]
+    return replace(inputs, layers=layers, W_o=[near(W_o) for W_o in inputs.W_o])
+
+
+def explanations(decide: Decide, method: Method, unit: float = DOUBLE) -> list[str]:
+    """The documented values and readings, one or two at a time, under which all of some inputs are explained."""
+    values = {name: choices for name, choices in ALTERNATIVES.items() if name in method.constants}
+    values |= {**method.brute.readings, **TIES}
+    there = {**method.constants, **method.readings, "ties": "lower", **method.given}
+    single = [(name, value) for name, choices in values.items() for value in choices if value != there[name]]
+    inputs = list(_telling(method))
+    for number in (1, 2):
+        found = [
+            str(method.changed(**dict(change))) for change in combinations(single, number)
+            if len(dict(change)) == number and _explains(decide, method.changed(**dict(change)), inputs, unit)
+        ]
+        if found:
+            return found
+    return []
+
+
+def _telling(method: Method) -> Iterator[tuple[Inputs, int]]:
+    """Inputs of one layer on which other constants tell: short ones, and such that any window leaves tokens."""
+    span = span_of(method)
+    for seed, n in enumerate((span + 14, 2 * span + 22, 4 * span + 30)):
+        yield rounded(drawn(4 * seed + 1, n, 1 + seed % 2, (1 + seed % 2, 2))), (n + span) // 2
+
+
+def _explains(decide: Decide, method: Method, inputs: Sequence[tuple[Inputs, int]], unit: float) -> bool:
+    try:
+        for each, B in inputs:
+            wanted = method.wanted(each, max(B, method.reference(each).floor), unit)
+            kept = decide(each, B)
+            if len(kept) != len(wanted) or not all(map(fits, kept, wanted)):
+                return False
+    except (SpecError, Undecided, ValueError):
+        return False
+    return True

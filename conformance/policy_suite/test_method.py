@@ -1,0 +1,76 @@
+"""Kept sets of a method by name, on drawn inputs: a subject keeps what the equation of the method admits."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+from hypothesis import example, given, reject
+from hypothesis import strategies as st
+
+from conformance.checks.refusals import boundary
+from conformance.methods.method import Method, explanations, rounded, span_of
+from conformance.oracles.boxes import DOUBLE, SINGLE, Undecided, fits
+from conformance.policy_suite.test_promises import LONG, SHORT, TYING, Draw
+from conformance.strategies.policy_inputs import Inputs, Kept
+
+MOST_LISTED = 40
+Subject = Callable[[Method, Inputs, int], Kept]
+
+DRAWS = st.builds(
+    Draw, tokens=st.integers(2, SHORT), times=st.integers(0, 2), more_layers=st.integers(0, 1),
+    kv_heads=st.integers(1, 2), group=st.integers(1, 2), budget=st.integers(0, LONG), seed=st.integers(0, 2**32 - 2),
+    keys=st.sampled_from(["normal", "normal", "long", *TYING]), values=st.sampled_from(["normal", "normal", "long"]),
+    queries=st.sampled_from(["normal", "normal", "few values"]),
+)
+SMALL = [Draw(tokens, 1, tokens % 2, 1 + tokens // 7, 1 + tokens // 5, tokens // 2, tokens) for tokens in range(2, 14)]
+"""From small to large: the first of them that fails is shown."""
+
+
+def with_small(test: Callable[..., None]) -> Callable[..., None]:
+    """The test on these inputs before those that are drawn; decorators apply from the last to the first."""
+    return reduce(lambda found, draw: example(draw=draw)(found), SMALL[::-1], test)
+
+
+@with_small
+@given(draw=DRAWS)
+def test_the_kept_sets_are_those_of_the_method(
+    method: Method, keeps: Subject, precision: str, explained: dict[str, list[str]], draw: Draw,
+) -> None:
+    inputs = rounded(draw.inputs(span_of(method), 1))
+    floor = method.reference(inputs).floor
+    B = max(1, floor + draw.budget % (max(1, inputs.n - floor) + 2))
+    unit = DOUBLE if precision == "float64" else SINGLE
+    with boundary("the subject"):
+        kept = keeps(method, inputs, B)
+    try:
+        wanted = method.wanted(inputs, B, unit)
+    except Undecided:
+        reject()
+    if len(kept) == len(wanted) and all(map(fits, kept, wanted)):
+        return
+    if str(method) not in explained:
+        explained[str(method)] = explanations(lambda inputs, B: keeps(method, inputs, B), method, unit)
+    said = difference(method, inputs, kept, wanted)
+    raise AssertionError(
+        f"not {method} with {inputs.n} tokens, B = {B}, layers x KV heads = {len(inputs.layers)} x {inputs.H_kv}:"
+        f" {said}{advice(explained[str(method)])}"
+    )
+
+
+def difference(method: Method, inputs: Inputs, kept: Kept, wanted: Kept) -> str:
+    """The first kept set that is another one, without the tokens that both keep."""
+    if len(kept) != len(wanted):
+        return f"it has {len(kept)} kept sets, and must have {len(wanted)}"
+    g = next(g for g, pair in enumerate(zip(kept, wanted, strict=True)) if not fits(*pair))
+    more, less = sorted(set(kept[g]) - set(wanted[g])), sorted(set(wanted[g]) - set(kept[g]))
+    if not more and not less:
+        return f"kept set {g} is {kept[g]}, and must have each position once"
+    return f"kept set {g} of {len(kept)} holds {listed(more)} instead of {listed(less)}"
+
+
+def listed(tokens: Sequence[int]) -> str:
+    return f"{list(tokens[:MOST_LISTED])}{' ...' if len(tokens) > MOST_LISTED else ''}" if tokens else "nothing"
+
+
+def advice(others: Sequence[str]) -> str:
+    """Which readings would explain the answers."""
+    return f"\nit agrees with {' and with '.join(others[:3])}: declare that" if others else ""
