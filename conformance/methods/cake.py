@@ -12,7 +12,7 @@ from conformance.strategies.policy_inputs import Inputs, Kept
 __all__ = ["BRUTES", "preference", "preferred_shares", "scores"]
 
 
-def variance(xs: Sequence[float]) -> float:
+def variance(xs: Sequence[Any]) -> Any:
     """With divisor one less than their number; of one number 0."""
     mean = fsum(xs) / len(xs)
     return fsum((x - mean) ** 2 for x in xs) / max(1, len(xs) - 1)

@@ -1,6 +1,7 @@
 """LagKV by brute force: tokens that stand out against the next partition."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from conformance.methods.brute import LAG, SINK, Brute, by_layer, sinks
 from conformance.methods.policies import Layer, Row, Score, normalise
@@ -25,7 +26,7 @@ def lagkv(layer: Layer, N_sink: int, lag: int) -> list[Score]:
     n, found = len(layer["k"][0]), []
     starts = list(range(N_sink, n - 2 * lag + 1, lag))
     for keys, values in zip(layer["k"], layer["v"], strict=True):
-        score: Score = [None if at < N_sink else 1.0 + at for at in range(n)]
+        score: list[Any] = [None if at < N_sink else 1.0 + at for at in range(n)]
         for start in starts:
             here, after = slice(start, start + lag), slice(start + lag, start + 2 * lag)
             by_key, by_value = (lagkv_information(x[here], x[after]) for x in (keys, values))

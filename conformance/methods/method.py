@@ -78,8 +78,13 @@ class Method:
         return f"{self.name}({told})" if told else self.name
 
     def reference(self, inputs: Inputs) -> Policy:
-        """The reference's policy at these constants, for its floor and its granularity."""
+        """The reference's policy at these constants."""
         return self.brute.policy(inputs, self.constants)
+
+    def floor(self, inputs: Inputs) -> int:
+        """Tokens below which the method has no budget."""
+        policy = self.reference(inputs)
+        return max(1, policy.floor, int(policy.protection(inputs.n).sum()))
 
     def wanted(self, inputs: Inputs, B: int, unit: float = DOUBLE) -> Kept:
         """The kept sets that the equation admits of an arithmetic of this unit.
@@ -139,8 +144,7 @@ def _value(brute: Brute, name: str, value: Any) -> Any:
 def span_of(method: Method) -> int:
     """Tokens of the longest window, block or partition."""
     own = vars(method.constants["parameters"]) if "parameters" in method.constants else {}
-    there = {**own, **method.constants}
-    return max([there.get("b_min", 0), *(there[name] for name in EXTENTS if name in there)])
+    return max([0, *(int(value) for name, value in {**own, **method.constants}.items() if name in EXTENTS)])
 
 
 def rounded(inputs: Inputs) -> Inputs:
@@ -179,7 +183,7 @@ def _telling(method: Method) -> Iterator[tuple[Inputs, int]]:
 def _explains(decide: Decide, method: Method, inputs: Sequence[tuple[Inputs, int]], unit: float) -> bool:
     try:
         for each, B in inputs:
-            wanted = method.wanted(each, max(B, method.reference(each).floor), unit)
+            wanted = method.wanted(each, max(B, method.floor(each)), unit)
             kept = decide(each, B)
             if len(kept) != len(wanted) or not all(map(fits, kept, wanted)):
                 return False

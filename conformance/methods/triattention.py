@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 
 from conformance.methods.brute import Brute
 from conformance.methods.policies import Score, top
+from conformance.oracles.boxes import around
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 __all__ = ["BRUTES", "joined", "score", "statistics", "z_score"]
 
 Row = Sequence[float]
+BOUND = 2.0**13
+"""TA-RANKING: 2^15 units roundoff of the row's largest score, in units of `boxes`."""
 OFFSETS = tuple(2**e for e in range(17))
 
 
@@ -92,7 +95,7 @@ def rows(
 
 
 def of_prompt(mode: str) -> Callable[[Inputs, int], Kept]:
-    return lambda i, B: [top(row, B) for row in rows(i, mode, lambda g: range(i.n), i.n, 0)]
+    return lambda i, B: [top(around(row, BOUND), B) for row in rows(i, mode, lambda g: range(i.n), i.n, 0)]
 
 
 PUBLISHED = {"mode": "global", "pin_prompt": 0, "slack": 128}

@@ -22,7 +22,7 @@ __all__ = [
     "Box",
     "Number",
     "Undecided",
-    "cos",
+    "around", "cos",
     "dot",
     "exp",
     "fits",
@@ -245,6 +245,19 @@ def sqrt(x: Any) -> Any:
     return _widened(math.sqrt(max(0.0, x.lo)), math.sqrt(max(0.0, x.hi)), ("sqrt", x.tag))
 
 
+def around(values: Sequence[Any], units: float) -> list[Any]:
+    """While rounding is on, boxes of so many units of the largest value, as an item of the specification bounds it."""
+    if not _State.unit:
+        return list(values)
+    error = units * _State.unit * max((abs(x) for x in values if x is not None), default=0.0)
+    return [None if x is None else Box(x - error, x + error, ("around", next(_State.names))) for x in values]
+
+
+def norm(x: Sequence[Any]) -> Any:
+    """The length of a vector; of floats, also where no float holds its square."""
+    return sqrt(dot(x, x)) if x and isinstance(x[0], Box) else math.hypot(*x)
+
+
 def _turned(of: Callable[[float], float]) -> Callable[[Any], Any]:
     """A function of `math` that changes no faster than its argument, on boxes too."""
     def applied(x: Any) -> Any:
@@ -335,5 +348,5 @@ def surely(kept: list[int]) -> list[int]:
 
 def fits(kept: Sequence[int], wanted: Sequence[int]) -> bool:
     """Whether a kept set is one of those that the boxes admit."""
-    free = getattr(wanted, "open", frozenset())
+    free: frozenset[int] = getattr(wanted, "open", frozenset())
     return len(kept) == len(set(kept)) == len(wanted) and set(kept) - free == set(wanted) - free

@@ -3,10 +3,11 @@
 A head is a list of keys. Parameters are read by the paper's names from any object that has them.
 """
 
-import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
+
+from conformance.oracles.boxes import dot, exp, fsum, largest, least, log, norm, ordered, sqrt
 
 __all__ = [
     "Trace", "anomaly", "blended", "block_of", "deltas", "gate", "mean", "memories", "min_max", "rectified",
@@ -17,17 +18,13 @@ Row = Sequence[float]
 TINY = Fraction(1, 2**16)
 
 
-def dot(a: Row, b: Row) -> float:
-    return math.fsum(x * y for x, y in zip(a, b, strict=True))
-
-
 def unit(keys: Sequence[Row]) -> list[list[float]]:
     """Directions, also of keys whose squares no float holds."""
-    return [[x / length for x in key] for key in keys for length in [math.hypot(*key)]]
+    return [[x / length for x in key] for key in keys for length in [norm(key)]]
 
 
 def mean(rows: Sequence[Row]) -> list[float]:
-    return [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]
+    return [fsum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
 def block_of(i: int, N: int, p: Any) -> range:
@@ -49,26 +46,26 @@ def memories(
 
 def anomaly(direction: Row, memory: Row) -> float:
     """Minus the cosine; 0 where the memory points nowhere."""
-    length = math.sqrt(dot(memory, memory))
+    length = sqrt(dot(memory, memory))
     return -dot(direction, memory) / length if length > TINY else 0.0
 
 
 def min_max(row: Row) -> list[float]:
-    low, high = min(row), max(row)
+    low, high = least(row), largest(row)
     return [(x - low) / (high - low) for x in row] if high - low > TINY else [0.0] * len(row)
 
 
 def deltas(scales: Sequence[Row], p: Any) -> list[float]:
     """Top mean less bottom mean of each scale."""
     number = max(1, int(p.p * len(scales[0]) // 1))
-    best = [sorted(scale, reverse=True) for scale in scales]
-    return [math.fsum(row[:number]) / number - math.fsum(row[-number:]) / number for row in best]
+    best = [ordered(scale) for scale in scales]
+    return [fsum(row[:number]) / number - fsum(row[-number:]) / number for row in best]
 
 
 def blended(scales: Sequence[Row], gaps: Row, p: Any) -> list[float]:
-    logits = [math.log(w) + p.beta * gap for w, gap in zip(p.w0, gaps, strict=True)]
-    powers = [math.exp(x - max(logits)) for x in logits]
-    w = [power / math.fsum(powers) for power in powers]
+    logits = [log(w) + p.beta * gap for w, gap in zip(p.w0, gaps, strict=True)]
+    powers = [exp(x - largest(logits)) for x in logits]
+    w = [power / fsum(powers) for power in powers]
     return [dot(w, column) for column in zip(*scales, strict=True)]
 
 
@@ -76,27 +73,27 @@ def surprise(scales: Sequence[Row]) -> list[float]:
     """The population deviation of each token's three readings."""
     found = []
     for column in zip(*scales, strict=True):
-        centre = math.fsum(column) / 3
-        found.append(math.sqrt(math.fsum((x - centre) ** 2 for x in column) / 3))
+        centre = fsum(column) / 3
+        found.append(sqrt(fsum((x - centre) ** 2 for x in column) / 3))
     return found
 
 
 def rectified(s: Row) -> list[float]:
     normalised = min_max(s)
-    centre = math.fsum(normalised) / len(s)
-    return [max(0.0, x - centre) for x in normalised]
+    centre = fsum(normalised) / len(s)
+    return [largest([0.0, x - centre]) for x in normalised]
 
 
 def gate(s: float, p: Any) -> float:
     x = -p.kappa * (s - p.tau)
-    return 0.0 if x > 700 else 1 / (1 + math.exp(x))
+    return 0.0 if x > 700 else 1 / (1 + exp(x))
 
 
 def routed(scales: Sequence[Row], blend: Row, s: Row, p: Any) -> list[float]:
     found = []
     for column, mixed, x in zip(zip(*scales, strict=True), blend, s, strict=True):
         alpha = gate(x, p)
-        found.append((1 - alpha) * mixed + alpha * max(column))
+        found.append((1 - alpha) * mixed + alpha * largest(column))
     return found
 
 
@@ -116,7 +113,7 @@ def traced(keys: Sequence[Row], p: Any) -> Trace:
     stable = mean(directions)
     everything = [memories(directions, i, p, stable) for i in range(len(keys))]
     raw = [[anomaly(k, m[scale]) for k, m in zip(directions, everything, strict=True)] for scale in range(3)]
-    shortest = [min(math.sqrt(dot(m[scale], m[scale])) for m in everything) for scale in range(3)]
+    shortest = [least(sqrt(dot(m[scale], m[scale])) for m in everything) for scale in range(3)]
     scales = [min_max(row) for row in raw]
     deviation = surprise(scales)
     return Trace(

@@ -36,8 +36,8 @@ def test_the_kept_sets_are_those_of_the_method(
     method: Method, keeps: Subject, precision: str, explained: dict[str, list[str]], draw: Draw,
 ) -> None:
     inputs = rounded(draw.inputs(span_of(method), 1))
-    floor = method.reference(inputs).floor
-    B = max(1, floor + draw.budget % (max(1, inputs.n - floor) + 2))
+    floor = method.floor(inputs)
+    B = floor + draw.budget % (max(1, inputs.n - floor) + 2)
     unit = DOUBLE if precision == "float64" else SINGLE
     with boundary("the subject"):
         kept = keeps(method, inputs, B)
@@ -49,14 +49,14 @@ def test_the_kept_sets_are_those_of_the_method(
         return
     if str(method) not in explained:
         explained[str(method)] = explanations(lambda inputs, B: keeps(method, inputs, B), method, unit)
-    said = difference(method, inputs, kept, wanted)
+    said = difference(kept, wanted)
     raise AssertionError(
         f"not {method} with {inputs.n} tokens, B = {B}, layers x KV heads = {len(inputs.layers)} x {inputs.H_kv}:"
         f" {said}{advice(explained[str(method)])}"
     )
 
 
-def difference(method: Method, inputs: Inputs, kept: Kept, wanted: Kept) -> str:
+def difference(kept: Kept, wanted: Kept) -> str:
     """The first kept set that is another one, without the tokens that both keep."""
     if len(kept) != len(wanted):
         return f"it has {len(kept)} kept sets, and must have {len(wanted)}"

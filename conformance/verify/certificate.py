@@ -82,7 +82,8 @@ def certificate(request: Request, subject: Subject, verdicts: Verdicts) -> dict[
     entries = entries_of(request.exceptions)
     return {
         "schema": SCHEMA, "kvspec": _installed(), "spec": SPEC_VERSION, "date": date.today().isoformat(),
-        "verdict": _verdict(request, verdicts), "judged": judged_by(request.kind, bool(request.method)), "families": verdicts.families,
+        "verdict": _verdict(request, verdicts), "judged": judged_by(request.kind, bool(request.method)),
+        "families": verdicts.families,
         "failing": verdicts.failing, "undecided": verdicts.missing, "unproven": verdicts.unproven,
         "unneeded_exceptions": verdicts.unneeded,
         "subject": {name: value for name, value in who.items() if value},
@@ -234,7 +235,8 @@ def repeated(request: Request, path: Path, made: Mapping[str, Any]) -> Request:
     """The run that a certificate tells of; its exceptions are read from itself."""
     subject, run = made["subject"], made["run"]
     return replace(
-        request, **{subject["kind"]: subject["named"]}, method=tuple(run.get("methods", ())), **{name: run.get(name) for name in _OPTIONS},
+        request, **{subject["kind"]: subject["named"]}, method=tuple(run.get("methods", ())),
+        **{name: run.get(name) for name in _OPTIONS},
         profile=run["profile"], exceptions=path if made.get("exception") else None,
     )
 

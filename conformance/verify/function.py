@@ -40,7 +40,8 @@ class Verdict:
 
 def verify(
     *, backend: str | None = None, command: str | None = None, policy: str | None = None, cache: str | None = None,
-    method: str | Sequence[str] = (), model: str | None = None, positions: str | None = None, timeout: float | None = None,
+    method: str | Sequence[str] = (), model: str | None = None, positions: str | None = None,
+    timeout: float | None = None,
     precision: str | None = None, profile: str | None = None, seed: int | None = None, quick: bool = False,
     fail_fast: bool = False, exceptions: str | Path | None = None, out: str | Path = "results/verify",
 ) -> Verdict:

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from conformance.verify.certificate import COMPARED, PARTIAL, PASSED, QUICK, excepted, scope
-from conformance.verify.outcomes import ABSTAINED, COMPOSED, Verdicts, must
+from conformance.verify.outcomes import ABSTAINED, COMPOSED, PROMISES, Verdicts, must
 
 __all__ = ["by_family", "headline", "junit", "markdown", "page", "summary"]
 
@@ -22,7 +22,8 @@ def headline(made: Mapping[str, Any]) -> str:
     methods, quick = ", ".join(made["run"].get("methods", ())), f"; {QUICK}" if made["verdict"] == QUICK else ""
     if made["verdict"] in PASSED:
         if methods:
-            return f"{who} conforms to {methods}" + (f" and keeps its {on}" if policy else "") + quick
+            keeps = f" and keeps its {on}" if PROMISES in made["families"] else ""
+            return f"{who} conforms to {methods}{keeps}{quick}"
         if policy:
             return f"{who} keeps its {on}; {COMPARED}{quick}"
         on += " with renumbered positions" if made["run"].get("positions") == "renumbered" else ""

@@ -21,8 +21,8 @@ PRECISIONS = ("float64", "float32")
 SEEDS = 2**32
 """Seeds are drawn below."""
 _ONLY_FOR = {
-    "timeout": ("command",), "method": (*ENGINES, "policy"), "precision": ENGINES, "exceptions": ENGINES, "model": ("cache",),
-    "positions": ("cache",),
+    "timeout": ("command",), "method": (*ENGINES, "policy"), "precision": ENGINES, "exceptions": ENGINES,
+    "model": ("cache",), "positions": ("cache",),
 }
 
 PROFILE = "ci"

@@ -219,6 +219,9 @@ def worst(scores, budgets, protected, /):
 RIGHT = policy_from_score(value_norm, needs=Needs("all", values=True), protection=SinkAndRecent(1, 2))
 RIGHT = replace(RIGHT, name="snapkv", promises=replace(RIGHT.promises, gqa="N/A"))
 WRONG = replace(RIGHT, name="worst", selector=worst)
+KNORM = policy_from_score(
+    lambda seen: -np.concatenate([np.linalg.norm(view.k, axis=2) for view in seen.layers.values()]), needs=Needs("all")
+)
 """
 SAID = {
     "budget exact": "pass", "protection holds": "pass", "no-op at full budget": "pass",
@@ -264,6 +267,16 @@ def test_a_right_policy_is_certified_for_what_it_promises_and_the_check_notices_
     shown = capsys.readouterr().out
     assert said in shown
     assert "a promise does not test the score" in shown
+    assert asked(monkeypatch, "--policy", "promisers:KNORM", "--as", "knorm") == 0
+    assert "promisers:KNORM conforms to knorm and keeps its promises (3 of 7)" in capsys.readouterr().out
+    made = certificate()
+    assert (made["verdict"], made["judged"], made["run"]["methods"], made["items"]["PO-KNORM"]["verdict"]) == (
+        "certified", "the equations of methods, and its promises", ["knorm"], "pass",
+    )
+    assert "conforms to knorm" in (folder / "found/badge.svg").read_text(encoding="utf-8")
+    assert asked(monkeypatch, "--check", "found/certificate.toml", "--yes") == 0
+    assert "the certificate is true" in capsys.readouterr().out
+    assert asked(monkeypatch, "--policy", "promisers:RIGHT") == 0
     made = certificate()
     assert (made["verdict"], made["judged"]) == (
         "keeps its promises", "its promises; not compared with any method",
@@ -326,6 +339,11 @@ def test_the_function_returns_what_the_command_says(
     assert right.headline.startswith("promisers:RIGHT keeps its promises")
     assert [path.name for path in right.files] == ["quick.toml", "summary.md", "junit.xml", "log.txt"]
     assert tomllib.loads(right.files[0].read_text("utf-8")) == right.certificate
+    other = kvspec.verify(policy="promisers:RIGHT", method="vatp", quick=True, seed=7, fail_fast=True, out="found")
+    assert other.failing == ("PO-VATP",)
+    assert other.headline == "promisers:RIGHT does not conform to vatp(N_sink=4): PO-VATP"
+    assert other.certificate["run"]["methods"] == ["vatp(N_sink=4)"]
+    assert "repeat  kvspec verify --policy promisers:RIGHT --profile few --seed 7 --as vatp" in str(other)
     wrong = kvspec.verify(policy="promisers:WRONG", quick=True, seed=7, out="found")
     assert not wrong.passed
     assert wrong.failing == ("higher score never loses",)
