@@ -58,8 +58,8 @@ def verify(
         command: command that starts an engine in any language.
         policy: `module:ATTRIBUTE` of a `spec.policy.Policy`, tested on its promises.
         cache: `module:ATTRIBUTE` of a function that returns logits after eviction.
-        method: published method that `policy` must be, with its constants if they differ from the published ones, as
-            in "snapkv(W=16, kernel=5)"; a list of methods for `backend` and `command`. Default: none.
+        method: published method that `policy` must be, as in "snapkv" or "snapkv(W=16, kernel=5)"; a list of methods
+            for `backend` and `command`. Default: none.
         model: folder of a transformers model, for `cache`. Default: tiny random models.
         positions: "absolute" or "renumbered", for `cache`. Default: "absolute".
         timeout: seconds that `command` may take for an answer.
