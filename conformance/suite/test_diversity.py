@@ -98,6 +98,24 @@ def test_close_signatures_are_told_apart(selector: DiversityStages, n: int) -> N
     assert np.array_equal(found, scale.diverse(np.ones(n), V, retained, k, 0.5))
 
 
+@pytest.mark.spec("DV-COSINE", "DV-GREEDY")
+@pytest.mark.parametrize(("first", "second", "third"), [
+    ([1.0] * 24, [1 + 2.0**-52], [1.0] + [2.0**-53] * 23),
+    ([1.0, 1 + 2.0**-27], [1 + 2.0**-52, 2.0**-53 - 2.0**-80], [1 + 2.0**-52]),
+], ids=["order", "rounded products"])
+@pytest.mark.parametrize("n", [3, 300])
+def test_products_are_added_in_the_order_of_channels(
+    selector: DiversityStages, n: int, first: list[float], second: list[float], third: list[float],
+) -> None:
+    """The third is less like the first by an ulp.
+
+    23 products of 2^-53 leave 1 as it is, and together they do not; fused with its sum a product is less than rounded.
+    """
+    rows = [first, *[second, third] * n]
+    V = np.array([row + [0.0] * (24 - len(row)) for row in rows[:n]])
+    assert selector.diverse(np.ones(n), V, np.arange(n) < 1, 2, 0.5).tolist() == [0, 2]
+
+
 @pytest.mark.spec("DV-GREEDY")
 @pytest.mark.parametrize("lam", [0.01, 0.02, 0.07, 0.3])
 def test_what_redundancy_costs_is_rounded(selector: DiversityStages, lam: float) -> None:

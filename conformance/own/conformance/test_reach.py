@@ -41,7 +41,7 @@ from conformance.suite import (
 )
 from conformance.vectors import files
 from conformance.vectors.files import decoded
-from reference import backend, nestedkv
+from reference import backend, diversity, nestedkv
 from reference.backend import BACKEND
 from reference.crystalcache import coverage
 from spec.arrays import Vector
@@ -235,6 +235,14 @@ def fused(s: Any, V: Any, retained: Any, k: int, lam: float) -> Any:
     return np.array([0, 1 if gains[0] >= gains[1] else 2])
 
 
+def pairwise_cosines(s: Any, V: Any, *rest: Any) -> Any:
+    """Beyond 256 tokens the products of a cosine are added in pairs, as libraries do."""
+    with pytest.MonkeyPatch.context() as patch:
+        if len(s) > 256:
+            patch.setattr(diversity, "cosines", lambda V: (V[:, None] * V).sum(axis=2))
+        return DIVERSITY.diverse(s, V, *rest)
+
+
 def shares_of_floats(k: Any, p: Any) -> Any:
     n = k.shape[1]
     return NESTED.anomaly_score(k, replace(p, p=Fraction(max(1, int(float(p.p) * n)), n)))
@@ -305,6 +313,8 @@ TOLD: Mapping[str, tuple[Wrong, Callable[[Wrong], None]]] = {
         with_stage(BREATH, decay=wrong), 1)),
     "fused": (fused, lambda wrong: test_diversity.test_what_redundancy_costs_is_rounded(
         with_stage(DIVERSITY, diverse=wrong), 0.01)),
+    "order of sums": (pairwise_cosines, lambda wrong: test_diversity.test_products_are_added_in_the_order_of_channels(
+        with_stage(DIVERSITY, diverse=wrong), 300, [1.0] * 24, [1 + 2.0**-52], [1.0] + [2.0**-53] * 23)),
     "gap": (shares_of_floats, lambda wrong: test_nestedkv.test_the_share_of_the_gap_is_exact(
         with_stage(NESTED, anomaly_score=wrong), "float64", "29/100", 100)),
     "channels": (channels_by_sixteen, lambda wrong: test_nestedkv.test_every_channel_counts(

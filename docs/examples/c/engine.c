@@ -388,18 +388,23 @@ static size_t share_of(const long long share[2], size_t n) {
     return quotient;
 }
 
-/* NK-UNIT-KEYS, in place. */
+/* NK-UNIT-KEYS, in place. A power of two brings the largest channel to [0.5, 1), so that no square overflows. */
 static void unit_keys(Array *k) {
     size_t n = k->shape[1], d = k->shape[2];
     for (size_t row = 0; row < k->shape[0] * n; row++) {
-        double square = 0, norm;
+        double square = 0, largest = 0, *key = k->x + row * d;
+        int exponent;
         for (size_t c = 0; c < d; c++)
-            square += k->x[row * d + c] * k->x[row * d + c];
-        norm = sqrt(square);
-        if (norm == 0)
+            largest = fmax(largest, fabs(key[c]));
+        if (largest == 0)
             refuse("k", "\"0x0p+0\"", "a zero key has no direction: KV head %zu, token %zu", row / n, row % n);
+        frexp(largest, &exponent);
+        for (size_t c = 0; c < d; c++) {
+            key[c] = ldexp(key[c], -exponent);
+            square += key[c] * key[c];
+        }
         for (size_t c = 0; c < d; c++)
-            k->x[row * d + c] /= norm;
+            key[c] /= sqrt(square);
     }
 }
 
