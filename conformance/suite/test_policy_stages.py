@@ -7,7 +7,7 @@ import pytest
 
 from conformance.oracles.scale import selectors as oracle
 from conformance.strategies.numbers import CLOSE, SPECIAL, TYPE_PAIRS, TYPES, close, of_type, special
-from conformance.tolerances import UNIT_ROUNDOFF, expected_error, scores_agree
+from conformance.tolerances import UNIT_ROUNDOFF, attention_error, expected_error, scores_agree
 from spec.arrays import BoolMatrix, IntVector, Matrix, Vector
 from spec.backend import PolicyStages
 
@@ -237,6 +237,29 @@ def test_attention_of_every_type_and_size(policy_stages: PolicyStages, precision
     ]
     for found, want in pairs:
         assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
+
+
+@pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS", "PO-EXPECTED-ATTENTION")
+@pytest.mark.parametrize("other", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("own", ["float32", "float64"])
+@pytest.mark.parametrize("of", ["keys", "queries"])
+def test_a_longer_type_is_not_rounded_to_float16(
+    policy_stages: PolicyStages, precision: str, of: str, own: str, other: str,
+) -> None:
+    """The second logit is larger by 1, and equal to the first if keys, or queries, are float16 or bfloat16."""
+    if of == "keys":
+        q, k = np.array([[[4096.0, 0.0]]], other), np.array([[[1.0, 0.0], [1.0 + 2.0**-12, 0.0]]], own)
+    else:
+        q, k = np.array([[[4097.0, -4096.0]]], own), np.array([[[0.0, 0.0], [1.0, 1.0]]], other)
+    one, want = np.ones(1), np.exp([-1.0, 0.0]) / (1 + np.exp(-1.0))
+    turn, v = (np.array([2]), np.array([2]), np.zeros(1), 1.0, 1.0), np.array([[[1.0, 0.0], [0.0, 1.0]]], own)
+    for found, error in (
+        (policy_stages.received_attention(q, k, 1.0, None), attention_error(q, k, 1.0, None, precision)[0]),
+        (policy_stages.largest_attention(q, k, one, 1.0, None), attention_error(q, k, 1.0, None, precision)[0]),
+        (policy_stages.expected_attention(q, k, v, *turn), expected_error(8_193.0, 1, 2, 2, precision)),
+    ):
+        assert error < 0.2
+        assert (np.abs(found[0] - want) <= error * want).all()
 
 
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")

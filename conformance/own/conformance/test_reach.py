@@ -282,6 +282,16 @@ def half_sums(q: Any, k: Any, *rest: Any) -> Any:
     return found.astype(np.float16).astype(np.float64) if k.shape[1] > 1024 else found
 
 
+def cast_to_queries(stage: str) -> Wrong:
+    """Keys have the queries' type, as where a cache is cast to that of the model."""
+    return lambda q, k, *rest: getattr(POLICIES, stage)(q, k.astype(q.dtype), *rest)
+
+
+def rounded_keys(stage: str) -> Callable[[Wrong], None]:
+    return lambda wrong: test_policy_stages.test_a_longer_type_is_not_rounded_to_float16(
+        with_stage(POLICIES, **{stage: wrong}), "float32", "keys", "float32", "float16")
+
+
 def any_of_equals(values: Any, shares: Any, pinned: Any) -> Any:
     """Beyond 26 tokens ties go to the higher one."""
     tilt = 1e-9 * np.arange(values.shape[1]) if values.shape[1] > 26 else 0.0
@@ -329,6 +339,9 @@ TOLD: Mapping[str, tuple[Wrong, Callable[[Wrong], None]]] = {
             with_stage(POLICIES, expected_attention=wrong), "float64", 8, 2, 16))),
     "half": (half_sums, lambda wrong: test_policy_stages.test_half_precision_beyond_a_thousand_keys(
         with_stage(POLICIES, received_attention=wrong), 1_100)),
+    **{f"{stage} of cast keys": (cast_to_queries(stage), rounded_keys(stage)) for stage in (
+        "received_attention", "largest_attention", "expected_attention",
+    )},
     "ties": (any_of_equals, lambda wrong: test_policy_stages.test_ties_among_hundreds_go_to_the_lower_token(
         with_stage(POLICIES, best_tokens=wrong), 100)),
 }
