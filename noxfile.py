@@ -86,6 +86,8 @@ LAB = {
               ["conformance.assurance.proofs"]),
     "vectors": ("spec/vectors made again by the oracles and compared; `--write` adds new ones",
                 ["conformance.assurance.vector_writer"]),
+    "vectors-package": ("build/kvspec-vectors-VERSION.zip: the vectors with readers in C, JavaScript and Python",
+                        ["conformance.assurance.vectors_package"]),
     "simulate": ("state machines of sessions and of the archive, thousands of fresh programs; `--hypothesis-seed 7`",
                  ["pytest", "--kvspec-profile", "nightly", "--hypothesis-show-statistics", *MACHINES]),
     "bench": ("how fast the stages are, as ratios inside one run; some minutes on a quiet machine",
@@ -395,6 +397,6 @@ def lab(session: nox.Session) -> None:
         PARTS[name](session, options)
     else:
         told = {**{one: says for one, (says, _) in LAB.items()}, **{one: part.__doc__ for one, part in PARTS.items()}}
-        session.log("\n".join(["lab -- NAME", *(f"  {one:14}{told[one]}" for one in sorted(told))]))
+        session.log("\n".join(["lab -- NAME", *(f"  {one:16}{told[one]}" for one in sorted(told))]))
         if name != "list":
             session.error(f"-- {name}: there is no such part")

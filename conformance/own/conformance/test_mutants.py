@@ -16,12 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance.assurance.item_vectors.items import ITEMS
 from conformance.assurance.mutants import plugin, written
 from conformance.assurance.mutants.edits import ORIGINAL, Edit, function_of, replaced
 from conformance.assurance.mutants.results import Result
 from conformance.assurance.mutants.table import MUTANTS, ROWS, read_rows, sized_mutants
+from conformance.checks.vector_checks import BOUNDED, problems
 from conformance.items import known_items
+from conformance.methods import brutes
 from conformance.paths import ROOT
+from conformance.vectors import files
 from reference.crystalcache import impact
 from reference.crystalcache.impact import rarity
 from spec.errors import SpecError
@@ -68,6 +72,34 @@ def test_every_item_has_two_and_each_says_what_it_gets_wrong() -> None:
     assert {mutant.item for mutant in MUTANTS.values()} == known_items()
     assert {item for item in known_items() if number[item] < 2} == set()
     assert all(mutant.why.endswith((".", '"', "?")) for mutant in rows)
+
+
+UNTOLD = {
+    "PO_KVCRUSH_THE_HOST_S_FLOOR_ALONE": "shows with a host that protects nothing",
+    "PO_KVZIP_LOGITS_OF_A_REPEAT_WITHOUT_A_CAP": "a vector has no soft cap",
+}
+"""Readings that no vector of a method can tell. What a step does is told by tests of decoding."""
+
+
+def tells(group: Any, test: Any) -> bool:
+    try:
+        return bool(problems(group, test, ITEMS[group["operation"]], BOUNDED, "float64"))
+    except Exception:
+        return True
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_vector_tells_each_rejected_reading_of_a_method() -> None:
+    methods = {brute.item for brute in brutes() if brute.item.startswith("PO-")}
+    tests: dict[str, list[Any]] = {}
+    for _, group, test in files.published():
+        tests.setdefault(group["operation"], []).append((group, test))
+    untold = set()
+    for name, mutant in MUTANTS.items():
+        if mutant.item in methods and not mutant.beyond and not mutant.edit.of.endswith((".step", ".keep")):
+            with replaced(mutant.edit):
+                untold |= set() if any(tells(*one) for one in tests[mutant.item]) else {name}
+    assert untold == UNTOLD.keys()
 
 
 def test_a_mutant_is_in_force_inside_the_block_alone() -> None:
