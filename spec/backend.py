@@ -215,6 +215,11 @@ class Backend:
     """Whether its device stages read this tensor where it is; None means that they read NumPy arrays only."""
     scores: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
     """Scores of published policies, by the name of the reference's function and with its arguments."""
+    tensors: Mapping[str, Callable[..., DeviceArray]] = field(default_factory=dict, hash=False)
+    """Functions that leave their result on the device and read none of its values: scores of a layer, as in `scores`;
+    `top_units`: a score (g, n), shares (g,) and marks of protected tokens (g, n) give marks of kept tokens; `Adaptive`
+    and `Competition`: a score, NaN for protected tokens, the tokens to share, the protected ones of each set and the
+    safeguard give shares."""
 
     def require_crystal(self) -> CrystalStages:
         """The CrystalCache stages.

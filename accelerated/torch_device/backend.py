@@ -1,9 +1,12 @@
 """The backend `torch`: what policies ask of attention, and their scores, on any device that torch has."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from accelerated.torch_device.attention import expected_attention, largest_attention, received_attention
 from accelerated.torch_device.device import takes
-from accelerated.torch_device.scores import SCORES
-from accelerated.torch_device.selection import best_tokens
+from accelerated.torch_device.scores import SCORES, SCORES_OF_LAYERS
+from accelerated.torch_device.selection import adaptive_shares, best_tokens, competition_shares, kept_tokens
 from spec.backend import Backend
 
 __all__ = ["BACKEND"]
@@ -18,4 +21,7 @@ class _PolicyStages:
     best_tokens = staticmethod(best_tokens)
 
 
-BACKEND = Backend("torch", policies=_PolicyStages(), takes=takes, scores=SCORES)
+TENSORS: Mapping[str, Callable[..., Any]] = {
+    **SCORES_OF_LAYERS, "top_units": kept_tokens, "Adaptive": adaptive_shares, "Competition": competition_shares,
+}
+BACKEND = Backend("torch", policies=_PolicyStages(), takes=takes, scores=SCORES, tensors=TENSORS)

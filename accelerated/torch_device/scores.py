@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
-from accelerated.torch_device.attention import received
+from accelerated.torch_device.attention import received as attention_received
 from accelerated.torch_device.device import download, on_device
 from spec.arrays import Matrix
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView
 
-__all__ = ["SCORES"]
+__all__ = ["SCORES", "SCORES_OF_LAYERS"]
 
 FLOATS = 2**26
 P = ParamSpec("P")
@@ -91,7 +91,7 @@ def window_members(view: LayerView, W: int) -> Tensor:
 
 def all_members(view: LayerView) -> Tensor:
     """Implements: PO-CHUNKKV-DESCRIBED"""
-    return received(on_device(view.q), on_device(view.k), view.scaling, view.softcap).sum(dim=0, keepdim=True)
+    return h2o_score(view).sum(dim=0, keepdim=True)
 
 
 def keydiff_score(view: LayerView) -> Tensor:
@@ -286,3 +286,23 @@ SCORES: Mapping[str, Callable[..., Any]] = {
     )
 } | {"keydiff_score": directed, "cake_layer": cake_layer, "defensive_score": shared}
 """By name: twins of the functions of `reference.policies`."""
+
+
+def h2o_score(view: LayerView, received: object = None) -> Tensor:
+    """Implements: PO-H2O-DESCRIBED"""
+    return attention_received(on_device(view.q), on_device(view.k), view.scaling, view.softcap)
+
+
+def tova_score(view: LayerView, received: object = None) -> Tensor:
+    """Implements: PO-TOVA"""
+    q = on_device(view.q)
+    last = attention_received(q[:, q.shape[1] - 1 :], on_device(view.k), view.scaling, view.softcap)
+    return last.sum(dim=0, keepdim=True) / len(q)
+
+
+SCORES_OF_LAYERS: Mapping[str, Callable[..., Tensor]] = {
+    score.__name__: score for score in (
+        snapkv_score, adakv_score, knorm_score, caote_score, lagkv_score, keydiff_score, h2o_score, tova_score,
+    )
+}
+"""By name: scores of a layer that stay on the device."""

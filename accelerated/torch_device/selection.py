@@ -1,26 +1,75 @@
-"""The best tokens of each kept set, by one stable sort of all sets."""
+"""The best tokens of each kept set, by one stable sort of all sets, and shares of a layer's tokens by its scores.
+
+Nothing here reads a value of the device, but `best_tokens`, whose arrays are the host's.
+"""
+
+import math
+from fractions import Fraction
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from spec.arrays import BoolMatrix, IntVector, Matrix
 from spec.policy import Selection
 
-__all__ = ["best_tokens"]
+__all__ = ["adaptive_shares", "best_tokens", "competition_shares", "kept_tokens"]
 
 
-def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Selection:
-    """Of each row its pinned tokens, then the best others up to its share; the lower index first on a tie.
+def kept_tokens(values: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
+    """Of each row (g, n) its pinned tokens, then the best others up to its share (g,); the lower index first on a tie.
+
+    A token without a score, NaN, comes last.
 
     Implements: PO-TOP-UNITS
     """
-    scores = torch.nan_to_num(torch.from_numpy(np.array(values)), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    held, unscored = torch.from_numpy(np.array(pinned)), torch.from_numpy(np.isnan(values))
-    order = torch.argsort(scores, dim=1, descending=True, stable=True)
-    for last in (unscored, ~held):
-        order = order.gather(1, torch.argsort(last.gather(1, order).int(), dim=1, stable=True))
-    share = torch.maximum(torch.from_numpy(np.array(shares)), held.sum(dim=1))
-    first = torch.arange(scores.shape[1]) < share[:, None]
-    kept = torch.zeros_like(held).scatter_(1, order, first)
+    order = torch.argsort(-values, dim=1, stable=True)
+    order = order.gather(1, torch.argsort((~pinned).gather(1, order).int(), dim=1, stable=True))
+    share = torch.maximum(shares, pinned.sum(dim=1))[:, None]
+    first = torch.arange(values.shape[1], device=values.device) < share
+    return torch.zeros_like(pinned).scatter_(1, order, first)
+
+
+def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Selection:
+    """The same of arrays on the host: the stage `best_tokens`.
+
+    Implements: PO-TOP-UNITS
+    """
+    kept = kept_tokens(*(torch.from_numpy(np.array(array)) for array in (values, shares, pinned)))
     offsets = np.append(0, kept.sum(dim=1).cumsum(dim=0).numpy())
     return Selection(kept.nonzero()[:, 1].numpy(), offsets)
+
+
+def winners(values: Tensor, k: int) -> Tensor:
+    """How many of the k highest scores of a layer (h, n) each head has, (h,).
+
+    Implements: PO-ADAPTIVE-BUDGET
+    """
+    head = torch.argsort(-values.flatten(), stable=True)[:k] // values.shape[1]
+    return torch.zeros_like(values[:, 0], dtype=torch.int64).scatter_add_(0, head, torch.ones_like(head))
+
+
+def adaptive_shares(values: Tensor, free: int, pinned: int, safeguard: Fraction | int) -> Tensor:
+    """`free` tokens over the heads of a layer (h, n), beside the `pinned` tokens of each head, (h,).
+
+    Whole numbers throughout: targets are counted in parts of the safeguard's denominator times h.
+
+    Implements: PO-ADAPTIVE-BUDGET, PO-WHOLE-SHARES
+    """
+    H, parts = len(values), safeguard.denominator * len(values)
+    targets = (safeguard.denominator - safeguard.numerator) * H * winners(values, free) + safeguard.numerator * free
+    floors, rest = targets // parts, targets % parts
+    order = torch.argsort(-rest, stable=True)
+    more = torch.arange(H, device=values.device) < free - floors.sum()
+    return pinned + floors + torch.zeros_like(floors).scatter_(0, order, more.long())
+
+
+def competition_shares(values: Tensor, free: int, pinned: int, safeguard: Fraction | int) -> Tensor:
+    """The same, where the best scores win once each head has its quota.
+
+    Implements: PO-COMPETITION-BUDGET
+    """
+    H = len(values)
+    quota = min(max(0, math.floor(safeguard * (free // H + pinned)) - pinned), free // H)
+    rank = torch.argsort(torch.argsort(-values, dim=1, stable=True), dim=1)
+    return pinned + quota + winners(values.masked_fill(rank < quota, torch.nan), free - quota * H)

@@ -73,10 +73,10 @@ class RetentionPolicy(ABC):
         return Session(self.on(model), model)
 
 
-def method_of(policy: Policy, budget: Budget, backend: str = "numpy") -> Method:
+def method_of(policy: Policy, budget: Budget, backend: str = "numpy", engine: Backend | None = None) -> Method:
     """A policy of five parts as a method; where its cadence has steps, its scorer's records go on through them."""
     steps = policy.cadence.every is not None
-    return Method(policy, budget, backend, DecideInSteps(policy.scorer.needs) if steps else DecideAnew())
+    return Method(policy, budget, backend, DecideInSteps(policy.scorer.needs) if steps else DecideAnew(), engine)
 
 
 @dataclass(frozen=True, init=False)
@@ -250,7 +250,7 @@ class Published(RetentionPolicy):
         policy = names.make_policy(self.name, {**_learned(self.name, model, self.identity), **self.constants})
         engine = resolve(self.constants.get("backend", "numpy"))
         used = names.families_of(self.name) or with_twins(policy, engine) is not policy
-        return method_of(policy, self.budget, engine.name if used else "numpy")
+        return method_of(policy, self.budget, engine.name if used else "numpy", engine if engine.tensors else None)
 
 
 def _fastest(name: str) -> str:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from models_integration.cache.continuation import Decision, ObservedRows
 from models_integration.cache.retained_cache import RetainedCache
+from spec.backend import Backend
 from spec.budget import Budget
 from spec.policy import Needs, Policy
 
@@ -82,3 +83,5 @@ class Method:
     """The name of the backend that the policy's parts use."""
     continuation: ContinuationRule
     """How a cache goes on after a prompt."""
+    engine: Backend | None = None
+    """The backend whose functions leave scores and choices on the device, where it has any."""

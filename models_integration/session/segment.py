@@ -18,6 +18,7 @@ from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import join_layers
 from models_integration.model.architecture import Architecture, of_layer
+from models_integration.session.device_choice import DeviceChoices
 from models_integration.session.inputs import ONE_FORWARD, check_tokens
 from models_integration.session.method import Method
 from models_integration.session.rehearsal import rehearse
@@ -301,6 +302,7 @@ class Segment:
         self._layerwise = at_once or self._each_alone
         self._parts: list[Decision] = []
         """What was decided about each layer alone."""
+        self._choices = DeviceChoices(method, cache, rows_per_prompt)
         self._decision: Decision | None = None
         self._decided_at = max(self.observed.layers, default=-1)
         self._full = list(architecture.full_layers)
@@ -361,12 +363,19 @@ class Segment:
     def _decide_alone(self, layer: int) -> None:
         full = self.observed.architecture.full_layers
         policy = policy_of_layer(self._method.policy, full.index(layer), len(full))
-        part = decide(replace(self._method, policy=policy), self.observed.of_layer(layer))
+        observed = self.observed.of_layer(layer)
+        with self.observed.watch.stage("decision"):
+            taken = self._choices.take(layer, policy, observed)
+        if taken:
+            self._full.remove(layer)
+        else:
+            part = decide(replace(self._method, policy=policy), observed)
+            self._parts.append(part)
+            self._compact([layer], part)
         del self.observed.recorder.seen[layer]
-        self._parts.append(part)
-        self._compact([layer], part)
 
     def _decided(self) -> Decision:
+        self._parts += self._choices.read(self.observed.text.padding)
         if self._decision is None and self._parts:
             joined = join_layers(self._method.policy, self._parts)
             over = _over_budget(self._method, joined)

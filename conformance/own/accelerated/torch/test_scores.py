@@ -17,9 +17,13 @@ from conformance.assurance.policy_cases import CASES
 from conformance.strategies.numbers import keys
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
 from conformance.tolerances import scores_agree
+from models_integration.cache.device_compaction import read_retentions
+from models_integration.session.device_choice import choose, policy_on_device
 from reference import policies
 from reference.policies.keydiff import keydiff_score
+from reference.policies.layers import is_layerwise, policy_of_layer
 from reference.policies.twins import with_twins
+from spec.budget import Budget
 from spec.errors import SpecError
 from spec.policy import LayerView, Policy
 
@@ -39,6 +43,29 @@ def test_kept_sets_are_those_of_brute_force(name: str, seed: int) -> None:
         inputs = drawn(seed, n=case.least)
     B = max(case.floor, (inputs.n + 1) // 2)
     assert decided(with_twins(case.policy(inputs), BACKEND), inputs, B) == case.expected(inputs, B)
+
+
+ON_DEVICE = [
+    pytest.param(name, marks=pytest.mark.spec(case.item)) for name, case in CASES.items()
+    if is_layerwise(made := case.policy(drawn(1))) and policy_on_device(made, BACKEND) is not None
+]
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+@pytest.mark.parametrize("seed", range(20))
+def test_kept_sets_that_are_chosen_on_the_device_are_those_of_brute_force(name: str, seed: int) -> None:
+    """Each layer by itself, as a session decides; the host reads positions alone."""
+    case, inputs = CASES[name], drawn(seed)
+    if inputs.n < case.least:
+        inputs = drawn(seed, n=case.least)
+    policy, B = case.policy(inputs), max(case.floor, (inputs.n + 1) // 2)
+    whole, L = observation(policy, of_type(inputs, torch.from_numpy)), len(inputs.layers)
+    found = [
+        choose(policy_of_layer(policy, at, L), BACKEND, Budget(count=B), replace(whole, layers={at: view}))
+        for at, view in whole.layers.items()
+    ]
+    layers = read_retentions([[one] for one in found if one is not None], policy.granularity)
+    assert [rows[0].group(g).tolist() for rows in layers for g in range(rows[0].groups)] == case.expected(inputs, B)
 
 
 def of_type(inputs: Inputs, make: Callable[[Any], Any]) -> Inputs:

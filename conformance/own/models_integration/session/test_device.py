@@ -2,21 +2,30 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from accelerated.torch_device.backend import BACKEND
 from conformance.measure.gpu.counts import VOCABULARY, deep_llama, host_reads, method_on, text
 from conformance.measure.gpu.emulated import DeviceTensor, HostReads, on_device
-from models_integration import RetainedCache, Session
+from models_integration import RetainedCache, Session, policy_from_name
+from models_integration.cache.device_compaction import Chosen, read_retentions
+from models_integration.session.device_choice import policy_on_device
 from models_integration.session.inputs import device_step
+from reference.policies.layers import is_layerwise
 from reference.policies.names import POLICIES
 from spec.errors import SpecError
+from spec.retention import Granularity, Retention
 
 L, N = 2, 96
+IDS_AND_MASK = 2
+"""Host reads of a prompt before its first layer."""
 
 
 @cache
@@ -25,20 +34,71 @@ def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     return deep_llama(L), on_device(deep_llama(L))
 
 
+def same(found: Session, expected: Session) -> bool:
+    """Whether two sessions keep the same, store the same in the same form, and report the same."""
+    assert found.cache is not None
+    assert expected.cache is not None
+    pairs = list(zip(found.cache.full_layers, expected.cache.full_layers, strict=True))
+    kept, wanted = (
+        run.retention if isinstance(run.retention, tuple) else (run.retention,) for run in (found, expected)
+    )
+    agree = [
+        np.array_equal(own.positions, other.positions) and np.array_equal(own.offsets, other.offsets)
+        for own, other in zip(kept, wanted, strict=True) if isinstance(own, Retention) and isinstance(other, Retention)
+    ]
+    stored = [
+        type(own) is type(other) and own.stored_length == other.stored_length and own.uniform == other.uniform
+        and torch.equal(own.head_positions(row, head), other.head_positions(row, head))
+        for own, other in pairs for row in range(own.batch) for head in range(own.heads)
+    ]
+    reports = [getattr(found, name) == getattr(expected, name) for name in ("bytes_freed", "over_budget", "seen")]
+    return all([*agree, *stored, *reports, found.cache.layers_differ == expected.cache.layers_differ])
+
+
 @pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_session_on_a_device_is_the_session_on_the_host(name: str) -> None:
+    """A policy that chooses on the device reads all kept positions of a prompt at once."""
     host, device = models()
     method = method_on(name, host)
     found, reads, session = host_reads(method, device, N)
-    with Session(method, host) as run, torch.no_grad():
+    with Session(replace(method, engine=None), host) as run, torch.no_grad():
         given: dict[str, Any] = {"input_ids": text(N), "logits_to_keep": 1}
         for logits in found:
             torch.testing.assert_close(logits, host(**given, past_key_values=run.cache).logits, atol=1e-5, rtol=1e-5)
             given["input_ids"] = text(N)[:, -1:]
-    assert repr(session) == repr(run)
+    assert same(session, run)
     if method.policy.cadence.every is None:
         assert reads[1:] == [0, 0]
+    if is_layerwise(method.policy) and policy_on_device(method.policy, BACKEND) is not None:
+        assert reads[0] == IDS_AND_MASK + 1
+
+
+@pytest.mark.law("parts-equal-the-whole")
+@pytest.mark.parametrize("budget", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "nestedkv-without-continuum", "pyramidkv", "tova"])
+def test_padded_rows_that_are_chosen_on_the_device_are_those_of_the_host(name: str, budget: float) -> None:
+    """Two prompts of different lengths, each of two rows; and a step behind them."""
+    host, runs = models()[0], []
+    ids = torch.cat([text(N), text(N).flip(1)]).repeat_interleave(2, dim=0)
+    mask = torch.ones_like(ids)
+    mask[2:, :17] = 0
+    for engine in (BACKEND, None):
+        method = replace(policy_from_name(name, budget, backend="torch").on(host), engine=engine)
+        with Session(method, host) as run, torch.no_grad():
+            logits = host(input_ids=ids, attention_mask=mask).logits[:, -1]
+            step = host(input_ids=ids[:, -1:], past_key_values=run.cache).logits
+        runs.append((run, logits, step))
+    (own, *found), (other, *expected) = runs
+    assert same(own, other)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_score_that_is_no_number_is_named() -> None:
+    chosen = Chosen(torch.arange(4), torch.tensor([7]), 2, 5)
+    with pytest.raises(SpecError, match="layer 1, kept set 1, token 2"):
+        read_retentions([[chosen._replace(unscored=torch.tensor([-1]))], [chosen]], Granularity.HEAD)
 
 
 WRONG: dict[str, dict[str, Any]] = {

@@ -1,0 +1,124 @@
+"""Compaction of a layer by kept positions that are still on its device: the host reads those of all layers at once."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models_integration.cache.compaction import change_of_layer, kept_by_layer, sets_agree
+from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
+from models_integration.cache.positions import StoredRows, filled
+from models_integration.cache.ragged_layer import HeadLayout, RaggedLayer
+from models_integration.cache.retained_cache import RetainedCache, failing_whole, storage_bytes
+from spec.arrays import IntVector
+from spec.errors import SpecError
+from spec.retention import Granularity, Retention
+
+__all__ = ["Chosen", "gather", "read_retentions", "settle"]
+
+
+class Chosen(NamedTuple):
+    """Kept tokens of one row of a layer, on the device."""
+
+    at: Tensor
+    """Kept set times n plus position, ascending, (kept,)."""
+    unscored: Tensor
+    """The first token without a score that is not protected, as `at`, or -1, (1,)."""
+    groups: int
+    n: int
+    """Tokens of the row."""
+
+
+def gather(cache: RetainedCache, index: int, rows: Sequence[Chosen]) -> None:
+    """Keep only the chosen tokens of a layer; `settle` tells the layer which these are.
+
+    A layer of which nothing goes stays as it is.
+    """
+    layer = cache.layers[index]
+    assert isinstance(layer, DenseLayer)
+    if any(len(row.at) < row.groups * row.n for row in rows):
+        before = storage_bytes([layer])
+        with failing_whole(cache):
+            cache.layers[index] = made = _gathered(layer, rows)
+        cache.bytes_freed += before - storage_bytes([made])
+
+
+def _gathered(layer: DenseLayer, rows: Sequence[Chosen]) -> RaggedLayer:
+    assert layer.keys is not None
+    assert layer.values is not None
+    H, columns, keys, values = layer.heads, layer.stored_length, list[Tensor](), list[Tensor]()
+    for own_keys, own_values, (at, _, groups, n) in zip(layer.keys, layer.values, rows, strict=True):
+        slots = at // n * columns + at % n + columns - n
+        if groups < H:
+            slots = (torch.arange(H, device=at.device)[:, None] * columns + slots).flatten()
+        keys.append(own_keys.flatten(0, 1).index_select(0, slots))
+        values.append(own_values.flatten(0, 1).index_select(0, slots))
+    unknown = [torch.empty(0, dtype=torch.int64, device="cpu")] * (H * len(rows))
+    empty = torch.empty(len(rows), 0, dtype=torch.int64, device="cpu")
+    seen = StoredRows(empty, torch.tensor([row.n for row in rows], device="cpu"))
+    made = RaggedLayer(torch.cat(keys), torch.cat(values), seen, unknown, columns)
+    layer.reset()
+    return made
+
+
+def settle(cache: RetainedCache, index: int, retentions: Sequence[Retention], padding: Tensor | None) -> None:
+    """Tell a layer which tokens `gather` has left in it."""
+    layer = cache.layers[index]
+    assert isinstance(layer, RetainedLayer)
+    kept = [kept_by_layer(one, (index,), (index,), layer.heads)[index] for one in retentions]
+    before = storage_bytes([layer])
+    with failing_whole(cache):
+        if not isinstance(layer, RaggedLayer):
+            cache.layers[index] = change_of_layer(layer, kept, padding)()
+        elif all(map(sets_agree, kept)):
+            cache.layers[index] = _dense(layer, [heads[0] for heads in kept], padding)
+        else:
+            layer.layout = HeadLayout(tuple(positions for heads in kept for positions in heads))
+    cache.bytes_freed += before - storage_bytes([cache.layers[index]])
+
+
+def _dense(layer: RaggedLayer, kept: list[Tensor], padding: Tensor | None) -> DenseLayer:
+    """A layer of which no two heads of a row differ, as a rectangle."""
+    columns, heads, width = layer.padded_seen, layer.heads, max(map(len, kept))
+    rows = StoredRows.none() if padding is None else StoredRows.padded(padding)
+    chosen = kept[:1] if padding is None and sets_agree(kept) else kept
+
+    def spread(flat: Tensor | None) -> Tensor:
+        assert flat is not None
+        if all(len(own) == width for own in kept):
+            return flat.view(len(kept), heads, width, -1)
+        out = flat.new_zeros(len(kept), heads, width, flat.shape[1])
+        for row, own in zip(out, torch.split(flat, [heads * len(own) for own in kept]), strict=True):
+            row[:, width - len(own) // heads :] = own.view(heads, -1, flat.shape[1])
+        return out
+
+    made = DenseLayer()
+    after = rows.compacted(filled(chosen, width), rows.tokens(columns))
+    made.restore(spread(layer.keys), spread(layer.values), after, columns - width)
+    return made
+
+
+def read_retentions(layers: Iterable[Sequence[Chosen]], granularity: Granularity) -> list[tuple[Retention, ...]]:
+    """The retentions of each layer and row: one transfer for all.
+
+    Raises:
+        SpecError: for a token without a score.
+    """
+    layers = list(layers)
+    parts = [part for rows in layers for row in rows for part in (row.unscored, row.at)]
+    at_once = torch.cat([part.to(parts[0].device) for part in parts]).cpu()
+    host = iter(torch.split(at_once, [len(part) for part in parts]))
+    return [
+        tuple(_retention(row, int(next(host)), next(host).numpy(), ordinal, granularity) for row in rows)
+        for ordinal, rows in enumerate(layers)
+    ]
+
+
+def _retention(row: Chosen, unscored: int, at: IntVector, ordinal: int, granularity: Granularity) -> Retention:
+    if unscored >= 0:
+        place = f"layer {ordinal}, kept set {unscored // row.n}, token {unscored % row.n}"
+        raise SpecError("score", "NaN", f"must be a number, and is none at {place}")
+    sizes = np.bincount(at // row.n, minlength=row.groups)
+    return Retention(at % row.n, np.append(0, np.cumsum(sizes)), row.n, granularity)
