@@ -24,7 +24,7 @@ __all__ = ["paper"]
 
 def paper(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Paper: crystalcache or nestedkv, or a file like theirs (.toml).")
+        str, typer.Argument(metavar="NAME", help="Paper: crystalcache, diversity or nestedkv, or a file (.toml).")
     ],
     part: Annotated[
         str, typer.Option(help="One table of the paper, such as table-5. Default: all tables.")

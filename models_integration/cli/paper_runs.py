@@ -3,15 +3,20 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import typer
 from rich.console import Console
 
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import check_counts, check_folder
 from models_integration.cli.study import STOPPED, Running, Work
+from models_integration.policies.calibration import calibrate
+from models_integration.policies.methods import constants_of
+from models_integration.policies.spelled import spelled
 from models_integration.studies.evidence.kept import read_prompt
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import Rules
@@ -24,12 +29,16 @@ from models_integration.studies.results import STUDY
 from models_integration.studies.status import first_failure
 from models_integration.studies.subject import Loading, Subject
 from models_integration.tasks import place
+from models_integration.tasks.prose import read_prose
 from models_integration.tasks.samples import MAX_NEW_TOKENS
+from reference.calibration import load_calibration, save_calibration
 from spec.errors import SpecError
 
 __all__ = ["PAGE", "Asked", "plan", "run"]
 
 PAGE = "paper.html"
+_CALIBRATED = 1024
+"""Tokens of the shipped text that a calibration reads."""
 _BEHIND = 4 * MAX_NEW_TOKENS
 """Positions that a question and its answer may need."""
 
@@ -77,7 +86,7 @@ def run(asked: Asked, loading: Loading) -> None:
     console, paper = Console(), _checked(asked)
     found, missing, stopped, failed = list[tuple[Part, Measured]](), _missing(paper, asked), False, False
     for model in asked.models:
-        subject = replace(loading, model=model).subject()
+        subject = _subject(paper, asked, replace(loading, model=model), save=True)
         for part, rules, work, said in list(_studies(paper, asked, subject, model)):
             if work is not None and not stopped:
                 stopped = work.measure(console)
@@ -117,6 +126,24 @@ def _missing(paper: Paper, asked: Asked) -> dict[str, list[str]]:
         if absent := [name for name in part.files if name not in given]:
             found[part.name] = [f"Not run: give --file for {', '.join(absent)} ({part.kind})."]
     return found
+
+
+def _subject(paper: Paper, asked: Asked, loading: Loading, *, save: bool) -> Subject:
+    """The model, with a calibration of running text if a policy needs one; the folder keeps it for the next run."""
+    subject = loading.subject()
+    policies = [name for part in paper.parts for name in part.study.get("policies", paper.study.get("policies", ()))]
+    if not any("calibration" in constants_of(spelled(name)[0]) for name in policies):
+        return subject
+    path = asked.out / f"calibration-{subject.name}.npz"
+    if path.exists():
+        return replace(subject, calibration=load_calibration(path))
+    ids = torch.tensor([read_prose(subject.tokenizer).tokens[:_CALIBRATED]], device=subject.model.device)
+    found = calibrate(subject.model, ids, subject.identity)
+    if save:
+        file = BytesIO()
+        save_calibration(found, file)
+        publish_readable(path, file.getvalue())
+    return replace(subject, calibration=found)
 
 
 def _studies(paper: Paper, asked: Asked, subject: Subject, model: str) -> Iterator[_Study]:
@@ -187,7 +214,8 @@ def plan(asked: Asked, loading: Loading) -> None:
     """
     console, paper = Console(), _checked(asked)
     for model in asked.models:
-        subject, lines, hours, most = replace(loading, model=model).subject(), list[list[str]](), [0.0, 0.0], 0.0
+        subject, lines = _subject(paper, asked, replace(loading, model=model), save=False), list[list[str]]()
+        hours, most = [0.0, 0.0], 0.0
         for part, _, work, said in list(_studies(paper, asked, subject, model)):
             items = work.items if work else []
             sizes = [len(place(item.sample, item.placement).prompt_ids) for item in items]

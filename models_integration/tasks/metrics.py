@@ -16,14 +16,16 @@ from typing import TypeAlias
 from spec.validate import check_choices
 
 __all__ = [
-    "CONTAINS", "FIRST_NUMBER", "METRICS", "RIGHT_OR_WRONG", "STRING_MATCH_ALL", "is_exact_match", "judge",
+    "BOXED", "CONTAINS", "FIRST_NUMBER", "METRICS", "RIGHT_OR_WRONG", "STRING_MATCH_ALL", "boxed", "is_exact_match",
+    "judge",
 ]
 
-FIRST_NUMBER, CONTAINS, STRING_MATCH_ALL = "first number", "contains", "string_match_all"
+FIRST_NUMBER, CONTAINS, STRING_MATCH_ALL, BOXED = "first number", "contains", "string_match_all", "boxed number"
 RIGHT_OR_WRONG = (FIRST_NUMBER, CONTAINS)
 """Metrics of one answer, which is greedily right where it is the most likely token by token."""
 _NUMBER = re.compile(r"[+-]?[^\W_]*\d[^\W_]*(?:[.,]\d+)*")
 """A number with all that is written as one with it: letters, a sign, thousands, decimals."""
+_BOX = re.compile(r"\\boxed\{([^{}]*)\}")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 Metric: TypeAlias = Callable[[str, Sequence[str], Sequence[str]], float]
@@ -53,6 +55,12 @@ def is_exact_match(answer: str, expected: str) -> bool:
     """
     found = _NUMBER.search(answer)
     return found is not None and found.group() == expected
+
+
+def boxed(answer: str) -> str | None:
+    """What stands in the first box of an answer, without spaces and thousands separators; None without a box."""
+    found = _BOX.search(answer)
+    return None if found is None else found.group(1).replace(",", "").strip(" $")
 
 
 def _hits(answer: str, references: Sequence[str]) -> list[bool]:
@@ -162,6 +170,7 @@ def _best_label(answer: str, references: Sequence[str], choices: Sequence[str]) 
 METRICS: Mapping[str, Metric] = {
     FIRST_NUMBER: _best(is_exact_match),
     CONTAINS: _best(lambda answer, reference: reference in answer),
+    BOXED: _best(lambda answer, reference: boxed(answer) == reference),
     "contains in any case": _best(lambda answer, reference: reference.upper() in answer.strip().upper()),
     "names found": _names_found,
     STRING_MATCH_ALL: _match_all,

@@ -19,13 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from models_integration.tasks.arithmetic import arithmetic_samples
 from models_integration.tasks.context import Ground, Maker
 from models_integration.tasks.delayed_in_prose import delayed_in_prose_samples
 from models_integration.tasks.facts import fact_samples
 from models_integration.tasks.key_value import FORMS, key_value_samples
 from models_integration.tasks.keys_in_prose import keys_in_prose_samples
 from models_integration.tasks.loaders import LM_EVAL, longbench_file, ruler_file, scbench_file
-from models_integration.tasks.metrics import CONTAINS, FIRST_NUMBER, STRING_MATCH_ALL
+from models_integration.tasks.metrics import BOXED, CONTAINS, FIRST_NUMBER, STRING_MATCH_ALL
 from models_integration.tasks.prefix_suffix import prefix_suffix_samples
 from models_integration.tasks.prose_continuation import prose_continuation_samples
 from models_integration.tasks.ruler import DIALECTS
@@ -181,6 +182,9 @@ TABLE: Mapping[str, Entry] = {
             entry, about=f"{entry.about}, in turns", make=partial(_turns, entry.make), placements=PLACEMENTS[:1]
         ) for name, entry in _SHARED.items()
     },
+    "arithmetic": Entry(
+        "the result of some steps, in a box", arithmetic_samples, BOXED, LIST, ("part",), gold=False
+    ),
     "prose_continuation": Entry("how a text goes on", prose_continuation_samples, "rouge_l", PROSE),
     **{
         f"{dialect.replace('-', '_')}_{name}": Entry(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from models_integration.studies.evidence.rules import Rules, rules_of
+from models_integration.studies.papers.registered import RULES
 from spec.errors import SpecError
 from spec.validate import check_choices
 
@@ -18,7 +19,7 @@ __all__ = ["AXES", "BEST", "MEASURES", "PAPERS", "Paper", "Part", "Table", "load
 PAPERS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.toml")))
 AXES = ("model", "policy", "budget", "task", "length", "depth", "density", "time")
 """What rows and columns of a table may be; `time` is a step of a run, in a table of seconds."""
-MEASURES = ("score", "seconds", "MiB")
+MEASURES = ("score", "seconds", "MiB", "no box")
 BEST = "best baseline"
 """What a table may compare with, beside the name of a policy."""
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class Table:
         policies, budgets: that it counts; by default all of the parts.
         versus: what each figure is compared with: policies, or BEST.
         measure: one of MEASURES.
+        rule: one of RULES, which decides about the differences.
         note: what differs from the paper, or why no part fills it.
         published: the columns of the paper, a list of values for each, and a row of figures for each of its rows.
 
@@ -71,12 +73,14 @@ class Table:
     budgets: Sequence[str] = ()
     versus: Sequence[str] = ()
     measure: str = MEASURES[0]
+    rule: str = RULES[0]
     note: str = ""
     published: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_choices(f"table {self.name}: axes", (*self.rows, *self.columns), AXES)
         check_choices(f"table {self.name}: measure", (self.measure,), MEASURES)
+        check_choices(f"table {self.name}: rule", (self.rule,), RULES)
         for name, figures in self.published.items():
             if name != "columns" and len(figures) != len(self.published["columns"]):
                 raise SpecError(f"table {self.name}: {name}", figures, "must have a figure for each published column")

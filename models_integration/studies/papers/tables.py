@@ -1,6 +1,6 @@
 """The tables of a paper, filled from rows: our figures with intervals and differences, the published figures beside."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -13,8 +13,9 @@ from models_integration.studies.estimate import RESAMPLES, SEED, Estimate, pairs
 from models_integration.studies.evidence.controls import EVERY_CONTROL, FULL
 from models_integration.studies.evidence.rules import Rules
 from models_integration.studies.papers.protocol import BEST, MEASURES, Paper, Table
+from models_integration.studies.papers.registered import decided
 from models_integration.studies.results import Row
-from models_integration.tasks.metrics import CONTAINS, FIRST_NUMBER, judge
+from models_integration.tasks.metrics import CONTAINS, FIRST_NUMBER, boxed, judge
 from reference.statistics import bootstrap, draws
 
 __all__ = ["NOT_RUN", "Filled", "Measured", "fill", "shaped", "write_tables"]
@@ -22,7 +23,7 @@ __all__ = ["NOT_RUN", "Filled", "Measured", "fill", "shaped", "write_tables"]
 NOT_RUN = "not run"
 _PUBLISHED = " (published)"
 _MIB = 2**20
-_SCORE, _SECONDS, _ = MEASURES
+_SCORE, _SECONDS, _BYTES, _ = MEASURES
 Key = tuple[str, ...]
 
 
@@ -127,7 +128,21 @@ def fill(table: Table, paper: Paper, measured: Sequence[Measured], missing: Sequ
         for at, axes in enumerate((table.rows, table.columns))
     )
     counts = sorted({figure.value.n for figure in ours.values()})
-    return Filled(table, rows, columns, ours, published, " ".join(filter(None, (table.note, *missing))), counts)
+    notes = table.note, decided(table.rule, _paired(table, groups.values(), every)), *missing
+    return Filled(table, rows, columns, ours, published, " ".join(filter(None, notes)), counts)
+
+
+def _paired(
+    table: Table, groups: Iterable[Sequence[_Value]], every: Mapping[str, Mapping[tuple[int, str], float]],
+) -> dict[tuple[str, str, str], list[float]]:
+    """Differences from what the table compares with, by model, budget and policy, for a registered rule."""
+    found = dict[tuple[str, str, str], list[float]]()
+    for group in groups if table.rule else ():
+        first, (other,) = group[0], table.versus
+        if first.policy not in (*EVERY_CONTROL, other):
+            model, budget = (first.row[list(table.rows).index(axis)] for axis in ("model", "budget"))
+            found[model, budget, first.policy] = [one.value - every[other][one.sample] for one in group]
+    return found
 
 
 def _values(table: Table, measured: Measured, part: int) -> Iterator[_Value]:
@@ -155,12 +170,14 @@ def _found(table: Table, row: Row, budgets: Sequence[str]) -> Iterator[tuple[dic
         for budget in budgets if cell["policy"] == FULL else (cell["budget"],):
             if budget not in budgets or cell["right"] is None:
                 continue
-            value, exact = _scores(row, cell) if table.measure == _SCORE else [cell["mean_bytes"] / _MIB] * 2
-            yield {"policy": cell["policy"], "budget": budget}, value, exact
+            yield {"policy": cell["policy"], "budget": budget}, *_measured(table.measure, row, cell)
 
 
-def _scores(row: Row, cell: Mapping[str, Any]) -> tuple[float, float]:
-    """By the paper's metric, a substring, and by ours, the first number; or by the task's own."""
+def _measured(measure: str, row: Row, cell: Mapping[str, Any]) -> tuple[float, float]:
+    """A figure by the paper's metric, a substring, and by ours, the first number; otherwise twice the same."""
+    if measure != _SCORE:
+        figure = cell["mean_bytes"] / _MIB if measure == _BYTES else float(boxed(cell["answer"]) is None)
+        return figure, figure
     right, value = float(cell["right"]), row["metadata"].get("value")
     if row["metric"] != FIRST_NUMBER or value is None:
         return right, right
@@ -176,7 +193,7 @@ def _figure(
     table: Table, paper: Paper, group: Sequence[_Value], every: Mapping[str, Mapping[tuple[int, str], float]],
 ) -> Figure:
     values, samples = [one.value for one in group], [one.sample for one in group]
-    shares = table.measure == _SCORE and set(values) <= {0.0, 1.0}
+    shares = table.measure not in (_SECONDS, _BYTES) and set(values) <= {0.0, 1.0}
     value = share_of(int(sum(values)), len(values)) if shares else _mean(values)
     over = dict[str, tuple[str, Estimate]]()
     (policy, *more) = dict.fromkeys(one.policy for one in group)

@@ -18,6 +18,7 @@ from models_integration.policies.spelled import spelled
 from models_integration.studies.budgets import read_budget
 from models_integration.studies.evidence.rules import rules_of
 from models_integration.studies.papers.protocol import BEST, PAPERS, load_paper, rules_of_part
+from models_integration.studies.papers.tables import Measured, fill
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
@@ -220,6 +221,51 @@ def test_what_is_wrong_is_refused(
 def test_an_unknown_paper_is_refused_with_the_names() -> None:
     with pytest.raises(SpecError, match=f"must be one of {', '.join(PAPERS)}"):
         load_paper("crystal")
+
+
+def counted(right: Mapping[tuple[str, str, str], Sequence[int]]) -> tuple[Any, ...]:
+    """Tables of the paper on diversity from answers that are right or wrong, by model, budget and policy."""
+    paper = load_paper("diversity")
+    measured = dict[str, list[Measured]]({"table-2": [], "table-3": [], "extraction": []})
+    for table in (one for one in paper.tables if one.name in measured):
+        (part,) = (part for part in paper.parts if part.name in table.parts)
+        for model in dict.fromkeys(model for model, _, _ in right):
+            rules = rules_of_part(paper, part, [model], (), True)
+            assert rules is not None
+            own = {(budget, policy): each for (name, budget, policy), each in right.items() if name == model}
+            rows = [
+                {
+                    "task": "arithmetic", "length": 256, "metadata": {}, "metric": "boxed number", "cells": [
+                        {"policy": policy, "budget": budget, "right": each[at], "answer": r"\boxed{1}" * each[at]}
+                        for (budget, policy), each in own.items()
+                    ],
+                } for at in range(40)
+            ]
+            measured[table.name].append(Measured(rules, model, rows))
+    return tuple(fill(one, paper, measured[one.name]) for one in paper.tables if one.name in measured)
+
+
+def test_the_registered_rules_decide_about_what_was_counted() -> None:
+    """Two models: 40 answers at each budget, of which lambda 0.5 and 1.5 gain ten: the smaller is chosen."""
+    better, equal = [1] * 20 + [0] * 20, [1] * 10 + [0] * 30
+    chosen = {0.5: better, 1.0: equal, 1.5: better}
+    right = {
+        (model, budget, policy): each for model in ("first", "second") for budget in ("64", "128") for policy, each in (
+            ("triattention", equal), *((f"diverse-triattention(diversity={one})", own) for one, own in chosen.items()),
+        )
+    }
+    probe = counted(right)[0]
+    assert "chooses lambda 0.5; mean differences 0.5: +0.2500, 1: +0.0000, 1.5: +0.2500." in probe.note
+    alone = {key: each for key, each in right.items() if key[2][-4:] not in ("1.0)", "1.5)")}
+    _, confirmed, boxes = counted(alone)
+    assert "gives Branch A; first 64: p 0.0002 (passes Bonferroni), " in confirmed.note
+    for changed, said in (
+        ({key: equal if key[0] == "first" else each for key, each in alone.items()}, "gives Branch C"),
+        ({key: equal if key[0] == "second" else each for key, each in alone.items()}, "gives Branch B"),
+        ({key: each for key, each in alone.items() if key[0] == "first"}, "needs two models and has 1"),
+    ):
+        assert said in counted(changed)[1].note
+    assert boxes.ours[("first", "64"), ("triattention",)].value.value == 0.75
 
 
 def test_a_share_that_is_evicted_is_rounded_down_in_what_is_kept() -> None:

@@ -1,5 +1,6 @@
 """Every task of the registry: what it says is read off its decoded text, by means that share nothing with its maker."""
 
+import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -172,6 +173,31 @@ def test_a_line_of_the_table_is_what_its_samples_are(named: tuple[str, Ground], 
         else:
             with pytest.raises(SpecError, match=f"{constant} is none of its constants"):
                 resolve_task(f"{name}({text})")
+
+
+@pytest.mark.parametrize("part", ["dev", "confirm"])
+def test_a_problem_of_arithmetic_has_the_result_of_its_steps(named: tuple[str, Ground], part: str) -> None:
+    """The words as a program; every worked example has its result too, and problems are of their part of the split."""
+    signs = {"Start with ": "0+", "Add ": "+", "Subtract ": "-", "Multiply by ": "*"}
+    names = set[object]()
+    for index in range(4):
+        (sample,) = resolve_task(f'arithmetic(part="{part}")')(named[1], 400, index, 7)
+        text = said(named[1], sample.context_ids + sample.question_ids)
+        problems = re.findall(r"(Start with [^?]*?)\. What is", text)
+        results = []
+        for problem in problems:
+            value = 0
+            for step in problem.split(". "):
+                (sign,) = (sign for words, sign in signs.items() if step.startswith(words))
+                number = int(step.split()[-1])
+                value = value * number if sign == "*" else value + (-number if sign == "-" else number)
+            results.append(str(value))
+        assert len(problems) > 2
+        assert results == [*re.findall(r"boxed\{(-?\d+)\}", text), sample.expected]
+        names.add(sample.metadata["id"])
+        bucket = int(hashlib.md5(str(sample.metadata["id"]).encode()).hexdigest(), 16) % 5
+        assert (bucket in (0, 1)) is (part == "dev")
+    assert len(names) == 4
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))

@@ -292,6 +292,8 @@ CASES: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
     ("contains in any case", "it was Ann", ("Tom", "Jim"), (), 0),
     ("first number", "It is 7492.", ("7492",), (), 1),
     ("first number", "It is 17492.", ("7492",), (), 0),
+    ("boxed number", r"7 + 5 = 12. \boxed{ 1,012 } and \boxed{3}", ("1012",), (), 1),  # the first box
+    ("boxed number", "The result is 1012.", ("1012",), (), 0),
     # LongBench qa_f1: {cat, sat, on, mat} and {cat, on, mat}: precision 3/4, recall 1, F1 = 6/7.
     ("qa_f1", "The cat sat on a mat!", ("cat on the mat",), (), 6 / 7),
     # Repeated tokens count as often as both have them: 2 common of 3 and 2: F1 = 4/5.
@@ -341,7 +343,8 @@ def test_every_metric_has_a_case_and_a_perfect_answer_scores_one() -> None:
     assert {case[0] for case in CASES} == set(METRICS)
     for metric in METRICS:
         truth = "Paragraph 7" if metric == "retrieval" else "7"
-        assert judge(metric, truth, (truth,), (truth, "other")) == pytest.approx(1, abs=2e-8)
+        answer = r"\boxed{7}" if metric == "boxed number" else truth
+        assert judge(metric, answer, (truth,), (truth, "other")) == pytest.approx(1, abs=2e-8)
         assert judge(metric, "nothing at all", (truth,), (truth, "other")) == 0
 
 
