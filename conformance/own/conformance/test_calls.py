@@ -94,6 +94,16 @@ def seeded(D: Array, M: Array, p: Any) -> Array:
     return RIGHT(D, M, p)
 
 
+def reseeded(D: Array, M: Array, p: Any) -> Array:
+    np.random.seed(0)
+    return RIGHT(D, M, p)
+
+
+def announced(D: Array, M: Array, p: Any) -> Array:
+    os.environ["KVSPEC_CALLED"] = "yes"
+    return RIGHT(D, M, p)
+
+
 def drawn(D: Array, M: Array, p: Any) -> Array:
     random.random()
     return RIGHT(D, M, p)
@@ -110,7 +120,8 @@ WRONG: Mapping[Decay, str] = {
     by_shape_when_large: VALUES, by_content: "returned",
     not_to_be_written: "read-only", argument_locked: "flags.writeable", argument_written: "wrote into an argument",
     shared_scratch: VALUES, order_of_memory: VALUES, quiet: "NumPy's error state", seeded: "NumPy's random state",
-    drawn: "the random state", told: "the environment",
+    reseeded: "NumPy's random state", drawn: "the random state", told: "the environment",
+    announced: "the environment",
 }
 
 
@@ -131,7 +142,8 @@ def judge(stage: Decay) -> None:
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the wrong ones change in this process; nothing here has types of which samples are checked."""
     monkeypatch.setattr("conformance.calls.checkers_draw", lambda: False)
-    monkeypatch.delenv("KVSPEC_CALLS", raising=False)
+    for name in ("KVSPEC_CALLS", "KVSPEC_CALLED"):
+        monkeypatch.delenv(name, raising=False)
     MEMORY.clear()
     with np.errstate():
         yield
