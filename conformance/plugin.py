@@ -154,7 +154,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def judges(item: pytest.Item, backend: str) -> bool:
     """Whether a test says anything about this backend; the reference is what all the others are about."""
     fixtures = set(getattr(item, "fixturenames", ()))
-    mine = "judged" in fixtures and "reference_items" not in fixtures
+    mine = ("judged" in fixtures and "reference_items" not in fixtures) or "keeps" in fixtures
     named = {name for mark in item.iter_markers("judges") for name in mark.args}
     if any(backend in mark.args for mark in item.iter_markers("beyond")):
         return False
@@ -254,6 +254,12 @@ def subject(request: pytest.FixtureRequest) -> "Backend":
     if all(getattr(found, family) is None for family in FAMILIES):
         raise BackendUnavailable(f"backend {found.name!r} has no stage family: there is nothing to judge")
     return guarded(found)
+
+
+@pytest.fixture(scope="session")
+def method_engine(request: pytest.FixtureRequest) -> "Engine | None":
+    """The engine of --kvspec-command, if there is one."""
+    return request.config.stash[_engine]
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.checks.bounds import BOUNDED
+from conformance.engine.methods import SHARED, method_ops
 from conformance.engine.ops import OPS, RECORDS
 from conformance.paths import ROOT, SPEC
 from conformance.vectors import files
@@ -244,6 +245,21 @@ def asked() -> str:
     return table(["Operation", "Arguments", "Result", "What"], rows)
 
 
+def methods() -> str:
+    """The methods, by the arguments that they have in common; constants have their names from `kvspec policies`."""
+    rows = [
+        [f"`{op}`", ", ".join(f"`{name}`" + (f" {kind}" if name not in SHARED else "") for name, kind in found)]
+        for op, row in method_ops().items() for found in [row.arguments.items()]
+    ]
+    return table(["Operation", "Arguments"], rows)
+
+
+def shared() -> str:
+    """The arguments that mean the same in all methods."""
+    rows = {name: kind for row in method_ops().values() for name, kind in row.arguments.items() if name in SHARED}
+    return table(["Argument", "Type", "What"], [[f"`{name}`", kind, SHARED[name]] for name, kind in rows.items()])
+
+
 def members() -> str:
     """The records of the protocol."""
     homes = (records, decode, policy)
@@ -257,7 +273,9 @@ PAGES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "crystalcache parameters": crystal_parameters, "nestedkv parameters": nestedkv_parameters, "bounds": bounds,
         "state": state, "vectors": vectors,
     },
-    SPEC / "protocol.md": {"operations": asked, "records": members},
+    SPEC / "protocol.md": {
+        "operations": asked, "records": members, "arguments of methods": shared, "methods": methods,
+    },
 }
 
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
+
+from conformance.engine.methods import FAMILY, method_ops
 from conformance.engine.ops import OPS, stages
 from conformance.engine.wire import Json, checked, decode, encode, parsed, printable, sizes, told
 from spec import SPEC_VERSION
@@ -30,6 +33,7 @@ __all__ = [
     "EngineGarbage",
     "EngineTimeout",
     "Hello",
+    "ask_method",
     "backend_of",
 ]
 
@@ -101,11 +105,25 @@ def hello_of(answer: Json) -> Hello:
     if not isinstance(families, dict) or not families:
         raise ValueError(f"says families = {families!r:.80}: there is nothing to judge")
     for family, offered in families.items():
+        if family == FAMILY:
+            check_methods(offered)
+            continue
         whole = stages(family)
         if not whole or not isinstance(offered, list) or sorted(map(str, offered)) != sorted(whole):
             all_ = ", ".join(whole) or "unknown"
             raise ValueError(f"offers {family:.80} with {offered!r:.{SHOWN}}: a family is whole ({all_})")
     return Hello(**{name: printable(text) for name, text in texts.items()}, families=families)
+
+
+def check_methods(offered: Json) -> None:
+    """A list of methods that have an operation.
+
+    Raises:
+        ValueError: where it is none.
+    """
+    known = [op.partition(".")[2] for op in method_ops()]
+    if not isinstance(offered, list) or not offered or not all(name in known for name in offered):
+        raise ValueError(f"offers {FAMILY} with {offered!r:.{SHOWN}}: must be some of {', '.join(known)}")
 
 
 class Process:
@@ -334,7 +352,26 @@ def _ask(engine: Engine, op: str, *given: Any) -> Any:
     return engine.ask(op, written, read)
 
 
+def ask_method(engine: Engine, name: str, arguments: Mapping[str, Any]) -> list[list[int]]:
+    """The kept sets of a method.
+
+    Raises:
+        SpecError: where the engine does not offer it, or refuses.
+        EngineFailure: where it fails.
+    """
+    if name not in engine.hello.families.get(FAMILY, []):
+        offered = ", ".join(engine.hello.families.get(FAMILY, [])) or "none"
+        raise SpecError("as", name, f"is no method of {engine.hello.name}, whose hello offers {offered}")
+    row = method_ops()[f"{FAMILY}.{name}"]
+    written = {each: encode(each, kind, arguments[each]) for each, kind in row.arguments.items()}
+    read: Callable[[Any], Any] = partial(decode, row.result, check=checked(sizes(row, arguments)))
+    found = engine.ask(f"{FAMILY}.{name}", written, read)
+    return [part.tolist() for part in np.split(found.positions, found.offsets[1:-1])]
+
+
 def backend_of(engine: Engine) -> Backend:
     """The families that the engine offers; its stages raise what `Engine.ask` raises."""
-    families: dict[str, Any] = {name: _Family(engine, name, offered) for name, offered in engine.hello.families.items()}
+    families: dict[str, Any] = {
+        name: _Family(engine, name, offered) for name, offered in engine.hello.families.items() if name != FAMILY
+    }
     return Backend(f"{engine.hello.name} {engine.hello.version}", **families)

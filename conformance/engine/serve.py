@@ -11,6 +11,7 @@ import sys
 import traceback
 from typing import Any
 
+from conformance.engine.methods import FAMILY, answered, method_ops
 from conformance.engine.ops import OPS, stages
 from conformance.engine.process import PROTOCOL
 from conformance.engine.wire import Json, as_it_is, decode, encode
@@ -36,18 +37,22 @@ def answer(backend: Backend, precision: str, line: str) -> str:
 
 
 def _hello(backend: Backend, precision: str) -> Json:
+    families = {family: stages(family) for family in FAMILIES if getattr(backend, family) is not None}
+    if backend.policies is not None:
+        families[FAMILY] = [op.partition(".")[2] for op in method_ops()]
     return {
         "protocol": PROTOCOL, "spec": SPEC_VERSION, "name": backend.name, "version": SPEC_VERSION,
-        "precision": precision,
-        "families": {family: stages(family) for family in FAMILIES if getattr(backend, family) is not None},
+        "precision": precision, "families": families,
     }
 
 
 def _result(backend: Backend, request: Json) -> Json:
-    op = OPS[request["op"]]
-    given = [decode(kind, request["arguments"][name], as_it_is) for name, kind in op.arguments.items()]
     family, _, stage = request["op"].partition(".")
-    return encode("result", op.result, getattr(getattr(backend, family), stage)(*given))
+    op = (method_ops() if family == FAMILY else OPS)[request["op"]]
+    given = {name: decode(kind, request["arguments"][name], as_it_is) for name, kind in op.arguments.items()}
+    if family == FAMILY:
+        return encode("result", op.result, answered(request["op"], given, backend))
+    return encode("result", op.result, getattr(getattr(backend, family), stage)(*given.values()))
 
 
 def _plain(value: Any) -> Json:

@@ -81,6 +81,8 @@ def encode(name: str, kind: str, value: Any) -> Json:
     """
     if value is None:
         return None
+    if kind == "text":
+        return "{}/{}".format(*value.as_integer_ratio()) if isinstance(value, Fraction) else value
     if kind in PARAMETERS:
         return {field.name: _parameter(field, getattr(value, field.name)) for field in fields(value)}
     if kind in RECORDS:
@@ -149,6 +151,8 @@ def decode(kind: str, value: Json, check: Check) -> Any:
     Raises:
         ValueError: where the JSON has another form; the text names the member of a record.
     """
+    if kind == "text":
+        return str(value)
     if kind in PARAMETERS:
         found = PARAMETER_CLASSES[kind]
         return found(**{field.name: _parameter_of(field, value[field.name]) for field in fields(found)})

@@ -16,15 +16,19 @@ from typing import Any
 
 import numpy as np
 
+from conformance.engine.methods import arguments_of
+from conformance.engine.process import Engine, ask_method
 from conformance.methods import brutes
 from conformance.methods.brute import Brute
 from conformance.oracles.boxes import DOUBLE, Undecided, fits, rounding
-from conformance.strategies.policy_inputs import Inputs, Kept, drawn
-from reference.policies.names import check_name
+from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, observation, of_model
+from reference.policies.names import BACKEND, check_name, constants_of, constants_of_model, make_policy
 from spec.errors import SpecError
 from spec.policy import Policy
 
-__all__ = ["METHOD_ITEMS", "Decide", "Method", "explanations", "method_of", "rounded", "span_of"]
+__all__ = [
+    "METHOD_ITEMS", "Decide", "Method", "asked", "explanations", "method_of", "on_backend", "rounded", "span_of",
+]
 
 Decide = Callable[[Inputs, int], Kept]
 METHODS: Mapping[str, Brute] = {one.name: one for one in brutes()}
@@ -107,6 +111,24 @@ def _fields(brute: Brute) -> set[str]:
 
 def _text(value: Any) -> str:
     return json.dumps(str(value) if isinstance(value, Fraction) else value)
+
+
+def asked(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
+    """What an engine keeps.
+
+    Raises:
+        SpecError, EngineFailure: as `ask_method`.
+    """
+    policy, values = method.reference(inputs), {**of_model(method.name, inputs), **method.constants}
+    return ask_method(engine, method.name, arguments_of(method.name, observation(policy, inputs), B, values))
+
+
+def on_backend(backend: str, method: Method, inputs: Inputs, B: int) -> Kept:
+    """What our policy keeps with the scores of a backend."""
+    constants = {**of_model(method.name, inputs), **method.constants, BACKEND: backend}
+    known = constants_of(method.name) | constants_of_model(method.name) | {"parameters"}
+    chosen = {name: value for name, value in constants.items() if name in known}
+    return decided(make_policy(method.name, chosen), inputs, B)
 
 
 def method_of(text: str) -> Method:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conformance.methods.method import Method
+    from conformance.engine.process import Engine
     from conformance.policy_suite.test_method import Subject
     from conformance.strategies.policy_inputs import Inputs
     from spec.policy import Policy
@@ -44,14 +44,18 @@ def judged_policy(request: pytest.FixtureRequest) -> "Callable[[Inputs], Policy]
 
 
 @pytest.fixture(scope="session")
-def keeps(judged_policy: "Callable[[Inputs], Policy]") -> "Subject":
-    """What the subject keeps of inputs at a budget, as a method."""
+def keeps(request: pytest.FixtureRequest, method_engine: "Engine | None") -> "Subject":
+    """What the subject keeps of inputs at a budget, as a method: an engine, a policy, or our policies on a backend."""
+    from conformance.methods.method import asked, on_backend
     from conformance.strategies.policy_inputs import decided
 
-    def kept(method: "Method", inputs: "Inputs", B: int) -> list[list[int]]:
-        return decided(judged_policy(inputs), inputs, B)
-
-    return kept
+    if method_engine is not None:
+        return partial(asked, method_engine)
+    backend = request.config.getoption("--backend")
+    if backend is not None:
+        return partial(on_backend, backend)
+    judged = request.getfixturevalue("judged_policy")
+    return lambda method, inputs, B: decided(judged(inputs), inputs, B)
 
 
 @pytest.fixture(scope="session")

@@ -77,7 +77,7 @@ def describe_policy(name: str) -> PolicyDescription:
     """
     if check_name(name) not in NAMES:
         raise SpecError("name", name, "has no description: it is a policy of your own")
-    row, policy = POLICIES[name.removeprefix(DIVERSE)], _example(name)
+    row, policy = POLICIES[name.removeprefix(DIVERSE)], example_policy(name)
     needs = policy.scorer.needs
     stepping = policy.cadence.every is not None
     given = {key: one.default for key, one in signature(row.make).parameters.items() if key in row.constants}
@@ -113,7 +113,7 @@ def _goes_on(policy: Policy) -> bool:
     return policy.granularity is Granularity.MODEL or (isinstance(scorer, SeparableScorer) and scorer.separable)
 
 
-def _example(name: str) -> Policy:
+def example_policy(name: str) -> Policy:
     """The policy with its defaults, for a model of one layer, two KV heads and d = 4."""
     row, identity = POLICIES[name.removeprefix(DIVERSE)], Identity("example", np.ones(2), 1.0)
     calibration = Calibration(identity, (0,), np.zeros((1, 2, 4)), np.zeros((1, 2, 2)), np.ones((1, 2)))

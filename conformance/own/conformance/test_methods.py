@@ -2,6 +2,8 @@
 
 import random
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance.engine.methods import method_ops
+from conformance.engine.process import Engine
 from conformance.methods import brutes
-from conformance.methods.method import METHODS, Method, explanations, method_of, rounded, span_of
+from conformance.methods.method import METHODS, Method, asked, explanations, method_of, on_backend, rounded, span_of
 from conformance.oracles.boxes import (
     DOUBLE,
     SINGLE,
@@ -118,6 +122,21 @@ def test_every_method_can_be_named_and_its_equation_evaluated(brute: Any) -> Non
     inputs = rounded(drawn(3, span_of(method) + 3, 1, (1, 1)))
     B = method.floor(inputs)
     assert all(map(fits, decided(named(brute.name, inputs), inputs, B), method.wanted(inputs, B)))
+
+
+def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
+    engine = Engine(shlex.join([sys.executable, "-m", "conformance.engine.serve", "numpy"]), 60.0)
+    try:
+        inputs, B = rounded(drawn(1, 70, 2, (2, 2))), 66
+        for op in method_ops():
+            method = Method(op.partition(".")[2])
+            wanted = method.wanted(inputs, max(B, method.floor(inputs)))
+            for kept in (partial(asked, engine), partial(on_backend, "numpy")):
+                assert all(map(fits, kept(method, inputs, max(B, method.floor(inputs))), wanted)), op
+        with pytest.raises(SpecError, match="as = 'kvzip': is no method of numpy, whose hello offers streamingllm"):
+            asked(engine, Method("kvzip"), inputs, B)
+    finally:
+        engine.stop()
 
 
 @pytest.mark.parametrize(
