@@ -94,13 +94,20 @@ def rows(
     return joined(Z, mode)
 
 
-def of_prompt(mode: str) -> Callable[[Inputs, int], Kept]:
-    return lambda i, B: [top(around(row, BOUND), B) for row in rows(i, mode, lambda g: range(i.n), i.n, 0)]
+def of_prompt(mode: str) -> Callable[..., Kept]:
+    def kept(inputs: Inputs, B: int, pin_prompt: int, prompt: str = "inside") -> Kept:
+        """The pinned prompt counts in B, or comes on top of it, as in TensorRT-LLM."""
+        places = B + (min(pin_prompt, inputs.n) if prompt == "on top" else 0)
+        found = rows(inputs, mode, lambda g: range(inputs.n), inputs.n, pin_prompt)
+        return [top(around(row, BOUND), places) for row in found]
+
+    return kept
 
 
 PUBLISHED = {"mode": "global", "pin_prompt": 0, "slack": 128}
 BRUTES = [
-    Brute("TA-POLICY", "triattention", of_prompt("global"), published=PUBLISHED),
-    Brute("TA-POLICY", "triattention-by-head", of_prompt("head"), published=PUBLISHED),
-    Brute("TA-POLICY", "triattention-by-layer-and-head", of_prompt("layer and head"), published=PUBLISHED),
+    Brute("TA-POLICY", name, of_prompt(mode), {"pin_prompt": 0}, published=PUBLISHED,
+          readings={"prompt": ("inside", "on top")})
+    for name, mode in (("triattention", "global"), ("triattention-by-head", "head"),
+                       ("triattention-by-layer-and-head", "layer and head"))
 ]

@@ -14,6 +14,7 @@ from conformance.assurance.policy_cases import triattention
 from conformance.assurance.policy_steps import PROMPT, decoded, long
 from conformance.methods import policies as oracle
 from conformance.methods import triattention as brute
+from conformance.methods.brute import Brute
 from conformance.methods.triattention import rows as tri_rows
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import calibrated, decided, drawn, identity, observation
@@ -155,6 +156,17 @@ def test_other_layers_or_heads_than_the_calibrations_are_refused() -> None:
         with pytest.raises(SpecError) as caught:
             policies.retain(policy, Budget(count=5), observation(policy, shown))
         assert caught.value.argument == "calibration"
+
+
+@pytest.mark.spec("TA-POLICY")
+@pytest.mark.parametrize("one", brute.BRUTES, ids=lambda one: one.name)
+def test_a_prompt_on_top_of_the_budget_is_a_reading(one: Brute) -> None:
+    """TensorRT-LLM's b tokens beside a prompt of p: p + b with the prompt pinned. Ours are b with the prompt inside."""
+    inputs = drawn(5, n=12, L=2, heads=(2, 2))
+    theirs, ours = (decided(one.policy(inputs, {"pin_prompt": 3}), inputs, B) for B in (7, 4))
+    assert theirs == one.kept(inputs, 4, pin_prompt=3, prompt="on top")
+    assert ours == one.kept(inputs, 4, pin_prompt=3)
+    assert [(own[:3], len(own)) for own in theirs] == [([0, 1, 2], 7)] * len(theirs)
 
 
 @pytest.mark.spec("TA-POLICY")
