@@ -49,7 +49,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # All that judges a backend. Only this is collected for one: the rest takes each worker half a minute to import.
 JUDGING = ["conformance/suite", "conformance/own/spec/test_resolve.py"]
 SAVED_LIVES = "conformance/own/models_integration/session/test_saved_lives.py"
-OF_NUMBA = [*JUDGING, SAVED_LIVES, "conformance/own/accelerated/numba"]
+OF_NUMBA = [*JUDGING, SAVED_LIVES, "conformance/own/accelerated/test_numba.py"]
 OF_TRITON = [*JUDGING, "conformance/own/accelerated/triton"]
 
 # Triton's S1, with S2 to S6 as kernels too: in the pipeline they stand behind the host's, so their own tests are run.

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ def bounds() -> str:
     return table(["Operation", "Results", "Bound"], rows)
 
 
+@cache
 def operations() -> Mapping[str, Sequence[Any]]:
     """The published tests of each operation, but the large ones, whose inputs are compact."""
     found: dict[str, list[Any]] = {}

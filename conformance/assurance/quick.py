@@ -7,9 +7,10 @@ changed test module is run itself. What takes longer than 40 seconds is left to 
 import subprocess
 import sys
 from collections.abc import Collection
+from functools import cache
 
 from conformance.assurance.layers import Module, module_of, read_modules
-from conformance.assurance.trace import read_tree
+from conformance.assurance.trace import Trace, read_tree
 from conformance.paths import ROOT
 
 __all__ = ["changed_files", "judging", "main"]
@@ -37,9 +38,14 @@ def is_test(module: Module) -> bool:
     return module.source.rpartition("/")[2].startswith("test_")
 
 
+@cache
+def _tree() -> tuple[dict[str, Module], Trace]:
+    return read_modules(ROOT), read_tree(ROOT)
+
+
 def judging(changed: Collection[str]) -> list[str]:
     """The test modules of changed files."""
-    modules, trace = read_modules(ROOT), read_tree(ROOT)
+    modules, trace = _tree()
     names = {name for name, module in modules.items() if module.source in changed}
     found = {
         module.source for name, module in modules.items() if is_test(module)

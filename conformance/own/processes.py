@@ -14,8 +14,8 @@ __all__ = ["started"]
 WORK = [
     f"conformance.own.models_integration.{room}"
     for room in (
-        "archive.attackers", "archive.fault_cases", "session.savers", "studies.lease_workers", "studies.sweep_workers",
-        "studies.writers",
+        "archive.fault_cases", "archive.test_attacks", "archive.test_store", "session.saved", "studies.experiments",
+        "studies.test_results",
     )
 ]
 

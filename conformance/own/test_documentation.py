@@ -1,28 +1,92 @@
-"""The pages are as they say: Python runs, commands run or exist, links lead somewhere.
-
-A page is one program: its blocks of Python run in order, in one namespace. Commands of the guide run in order, in one
-folder, but those of NOT_RUN; these, and all commands of other pages (sessions of nox, pip, what measures for minutes),
-are checked to exist: the command, its options, the session, the extra, the module. A block of the language `text` shows
-what the block before it prints, and so does a comment behind a `print`.
-"""
+"""What the pages of the repository show: Python, commands, links."""
 
 import importlib
 import re
+import shlex
 import subprocess
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conformance.own.documentation import PAGES, Fence, anchors, commands, commands_in, fences, links, spoken
 from conformance.paths import ROOT
 from conformance.verify.request import parsed as request
 from conformance.verify.request import parser
 
-pytestmark = pytest.mark.law("as-it-is-described")
+pytestmark = pytest.mark.law('as-it-is-described')
+
+
+PAGES = [
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "spec/**/*.md", "models_integration/**/*.md")
+    for path in sorted(ROOT.glob(pattern))
+]
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"`([^`]+)`")
+_LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A block of a page: its language ("" for commands), its text, and the line of the page on which that begins."""
+
+    language: str
+    text: str
+    line: int
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def fences(page: str) -> list[Fence]:
+    """The blocks, in order."""
+    text = read(page)
+    return [Fence(m[1], m[2], 1 + text.count("\n", 0, m.start(2))) for m in _FENCE.finditer(text)]
+
+
+def prose(page: str) -> str:
+    """The text between the blocks."""
+    return _FENCE.sub("", read(page))
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """The words of each command in a block of no language, without comments; in spec/ such a block is a format."""
+    for fence in fences(page):
+        if not fence.language and not page.startswith("spec/"):
+            yield from commands_in(fence)
+
+
+def commands_in(fence: Fence) -> Iterator[list[str]]:
+    """The same of one block."""
+    for line in fence.text.replace("\\\n", " ").splitlines():
+        yield from filter(None, (shlex.split(command, comments=True) for command in line.split("&&")))
+
+
+def spoken(page: str) -> Iterator[list[str]]:
+    """The words of each command in running text; its options may lack values."""
+    for span in _SPAN.findall(prose(page)):
+        if span.startswith(("kvspec ", "nox -s ", "python -m ")):
+            yield span.split()
+
+
+def links(page: str) -> Iterator[tuple[Path, str]]:
+    """Each file of the repository that the page links to, and the anchor in it, or ""."""
+    for target, anchor in _LINK.findall(_SPAN.sub("", prose(page))):
+        yield (ROOT / page).parent / target if target else ROOT / page, anchor
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may point to, as GitHub makes it of headings."""
+    found = _HEADING.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
 
 SECTIONS = ("A policy", "A backend", "A spec item", "A model family", "A codec")
 PROGRAMS = [page for page in PAGES if any(fence.language == "python" for fence in fences(page))]

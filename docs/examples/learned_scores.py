@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from models_integration.pocket import load_pocket
 from models_integration.tasks import draw_sample
-from reference.policies.learned import LinearScores, write_scores
+from reference.policies.scored import LinearScores, write_scores
 
 
 def features(model, context_ids):

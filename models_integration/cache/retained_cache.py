@@ -16,8 +16,14 @@ from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, drop
 from models_integration.cache.history import ReadIds, call_into
 from models_integration.cache.positions import LayersDiffer, chosen_rows
 from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.cache.recurrent_states import copy_layers, fresh_layer, is_recurrent, state_tensors
-from models_integration.cache.sliding_layer import check_window_crop, crop_window
+from models_integration.cache.sliding_layer import (
+    check_window_crop,
+    copy_layers,
+    crop_window,
+    fresh_layer,
+    is_recurrent,
+    state_tensors,
+)
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 

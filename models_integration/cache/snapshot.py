@@ -18,10 +18,9 @@ from models_integration.cache.crystal_states import CrystalStates, Pending, Spli
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import StoredRows
 from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.cache.recurrent_states import fill_states, state_tensors
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import ScorerRecords
-from models_integration.cache.sliding_layer import GappedSlidingLayer
+from models_integration.cache.sliding_layer import GappedSlidingLayer, fill_states, state_tensors
 from models_integration.cache.snapshot_contents import check_contents, check_states_fit
 from models_integration.cache.tensor_file import Damaged, read, write
 from models_integration.model.architecture import Architecture, describe

@@ -13,8 +13,8 @@ from models_integration.cache.crystal_states import Pending
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import EMPTY, NO_HOLE, StoredRows
 from models_integration.cache.ragged_layer import HEADS
-from models_integration.cache.recurrent_states import state_tensors
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cache.sliding_layer import state_tensors
 from models_integration.cache.tensor_file import Damaged
 from models_integration.model.architecture import Architecture, of_layer
 from models_integration.model.isolated_forward import isolated_forward, read_tokens

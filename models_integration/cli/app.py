@@ -361,7 +361,7 @@ def explain(
     Any browser opens the page without network. Sliders change the budget and the parameters, and the page computes the
     kept tokens again.
     """
-    from models_integration.cli.explain.command import run
+    from models_integration.cli.explain.page import run
     from models_integration.studies.subject import Loading
 
     run(prompt, out, budget, Loading(model, backend, device, dtype, attn), beside, calibration)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import typer
 
-from models_integration.policies.methods import constants_of
-from models_integration.policies.spelled import spelled
+from models_integration.policies.methods import constants_of, spelled
 from models_integration.studies.results import load_rows
 from reference.calibration import Calibration, load_calibration
 from spec.errors import SpecError

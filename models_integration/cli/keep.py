@@ -10,8 +10,7 @@ from models_integration.cli.checks import read_text
 from models_integration.engines.keep import keep
 from models_integration.model.published_weights import located
 from models_integration.pocket import load_pocket_tokenizer
-from models_integration.policies.methods import constants_of, policy_from_name
-from models_integration.policies.spelled import spelled
+from models_integration.policies.methods import constants_of, policy_from_name, spelled
 from models_integration.policies.tokenizer_values import sentence_ends
 from models_integration.studies.evidence.rules import check_budget
 from models_integration.studies.subject import AUTO, DTYPES, SHIPPED

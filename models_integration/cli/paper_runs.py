@@ -15,8 +15,7 @@ from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import check_counts, check_folder
 from models_integration.cli.study import STOPPED, Running, Work
 from models_integration.policies.calibration import calibrate
-from models_integration.policies.methods import constants_of
-from models_integration.policies.spelled import spelled
+from models_integration.policies.methods import constants_of, spelled
 from models_integration.studies.evidence.kept import read_prompt
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import Rules

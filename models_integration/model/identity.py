@@ -14,8 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models_integration.model.foreign_code import check_hooks, is_foreign, is_known
-from models_integration.model.frequencies import keeps_frequencies, starting_frequencies
-from models_integration.model.rotation import rotary_buffers
+from models_integration.model.rotation import keeps_frequencies, rotary_buffers, starting_frequencies
 from models_integration.model.tensor_digest import digest_of_named, digest_of_tensor, plain
 from models_integration.model.values import DROPOUT, Reader, Unreadable, UnreadableError, sha
 from spec.errors import SpecError

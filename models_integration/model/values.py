@@ -36,7 +36,7 @@ from models_integration.model.foreign_code import (
     name_of,
     refuse_code,
 )
-from models_integration.model.frequencies import keeps_frequencies
+from models_integration.model.rotation import keeps_frequencies
 from models_integration.model.tensor_digest import digest_of_tensor
 from spec.errors import SpecError
 

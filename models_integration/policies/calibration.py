@@ -19,9 +19,9 @@ from models_integration.model.rotation import LayerRotary, recognise
 from models_integration.model.weights import check_fixed
 from models_integration.session.verbs import observe
 from reference.calibration import Calibration, Identity
+from reference.policies.attention import unrotated
 from reference.policies.kvzip import kvzip
 from reference.policies.kvzip_heads import head_scores
-from reference.policies.rotary import unrotated
 from reference.triattention import band_statistics
 from spec.arrays import Float64, Matrix, Vector
 from spec.errors import SpecError

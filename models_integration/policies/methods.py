@@ -1,5 +1,6 @@
 """The methods as users know them, by class and by name: a policy of five parts, a budget, the backend that decides."""
 
+import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
 from copy import copy
@@ -26,7 +27,7 @@ from models_integration.session.method import Method
 from models_integration.session.session import Session
 from reference.calibration import Calibration, load_calibration
 from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
-from reference.policies.twins import with_twins
+from reference.policies.names import check_name, with_twins
 from spec.backend import Backend, resolve
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
@@ -37,7 +38,7 @@ from spec.validate import check_penalty, check_sentence_ends
 
 __all__ = [
     "CrystalCache", "CustomPolicy", "FullCache", "Prefilled", "Published", "RetentionPolicy", "StreamingLLM",
-    "check_constants", "constants_of", "method_of", "policy_from_name", "prefill",
+    "check_constants", "constants_of", "method_of", "policy_from_name", "prefill", "spelled",
 ]
 
 
@@ -362,3 +363,24 @@ def prefill(model: PreTrainedModel, policy: RetentionPolicy, input_ids: Tensor) 
         output = model(input_ids=input_ids, use_cache=True)
     assert run.cache is not None
     return Prefilled(output.logits[:, -1:], run.cache, run)
+
+
+_FORM = 'must be a name, or a name and its constants, as in crystalcache(alpha=0.5, impact="salience")'
+
+
+def spelled(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the constants that a text gives; values are those of TOML.
+
+    Raises:
+        SpecError: for a text of another form, an unknown name, or a constant that the policy does not have.
+    """
+    name, bracket, rest = text.partition("(")
+    check_name(name, "policy")
+    if bracket and (not rest.endswith(")") or "\n" in rest):
+        raise SpecError("policy", text, _FORM)
+    try:
+        constants: dict[str, Any] = tomllib.loads(f"constants = {{{rest[:-1]}}}")["constants"]
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError("policy", text, f"{_FORM}: {error}") from error
+    check_constants(name, constants)
+    return name, constants

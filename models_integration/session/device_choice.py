@@ -13,10 +13,10 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import ScorerRecords
 from models_integration.session.method import Method
 from reference.policies.budgets import Above, Adaptive, Competition
+from reference.policies.names import with_twins
 from reference.policies.retain import tokens_of
 from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import top_tokens, top_units
-from reference.policies.twins import with_twins
 from spec.backend import Backend
 from spec.budget import Budget
 from spec.errors import SpecError

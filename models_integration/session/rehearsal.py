@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from models_integration.attention.capture import Attended, Repeated, observing
-from models_integration.cache.recurrent_states import copy_layers
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cache.sliding_layer import copy_layers
 from models_integration.model.architecture import Architecture, restored_rotation
 from models_integration.model.cache_argument import cache_name
 from reference.policies.kvzip import rehearsal_chunks

@@ -20,8 +20,8 @@ from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover, check_readable
 from models_integration.attention.recurrence import check_recurrence
 from models_integration.cache.continuation import Decision
-from models_integration.cache.recurrent_states import copy_layers
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cache.sliding_layer import copy_layers
 from models_integration.model.architecture import check_free, describe
 from models_integration.model.cache_argument import cache_name
 from models_integration.session.inputs import (

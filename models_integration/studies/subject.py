@@ -15,8 +15,14 @@ from models_integration.model.gguf import read_gguf
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.published_weights import WEIGHTS, located
 from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket_tokenizer
-from models_integration.policies.methods import CrystalCache, Published, RetentionPolicy, constants_of, policy_from_name
-from models_integration.policies.spelled import spelled
+from models_integration.policies.methods import (
+    CrystalCache,
+    Published,
+    RetentionPolicy,
+    constants_of,
+    policy_from_name,
+    spelled,
+)
 from models_integration.policies.tokenizer_values import repeat_template, sentence_ends
 from models_integration.tasks import Sample
 from reference.calibration import Calibration

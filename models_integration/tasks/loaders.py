@@ -23,7 +23,7 @@ from models_integration.tasks.context import Ground, Maker, Span
 from models_integration.tasks.metrics import CONTAINS, STRING_MATCH_ALL
 from models_integration.tasks.ruler import PINNED
 from models_integration.tasks.samples import Sample
-from models_integration.tasks.turns import in_turns
+from models_integration.tasks.scbench import in_turns
 from spec.errors import SpecError
 from spec.validate import check_choices
 

@@ -21,16 +21,15 @@ from typing import Any
 
 from models_integration.tasks.arithmetic import arithmetic_samples
 from models_integration.tasks.context import Ground, Maker
-from models_integration.tasks.delayed_in_prose import delayed_in_prose_samples
 from models_integration.tasks.facts import fact_samples
-from models_integration.tasks.key_value import FORMS, key_value_samples
-from models_integration.tasks.keys_in_prose import keys_in_prose_samples
+from models_integration.tasks.in_prose import (
+    delayed_in_prose_samples,
+    keys_in_prose_samples,
+    prose_continuation_samples,
+)
 from models_integration.tasks.loaders import LM_EVAL, longbench_file, ruler_file, scbench_file
 from models_integration.tasks.metrics import BOXED, CONTAINS, FIRST_NUMBER, STRING_MATCH_ALL
-from models_integration.tasks.prefix_suffix import prefix_suffix_samples
-from models_integration.tasks.prose_continuation import prose_continuation_samples
-from models_integration.tasks.ruler import DIALECTS
-from models_integration.tasks.ruler_niah import NIAH, niah_samples
+from models_integration.tasks.ruler import DIALECTS, NIAH, niah_samples, variable_tracking_samples
 from models_integration.tasks.ruler_words import cwe_samples, fwe_samples, vt_samples
 from models_integration.tasks.samples import (
     DELAYED_ASSOCIATION,
@@ -41,8 +40,7 @@ from models_integration.tasks.samples import (
     draw_sample,
     needle_sample,
 )
-from models_integration.tasks.turns import in_turns
-from models_integration.tasks.variable_tracking import variable_tracking_samples
+from models_integration.tasks.scbench import FORMS, in_turns, key_value_samples, prefix_suffix_samples
 from spec.errors import SpecError
 from spec.plugins import find_plugin
 

@@ -1,29 +1,28 @@
-"""What RULER's tasks share: the two dialects, the words, and the field of a sample.
-
-Prompts, answer openings, numbers of facts and the metric are NVIDIA/RULER's v1 (Apache-2.0), letter for letter as its
-`scripts/data/synthetic/constants.py` and the generators beside it have them since 2025. Ours are: the running text and
-the words (of the shipped text, which has neither essays nor parts of speech), the seeds, subjects and values that are
-all different, exact lengths (a few tokens of running text before the instruction; question and tokens to generate are
-not counted in), and places outside sinks and recent window, of which one takes turns over the depths.
-
-v1 shuffles words and facts anew for each sample with the same `random.Random(42)`, so that equal counts stand in equal
-places in every sample: `ruler-v1`. In `ruler-v1-unpinned` each sample has an order of its own. Only tasks that shuffle
-differ: `niah_multikey_1`, `niah_multivalue`, `niah_multiquery`, `cwe` and `fwe`.
-"""
+"""RULER v1: the two dialects, the words and the field of a sample; chains of assignments; the eight needle tasks."""
 
 import random
 import re
-from dataclasses import replace
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from models_integration.tasks.context import Ground, as_many, check_unprotected, different, letters, listed, places
 from models_integration.tasks.metrics import STRING_MATCH_ALL
 from models_integration.tasks.prose import NARRATIVE, read_text
 from models_integration.tasks.samples import Sample
+from models_integration.tasks.scbench import uuid
+from spec.errors import SpecError
 
-__all__ = ["DIALECTS", "PINNED", "UNPINNED", "as_ruler", "order", "words"]
+__all__ = [
+    "DIALECTS", "HOPS", "INSTRUCTION", "NIAH", "NOISE", "PINNED", "UNPINNED", "Chain", "NiahForm", "as_ruler",
+    "draw_chains", "niah_samples", "order", "variable_tracking_samples", "words",
+]
+
 
 PINNED, UNPINNED = "ruler-v1", "ruler-v1-unpinned"
 DIALECTS = (PINNED, UNPINNED)
@@ -52,3 +51,194 @@ def as_ruler(sample: Sample, name: str, dialect: str, max_new_tokens: int) -> Sa
         sample, task=f"{dialect.replace('-', '_')}_{name}", dialect=dialect, metric=STRING_MATCH_ALL,
         max_new_tokens=max_new_tokens,
     )
+
+
+HOPS = 4
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+INSTRUCTION = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Names that hold one value, each given on to the next."""
+
+    value: str
+    names: tuple[str, ...]
+
+    @property
+    def lines(self) -> list[str]:
+        """The assignments, in order."""
+        given = zip(self.names[1:], self.names, strict=False)
+        return [f"VAR {self.names[0]} = {self.value}", *(f"VAR {name} = VAR {other} " for name, other in given)]
+
+    @property
+    def question(self) -> str:
+        """What is asked about it."""
+        return f"\nQuestion: Find all variables that are assigned the value {self.value} in the text above."
+
+    @property
+    def opening(self) -> str:
+        """How the answer begins, with the spaces that RULER has around it."""
+        return (
+            " Answer: According to the chain(s) of variable assignment in the text above, "
+            f"{len(self.names)} variables are assigned the value {self.value}, they are: "
+        )
+
+
+def draw_chains(rng: np.random.Generator, count: int, size: int) -> list[Chain]:
+    """Chains of `HOPS` hops with different values and names of `size` capital letters."""
+    values = different(lambda: str(int(rng.integers(10_000, 100_000))), count)
+    names = different(lambda: letters(rng, size, string.ascii_uppercase), count * (HOPS + 1))
+    return [Chain(value, tuple(names[at::count])) for at, value in enumerate(values)]
+
+
+def variable_tracking_samples(
+    ground: Ground, length: int, index: int, seed: int, *, questions: int = 1, example: str = ""
+) -> tuple[Sample, ...]:
+    """The questions of context number `index`: one chain for each, of five names of five capital letters.
+
+    The assignments stand in their order in lines of noise, all outside sinks and recent window; they are the evidence.
+
+    Args:
+        ground, length, index, seed, questions: as `key_value_samples`'; the depth of one assignment takes turns.
+        example: RULER's, before the instruction; the answer's opening then keeps its spaces.
+
+    Raises:
+        SpecError: for no question, or a length that holds no such context.
+    """
+    if questions < 1:
+        raise SpecError("questions", questions, "must be at least 1")
+    rng = ground.rng(length, index, seed, questions)
+    chains = draw_chains(rng, questions, 5)
+    whose = rng.permutation(np.repeat(np.arange(questions), HOPS + 1)).tolist()
+    rest = [iter(chain.lines) for chain in chains]
+    lines = [ground.encode(f"\n{next(rest[at])}") for at in whose]
+    head, noise = ground.encode(f"\n\n{example}{INSTRUCTION}"), ground.encode(f"\n{NOISE}")
+    units = as_many(lambda: noise, ground.room(length, head, *lines))
+    where = places(rng, units, len(lines), index, length)
+    text = listed(ground, length, index, seed, head, units, dict(zip(where, lines, strict=True)))
+    return tuple(
+        check_unprotected(ground.sample(
+            text.ids, chain.question, chain.opening if example else chain.opening.strip(), " ".join(chain.names),
+            [span for span, at in zip(text.spans, whose, strict=True) if at == number], gap="" if example else " ",
+            task="variable_tracking", metadata={"value": chain.value}, metric="names found", references=chain.names,
+        ))
+        for number, chain in enumerate(chains)
+    )
+
+
+@dataclass(frozen=True)
+class NiahForm:
+    """One needle task.
+
+    Attributes:
+        haystack: `noise`, `prose` or `needles`.
+        keys: facts' subjects.
+        values: facts of each subject.
+        queries: subjects that are asked for, all at once.
+        key: `words` or `uuids`.
+        value: `numbers` or `uuids`.
+    """
+
+    haystack: str
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+    key: str = "words"
+    value: str = "numbers"
+
+
+NIAH: Mapping[str, NiahForm] = {
+    "niah_single_1": NiahForm("noise"),
+    "niah_single_2": NiahForm("prose"),
+    "niah_single_3": NiahForm("prose", value="uuids"),
+    "niah_multikey_1": NiahForm("prose", keys=4),
+    "niah_multikey_2": NiahForm("needles"),
+    "niah_multikey_3": NiahForm("needles", key="uuids", value="uuids"),
+    "niah_multivalue": NiahForm("prose", values=4),
+    "niah_multiquery": NiahForm("prose", keys=4, queries=4),
+}
+MAX_NEW_TOKENS = 128
+_FACT = "One of the special magic {kind} for {key} is: {value}."
+_INSTRUCTION = (
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about"
+    " the {kind} afterwards."
+)
+_QUESTION = "\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
+_OPENING = " The special magic {kind} for {query} mentioned in the provided text are"
+_ONE = (("Some", "A"), ("are all", "is"), ("are", "is"))
+"""What v1 replaces, in this order, where there is one answer."""
+
+
+def niah_samples(name: str, dialect: str, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
+    """One sample of a needle task; its evidence are the facts that are asked for.
+
+    Raises:
+        SpecError: for a negative index or seed, and a length that holds no such context.
+    """
+    form, rng = NIAH[name], ground.rng(length, index, seed, list(NIAH).index(name))
+    keys = different(lambda: _DRAWN[form.key](rng), form.keys)
+    asked = [keys[int(at)] for at in rng.permutation(form.keys)[: form.queries]]
+    values = different(lambda: _DRAWN[form.value](rng), form.keys * form.values)
+    drawn = [(keys[at // form.values], value) for at, value in enumerate(values)]
+    facts = [drawn[at] for at in order(rng, dialect, len(drawn))]
+    instruction, question, opening = _prompt(form, asked)
+    head = ground.encode(f"\n\n{instruction}" + "\n" * (form.haystack == "prose"))
+    lines = [_line(ground, form, *fact) for fact in facts]
+    first = length * ground.prose.window(length, index, seed)
+    units = _haystack(ground, form, rng, ground.room(length, head, *lines), first, keys)
+    where = places(rng, units, len(lines), index, length)
+    text = listed(ground, length, index, seed, head, units, dict(zip(where, lines, strict=True)))
+    stands = dict(zip(facts, text.spans, strict=True))
+    gold = [fact for key in asked for fact in drawn if fact[0] == key]
+    sample = ground.sample(
+        text.ids, question, opening, ", ".join(value for _, value in gold), [stands[fact] for fact in gold], gap="",
+        task=name, distractors=tuple(span for fact, span in stands.items() if fact not in gold),
+        metadata={"keys": ", ".join(asked)}, references=tuple(value for _, value in gold),
+    )
+    return (as_ruler(check_unprotected(sample), name, dialect, MAX_NEW_TOKENS),)
+
+
+def _prompt(form: NiahForm, asked: Sequence[str]) -> tuple[str, str, str]:
+    """Instruction, question and the answer's opening; in the singular for one answer."""
+    one = form.queries * form.values == 1
+    query = ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0]
+    kind = form.value.removesuffix("s") if one else form.value
+    texts = list[str]()
+    for text in (_INSTRUCTION, _QUESTION, _OPENING):
+        for old, new in _ONE if one else ():
+            text = text.replace(old, new)
+        texts.append(text.format(kind=kind, query=query))
+    return texts[0], texts[1], texts[2]
+
+
+def _two_words(rng: np.random.Generator) -> str:
+    return "-".join(words()[int(at)] for at in rng.integers(len(words()), size=2))
+
+
+_DRAWN: Mapping[str, Callable[[np.random.Generator], str]] = {
+    "words": _two_words,
+    "numbers": lambda rng: str(int(rng.integers(10**6, 10**7))),
+    "uuids": uuid,
+}
+
+
+def _line(ground: Ground, form: NiahForm, key: str, value: str) -> tuple[int, ...]:
+    text = _FACT.format(kind=form.value, key=key, value=value)
+    return ground.follow(text) if form.haystack == "prose" else ground.encode(f"\n{text}")
+
+
+def _haystack(
+    ground: Ground, form: NiahForm, rng: np.random.Generator, room: int, first: int, taken: Sequence[str]
+) -> list[Sequence[int]]:
+    """Lines of at most `room` tokens; those of the running text, from token `first` on, fill it."""
+    if form.haystack == "prose":
+        ends = [first, *(stop for stop in ground.prose.stops if first < stop < first + room), first + max(0, room)]
+        return [ground.prose.tokens[start:stop] for start, stop in pairwise(ends)]
+    noise = ground.encode(f"\n{NOISE}")
+
+    def needle() -> tuple[int, ...]:
+        (key,) = different(lambda: _DRAWN[form.key](rng), 1, taken)
+        return _line(ground, form, key, _DRAWN[form.value](rng))
+
+    return as_many(needle if form.haystack == "needles" else lambda: noise, room)

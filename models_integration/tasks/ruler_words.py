@@ -10,9 +10,16 @@ from math import ceil, pi
 import numpy as np
 
 from models_integration.tasks.context import Ground, Span, as_many, different, joined, letters, unprotected
-from models_integration.tasks.ruler import as_ruler, order, words
+from models_integration.tasks.ruler import (
+    INSTRUCTION,
+    NOISE,
+    as_ruler,
+    draw_chains,
+    order,
+    variable_tracking_samples,
+    words,
+)
 from models_integration.tasks.samples import Sample
-from models_integration.tasks.variable_tracking import INSTRUCTION, NOISE, draw_chains, variable_tracking_samples
 from spec.errors import SpecError
 
 __all__ = ["cwe_samples", "fwe_samples", "vt_samples"]

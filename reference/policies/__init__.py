@@ -29,14 +29,13 @@ from reference.policies.nestedkv import (
     nestedkv_without_continuum,
 )
 from reference.policies.pyramidkv import pyramidkv, pyramidkv_described
-from reference.policies.retain import retain
+from reference.policies.retain import retain, retain_turn
 from reference.policies.rkv import rkv
 from reference.policies.scored import policy_from_score
 from reference.policies.snapkv import snapkv
 from reference.policies.streaming_llm import streaming_llm
 from reference.policies.tova import tova
 from reference.policies.triattention import triattention
-from reference.policies.turns import retain_turn
 from reference.policies.vase import vase
 from reference.policies.vatp import vatp, with_value_norms
 

@@ -5,13 +5,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from reference.crystalcache.coattention import attention
-from spec.arrays import Cube, Float64, Matrix, Vector
+from spec.arrays import Cube, Float64, Int64, IntVector, Matrix, Vector
 from spec.policy import DeviceArray, LayerView
 
 __all__ = [
     "accumulated_attention", "average_pool", "group_maximum", "group_mean", "group_sum", "largest_attention",
-    "max_pool", "observed_attention", "received_attention", "softmax", "wide",
+    "max_pool", "mean_rotation", "observed_attention", "received_attention", "softmax", "tables", "turned_back",
+    "unrotated", "wide",
 ]
+
 
 _ROWS = 32  # queries at a time: no (H, n, n) array is made, and what is made stays in the cache
 
@@ -136,3 +138,37 @@ def _around(x: Float64[Matrix, "rows n"], kernel: int, outside: float) -> Float6
     padded = np.pad(x, ((0, 0), (kernel // 2, kernel // 2)), constant_values=outside)
     around: Cube = np.stack([padded[:, at : at + x.shape[1]] for at in range(kernel)], axis=2)
     return around
+
+
+def tables(
+    positions: Int64[IntVector, " n"], inv_freq: Float64[Vector, " half"],
+) -> tuple[Float64[Matrix, "n half"], Float64[Matrix, "n half"]]:
+    """Cosines and sines of the angles at these positions: heads and layers of one rotation share them."""
+    angle = positions[:, None] * inv_freq
+    return np.cos(angle), np.sin(angle)
+
+
+def turned_back(
+    x: Float64[Cube, "H n d"], cos: Float64[Matrix, "n half"], sin: Float64[Matrix, "n half"],
+) -> Float64[Cube, "H n d"]:
+    """x, each token turned back by its angles."""
+    first, second = np.split(x, 2, axis=2)
+    back: Cube = np.concatenate([first * cos + second * sin, second * cos - first * sin], axis=2)
+    return back
+
+
+def unrotated(
+    x: Float64[Cube, "H n d"], positions: Int64[IntVector, " n"], inv_freq: Float64[Vector, " half"], factor: float,
+) -> Float64[Cube, "H n d"]:
+    """x before its rotary embedding: turned back by its position, and divided by the attention factor."""
+    return turned_back(x, *tables(positions, inv_freq)) / factor
+
+
+def mean_rotation(
+    positions: Int64[IntVector, " m"], inv_freq: Float64[Vector, " half"], factor: float,
+) -> Float64[Matrix, "d d"]:
+    """The mean over positions of the matrix that rotates a column vector."""
+    angle = positions[:, None] * inv_freq
+    cos, sin = factor * np.cos(angle).mean(axis=0), factor * np.sin(angle).mean(axis=0)
+    R: Matrix = np.block([[np.diag(cos), np.diag(-sin)], [np.diag(sin), np.diag(cos)]])
+    return R

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from reference.policies.retain import chosen, tokens_of
-from reference.policies.shown import shown_to
+from reference.policies.retain import chosen, shown_to, tokens_of
 from spec.arrays import BoolVector, IntMatrix
 from spec.budget import Budget
 from spec.errors import SpecError

@@ -7,11 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from reference.policies.attention import group_mean, softmax, wide
+from reference.policies.attention import group_mean, mean_rotation, softmax, tables, turned_back, wide
 from reference.policies.budgets import even
 from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
-from reference.policies.rotary import mean_rotation, tables, turned_back
 from reference.policies.scorers import stacked
 from reference.policies.selectors import top_tokens
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntVector, Matrix, Vector

@@ -3,7 +3,7 @@
 from reference.policies.budgets import everything
 from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
-from reference.policies.recency import recency
+from reference.policies.scorers import recency
 from reference.policies.selectors import top_units
 from spec.policy import Policy, Promises
 

@@ -9,7 +9,7 @@ from reference.calibration import Calibration, Identity
 from reference.policies.budgets import spread
 from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
-from reference.policies.recency import recency
+from reference.policies.scorers import recency
 from reference.policies.selectors import top_units
 from spec.arrays import Float64, Int64, IntVector, Matrix, Vector
 from spec.errors import SpecError

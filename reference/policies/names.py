@@ -1,18 +1,15 @@
-"""The names of the policies: what makes each, and which of its constants the served model decides.
-
-A maker that is `@named` in a file of this package is found; no other file lists the names.
-"""
+"""The names of the policies: what makes each, and which of its constants the served model decides."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
 from reference import policies
 from reference.policies.named import REGISTERED, NamedPolicy
-from reference.policies.twins import with_twins
-from spec.backend import resolve
+from spec.backend import Backend, resolve
 from spec.errors import SpecError
 from spec.plugins import Plugin, find_plugin
 from spec.policy import NOTHING_PROMISED, Policy
@@ -20,8 +17,32 @@ from spec.promises import promises_of
 
 __all__ = [
     "BACKEND", "BLOCK", "DIVERSE", "ENTRY_POINTS", "NAMES", "POLICIES", "NamedPolicy", "check_name", "constants_of",
-    "constants_of_model", "families_of", "make_policy", "own_policy",
+    "constants_of_model", "families_of", "make_policy", "own_policy", "with_twins",
 ]
+
+
+def with_twins(policy: Policy, backend: Backend) -> Policy:
+    """The same policy with the backend's scores; the policy itself where the backend has none of its scores."""
+    scorer = _with_twins(policy.scorer, backend)
+    return policy if scorer is policy.scorer else replace(policy, scorer=scorer)
+
+
+def _with_twins(part: Any, backend: Backend) -> Any:
+    """A function, a partial one, or a scorer with such fields; the part itself where nothing has a twin."""
+    if isinstance(part, partial):
+        twin = backend.scores.get(part.func.__name__)
+        return part if twin is None else partial(twin, *part.args, **part.keywords)
+    if not is_dataclass(part) or not hasattr(part, "needs"):
+        return backend.scores.get(getattr(part, "__name__", ""), part)
+    parts = {field.name: getattr(part, field.name) for field in fields(part)}
+    changed = {name: twin for name, own in parts.items() if (twin := _with_twins(own, backend)) is not own}
+    if changed and "takes" in parts:
+        changed["takes"] = backend.takes
+    if changed and "needs" in parts:
+        changed["needs"] = replace(part.needs, takes=backend.takes)
+    again: Any = part
+    return replace(again, **changed) if changed else part
+
 
 ENTRY_POINTS = "kvspec.policies"
 
@@ -34,7 +55,7 @@ BLOCK = "block"
 """A constant of policies that choose single tokens by their scores: whole blocks of so many stay (PO-BLOCKS)."""
 
 BACKEND = "backend"
-"""A constant of every published policy: whose scores it calls (`reference.policies.twins`)."""
+"""A constant of every published policy: whose scores it calls (`reference.policies.names`)."""
 
 _READERS = frozenset({"constants", "describe", "names"})
 """Modules of the package that read POLICIES."""

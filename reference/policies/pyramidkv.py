@@ -20,7 +20,7 @@ def pyramidkv(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
     """SnapKV under a pyramid: layer 0 has the most, the last layer 1 / beta of the mean, beyond the window.
 
     The mean over layers is B exactly. The official code floors the step between layers, so that its sum exceeds the
-    budget (`official.pyramidkv_official`), and is flat below 2 (B - W) tokens; kvpress rounds each layer, and is flat
+    budget (`budgets.pyramidkv_official`), and is flat below 2 (B - W) tokens; kvpress rounds each layer, and is flat
     wherever the last layer would have fewer than W tokens.
 
     Implements: PO-PYRAMIDKV

@@ -1,21 +1,69 @@
 """Running a policy: five parts, one decision."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
 from reference.policies.crystalcache import CrystalRecords, crystal_retention
 from reference.policies.selectors import touched_units
-from reference.policies.shown import shown_to
-from spec.arrays import BoolVector
+from spec.arrays import BoolVector, Int64, IntVector
 from spec.budget import Budget
 from spec.errors import SpecError
-from spec.policy import Observation, Policy, Scores, Selection
+from spec.policy import Budgets, LayerView, Needs, Observation, Policy, Scores, Selection
 from spec.records import CrystalRetention, Dissolution
 from spec.retention import Retention
 
-__all__ = ["chosen", "retain", "retain_each", "tokens_of"]
+__all__ = ["chosen", "retain", "retain_each", "retain_turn", "shown_to", "tokens_of"]
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """Stands where nothing was asked for."""
+
+    what: str
+    remedy: str
+
+    def missed(self, *_: object, **__: object) -> NoReturn:
+        """Whatever would read it ends here.
+
+        Raises:
+            SpecError: with the need that would show it.
+        """
+        raise SpecError(self.what, None, f"is read by the scorer, whose needs do not ask for it: Needs({self.remedy})")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self.missed()
+
+
+# Operators are looked up on the type, so that __getattr__ does not see them.
+for _operator in (
+    "abs", "add", "array", "bool", "eq", "ge", "getitem", "gt", "iter", "le", "len", "lt", "matmul", "mul", "ne", "neg",
+    "pow", "sub", "truediv",
+):
+    setattr(_Absent, f"__{_operator}__", cast(Callable[..., Any], _Absent.missed))
+
+_VALUES = _Absent("v", "..., values=True")
+_QUERIES = _Absent("q", "..., query_rows=n, or None for all")
+_LAYERS = _Absent("layers", "'all' or 'observed', ...")
+_IDS = _Absent("token_ids", "..., token_ids=True")
+
+
+def shown_to(needs: Needs, observation: Observation) -> Observation:
+    """An observation, less what the needs leave out.
+
+    What they ask for and is not there is left as it is: that its maker showed too little is for the scorer to say.
+    """
+    layers: Any = _LAYERS
+    if needs.layers != "none":
+        layers = {layer: _view(needs, view) for layer, view in observation.layers.items()}
+    return replace(observation, layers=layers, token_ids=observation.token_ids if needs.token_ids else cast(Any, _IDS))
+
+
+def _view(needs: Needs, view: LayerView) -> LayerView:
+    q, v = _QUERIES if needs.query_rows == 0 else view.q, view.v if needs.values else _VALUES
+    return replace(view, q=q, v=v, repeats=None if needs.rehearsal is None else view.repeats)
 
 
 def retain(
@@ -75,3 +123,67 @@ def chosen(policy: Policy, B: int, scores: Scores, protected: BoolVector) -> Sel
     if (shares < protected.sum()).any():
         raise SpecError("budget", B, f"must hold the {int(protected.sum())} protected tokens of {policy.name}")
     return policy.selector(scores, shares, protected)
+
+
+def retain_turn(
+    policy: Policy, budget: Budget, live: Sequence[Int64[IntVector, " _"]], shown: Sequence[Observation],
+    heads: int = 1,
+) -> Retention:
+    """What stays of each kept set at the end of a later segment, whose queries are the last of the tokens seen.
+
+    Budget and protection are about all tokens seen; scores see the cached tokens as a sequence.
+
+    Implements: PO-TURN
+
+    Args:
+        live: absolute positions that each kept set stores, ascending, those of the segment included.
+        shown: one observation of all kept sets, which then store the same tokens; or one for each set, of its own
+            layer (and head) alone, for a scorer that is separable.
+        heads: kept sets of one layer.
+
+    Raises:
+        SpecError: as `retain`; or when sets store different numbers of protected tokens.
+    """
+    seen = shown[0].seen
+    B, protected = tokens_of(policy, budget, seen), policy.protection(seen)
+    marks = [protected[own] for own in live]
+    parts = [
+        policy.scorer(replace(shown_to(policy.scorer.needs, one), B=B, positions=own), mark)
+        for one, own, mark in zip(shown, live, marks, strict=False)
+    ]
+    if len(parts) == 1:
+        selection = chosen(policy, B, parts[0], marks[0])
+        slots = np.split(selection.positions, selection.offsets[1:-1])
+    else:
+        shares = _shares(policy, B, parts, marks, heads)
+        slots = [
+            chosen(replace(policy, budgets=_given(int(share))), B, part, mark).positions
+            for share, part, mark in zip(shares, parts, marks, strict=True)
+        ]
+    kept = [own[at] for own, at in zip(live, slots, strict=True)]
+    offsets = np.cumsum([0, *map(len, kept)]).astype(np.int64)
+    return Retention(np.concatenate(kept), offsets, seen, policy.granularity)
+
+
+def _shares(
+    policy: Policy, B: int, parts: Sequence[Scores], marks: Sequence[BoolVector], heads: int,
+) -> Int64[IntVector, " g"]:
+    """Budgets over sets of different lengths: what a set no longer stores scores below all that it does."""
+    counts = sorted({int(mark.sum()) for mark in marks})
+    if len(counts) > 1:
+        raise SpecError("protection", counts, "kept sets store different numbers of protected tokens")
+    longest = max(parts, key=lambda part: part.values.shape[1])
+    m = longest.values.shape[1]
+    rows = [
+        np.pad(
+            np.where(touched_units(mark, part.offsets), np.nan, part.values[0]), (m - part.values.shape[1], 0),
+            constant_values=-np.inf,
+        )
+        for part, mark in zip(parts, marks, strict=True)
+    ]
+    shares: IntVector = policy.budgets(B * len(parts), Scores(np.stack(rows), longest.offsets, heads=heads))
+    return shares
+
+
+def _given(share: int) -> Budgets:
+    return lambda total, scores, /: np.array([share], dtype=np.int64)

@@ -1,20 +1,23 @@
-"""A policy from a scoring function: who has a score needs no more for a policy of five parts."""
+"""A policy from a scoring function, and scores that were learned elsewhere and stand in a file."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
+from reference.policies.attention import wide
 from reference.policies.budgets import Above, even
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import top_units
-from spec.arrays import BoolVector, Float64, Matrix
+from spec.arrays import BoolVector, Float64, Matrix, Vector
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END, Needs, Observation, Policy, Promises, Scores
 from spec.retention import Granularity
 
-__all__ = ["EVERYTHING", "policy_from_score"]
+__all__ = ["EVERYTHING", "LinearScores", "policy_from_score", "read_scores", "write_scores"]
+
 
 EVERYTHING = Needs("all", None, values=True, token_ids=True)
 """Nothing is missing; but all of it is held until the prompt has been read."""
@@ -87,3 +90,55 @@ def policy_from_score(
         raise SpecError("threshold", threshold, "must be a number")
     promises = replace(_PROMISES, budget_exact="no", no_op_at_full_budget="no")
     return replace(policy, budgets=Above(threshold), promises=promises)
+
+
+_FIELDS = ("w_k", "w_v", "b")
+
+
+@dataclass(frozen=True)
+class LinearScores:
+    """For `policy_from_score`: w_k (G, d), w_v (G, d) and b (G,) of the G kept sets, layer major."""
+
+    w_k: Matrix
+    w_v: Matrix
+    b: Vector
+    needs: Needs = Needs("all", 0, values=True)
+
+    def __post_init__(self) -> None:
+        if self.w_k.ndim != 2 or self.w_v.shape != self.w_k.shape or self.b.shape != self.w_k.shape[:1]:
+            shapes = ", ".join(f"{name} {getattr(self, name).shape}" for name in _FIELDS)
+            raise SpecError("scores", shapes, "must be w_k (G, d), w_v (G, d) and b (G,)")
+        if not all(np.isfinite(getattr(self, name)).all() for name in _FIELDS):
+            raise SpecError("scores", "infinite or NaN", "must be finite")
+
+    def __call__(self, observation: Observation) -> Float64[Matrix, "G n"]:
+        """w_k k_j + w_v v_j + b, keys as they are cached.
+
+        Raises:
+            SpecError: for another number of kept sets, or another size of heads.
+        """
+        views = observation.layers.values()
+        k, v = (np.concatenate([wide(getattr(view, part)) for view in views]) for part in "kv")
+        if (needed := (len(k), k.shape[2])) != self.w_k.shape:
+            raise SpecError("scores", self.w_k.shape, f"must have a row for each KV head of its size, {needed}")
+        scores: Matrix = np.einsum("gd,gnd->gn", self.w_k, k) + np.einsum("gd,gnd->gn", self.w_v, v) + self.b[:, None]
+        return scores
+
+
+def write_scores(scores: LinearScores, path: str | Path) -> None:
+    """As a `.npz` file of three arrays."""
+    np.savez(path, **{name: getattr(scores, name) for name in _FIELDS})
+
+
+def read_scores(path: str | Path) -> LinearScores:
+    """What `write_scores`, or a training of your own, wrote.
+
+    Raises:
+        SpecError: for a file without the three arrays, or as LinearScores.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            w_k, w_v, b = (np.asarray(arrays[name], dtype=np.float64) for name in _FIELDS)
+    except (OSError, KeyError, ValueError) as error:
+        raise SpecError("path", str(path), f"must be an .npz file with {', '.join(_FIELDS)}") from error
+    return LinearScores(w_k, w_v, b)

@@ -11,8 +11,10 @@ from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView, Needs, Observation, Scores
 
 __all__ = [
-    "LayerScorer", "Received", "Score", "check_odd", "check_positive", "check_weighable", "stacked", "with_window",
+    "LayerScorer", "Received", "Score", "check_odd", "check_positive", "check_weighable", "recency", "stacked",
+    "with_window",
 ]
+
 
 Score = Callable[[LayerView], Matrix]
 Received = Callable[[DeviceArray, DeviceArray, float, float | None], Matrix]
@@ -95,3 +97,17 @@ def check_weighable(scores: Scores) -> Scores:
     if least < 0:
         raise SpecError("host", float(least), "must have scores of at least 0, as attention is")
     return scores
+
+
+@dataclass(frozen=True)
+class _Recency:
+    needs: Needs = Needs()
+    separable: bool = False
+    layerwise: ClassVar[bool] = True
+
+    def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
+        cached = np.arange(observation.seen) if observation.positions is None else observation.positions
+        return Scores(np.tile(cached.astype(np.float64), (observation.groups, 1)), np.arange(len(cached) + 1))
+
+
+recency = _Recency()

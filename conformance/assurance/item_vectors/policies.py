@@ -16,14 +16,22 @@ from conformance.vectors.files import Json
 from reference import policies
 from reference.calibration import Calibration, Identity
 from reference.policies.attention import accumulated_attention, average_pool, max_pool, observed_attention
-from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, across_layers, even, largest_remainder
+from reference.policies.budgets import (
+    Above,
+    Adaptive,
+    Competition,
+    Pyramid,
+    across_layers,
+    adakv_official,
+    even,
+    largest_remainder,
+)
 from reference.policies.cadences import take_up
 from reference.policies.cake import Preferred
 from reference.policies.criticalkv import two_stages
 from reference.policies.kvcrush import scored_or_representative
 from reference.policies.kvzip import rehearsal_chunks
 from reference.policies.kvzip_heads import FullHeads, head_scores
-from reference.policies.official import adakv_official
 from reference.policies.protections import SinkAndRecent
 from reference.policies.selectors import best_blocks, fill_units, top_units
 from spec.budget import Budget

@@ -97,7 +97,7 @@ def _of_operators(options: argparse.Namespace) -> int:
         files = [path.relative_to(ROOT).as_posix() for path in test_modules(ROOT)]
         run(ROOT, trials, files, options.folder, CHECKED)
         return 0
-    from conformance.assurance.mutants.report import LIST, explanations, problems, table
+    from conformance.assurance.mutants.results import LIST, explanations, problems, table
 
     explained = explanations(LIST.read_text(encoding="utf-8"))
     print(table(sampled, every, verdicts, explained))

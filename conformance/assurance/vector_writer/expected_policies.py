@@ -128,7 +128,7 @@ def of_policy(brute: Brute, i: Json) -> Json:
 
 
 DIRECT = {
-    "PO-PYRAMID-OFFICIAL": ("policies.official.pyramidkv_official", "shares"),
+    "PO-PYRAMID-OFFICIAL": ("policies.budgets.pyramidkv_official", "shares"),
     "PO-UNIFORM": ("policies.vase.uniform_numbers", "numbers"),
 }
 """The reference's function of an item that is called with the inputs by name, and the names of its results."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from reference.policies.attention import unrotated
 from reference.policies.kvzip import rehearsal_chunks
-from reference.policies.rotary import unrotated
 from spec.policy import LayerView, Rehearsal, Repeat
 
 __all__ = ["SMALL", "Constants", "Inputs", "Rehearsed", "drawn", "positions_of", "threshold"]

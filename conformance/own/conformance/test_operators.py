@@ -13,8 +13,7 @@ import pytest
 
 from conformance.assurance.mutants.items import read_code
 from conformance.assurance.mutants.operators import signatures
-from conformance.assurance.mutants.report import LIST, explanations, problems, table
-from conformance.assurance.mutants.results import Result, append, read
+from conformance.assurance.mutants.results import LIST, Result, append, explanations, problems, read, table
 from conformance.assurance.mutants.sites import Mutant, compiled, digest, mutants_of, mutants_of_tree, sample
 from conformance.paths import ROOT
 

@@ -52,7 +52,7 @@ def rarest(seen: Observation) -> Array:
 
 OWN = policy_from_score(value_norm, needs=Needs("all", values=True), protection=SinkAndRecent(1, 2))
 TRUE = {
-    "head": OWN, "snapkv": snapkv(), "pure positions": policy_from_score(
+    "head": OWN, "snapkv": snapkv(W=4), "pure positions": policy_from_score(
         lambda seen: -np.arange(float(seen.seen))[None], needs=Needs(), granularity=Granularity.MODEL
     ),
     "one layer": policy_from_score(

@@ -1,7 +1,11 @@
 """Each policy against brute force: its scores within their bound, its kept sets exactly."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +13,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from conformance.assurance.implementer_tables import exports
 from conformance.assurance.policy_cases import CASES
+from conformance.assurance.trace import read_tree
 from conformance.methods import policies as oracle
 from conformance.methods.adakv import adakv as brute_adakv
 from conformance.methods.brute import FUTURE, KERNEL, LAG, SINK, W, plain
@@ -21,6 +27,7 @@ from conformance.methods.lagkv import lagkv_information as brute_lagkv_informati
 from conformance.methods.rkv import rkv as brute_rkv
 from conformance.methods.snapkv import snapkv as brute_snapkv
 from conformance.methods.tova import tova as brute_tova
+from conformance.paths import ROOT, SPEC
 from conformance.plugin import sparingly
 from conformance.strategies.policy_inputs import Inputs, decided, drawn
 from conformance.tolerances import scores_agree
@@ -37,8 +44,6 @@ from reference.policies.lagkv import lagkv_information, lagkv_score
 from reference.policies.rkv import rkv_redundancy, rkv_score
 from reference.policies.snapkv import snapkv_score
 from reference.policies.tova import tova_score
-
-pytestmark = pytest.mark.usefixtures("reference_items")
 
 SLOW = ("DV-", "PO-KVZIP", "TA-")
 CLOSE = ("DV-", "NK-ABLATIONS", "TA-")
@@ -58,12 +63,14 @@ by_name = {slow: pytest.mark.parametrize("name", [
 ]) for slow in (False, True)}
 
 
+@pytest.mark.usefixtures("reference_items")
 @by_name[False]
 @given(seed=st.integers(0, 2**32 - 1), B=st.integers(1, 30))
 def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> None:
     compare_kept_sets(name, seed, B)
 
 
+@pytest.mark.usefixtures("reference_items")
 @by_name[True]
 @sparingly
 @given(seed=st.integers(0, 2**32 - 1), B=st.integers(1, 30))
@@ -89,6 +96,7 @@ SCORES: dict[str, tuple[Score, Score]] = {
 }
 
 
+@pytest.mark.usefixtures("reference_items")
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=pytest.mark.spec(f"PO-{name.upper().replace(' ', '-')}")) for name in SCORES
 ])
@@ -102,6 +110,7 @@ def test_a_score_lies_within_its_bound(name: str, seed: int) -> None:
         assert all(scores_agree(a, b) for a, b in zip(rows, brute(plain(view), inputs), strict=True))
 
 
+@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-OBSERVED-ATTENTION")
 @given(seed=st.integers(0, 2**32 - 1), window=st.integers(1, 30))
 def test_observed_attention_is_the_last_rows_of_the_softmax(seed: int, window: int) -> None:
@@ -118,6 +127,7 @@ def test_observed_attention_is_the_last_rows_of_the_softmax(seed: int, window: i
         assert scores_agree(row, [float(sum(column)) for column in zip(*head, strict=True)])
 
 
+@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-POOL")
 @given(row=st.lists(st.integers(-8, 8).map(float), max_size=12), half=st.integers(0, 4))
 def test_pools(row: list[float], half: int) -> None:
@@ -127,6 +137,7 @@ def test_pools(row: list[float], half: int) -> None:
     assert scores_agree(attention.average_pool(x, kernel)[0], oracle.pool(row, kernel, "average"))
 
 
+@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-CHUNKKV")
 @given(n=st.integers(1, 40), window=st.integers(0, 40), c=st.integers(1, 12))
 def test_chunks_cover_the_tokens_before_the_window(n: int, window: int, c: int) -> None:
@@ -140,6 +151,7 @@ def test_chunks_cover_the_tokens_before_the_window(n: int, window: int, c: int) 
     assert chunk_scores(members, np.array(offsets)).tolist() == [float(sum(run)) for run in runs]
 
 
+@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-CAOTE")
 def test_the_error_of_caote_is_the_change_of_the_output() -> None:
     """Two keys of weight 1/2 are alike; a key with all the weight cannot go."""
@@ -148,6 +160,7 @@ def test_the_error_of_caote_is_the_change_of_the_output() -> None:
     assert caote_error(np.array([[1.0, 0.0]]), v).tolist() == [[np.inf, 0.0]]
 
 
+@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-LAGKV")
 @sparingly
 @given(seed=st.integers(0, 2**32 - 1), constant=st.booleans())
@@ -163,6 +176,7 @@ def test_a_partition_is_judged_by_the_next(seed: int, constant: bool) -> None:
             assert scores_agree(next(rows), brute)
 
 
+@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-LAGKV")
 @pytest.mark.parametrize("n", [1, SINK, SINK + 2 * LAG - 1, SINK + 2 * LAG, SINK + 3 * LAG + 1])
 def test_what_has_no_reference_is_not_ranked(n: int) -> None:
@@ -175,6 +189,7 @@ def test_what_has_no_reference_is_not_ranked(n: int) -> None:
         assert row[SINK:][tail:].tolist() == list(range(1, max(0, n - SINK - tail) + 1))
 
 
+@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-RKV")
 def test_redundancy_spares_the_last_similar_key() -> None:
     """Three equal keys: rows 0 and 1 spare column 2, row 2 spares column 1, so column 0 is the most redundant.
@@ -186,6 +201,7 @@ def test_redundancy_spares_the_last_similar_key() -> None:
     assert rkv_redundancy(np.eye(4))[0].tolist() == [0.25] * 4
 
 
+@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-RKV")
 def test_similar_is_a_question_of_float32() -> None:
     """A cosine of 1/2 and a billionth is 1/2 in float32, so no column is spared but 0, and column 1 keeps it."""
@@ -194,6 +210,7 @@ def test_similar_is_a_question_of_float32() -> None:
     assert barely[1] > barely[0]
 
 
+@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")
 def test_expected_logits_are_the_moment_generating_function() -> None:
     """E exp(q.k) of a Gaussian by quadrature on one channel."""
@@ -205,3 +222,129 @@ def test_expected_logits_are_the_moment_generating_function() -> None:
         np.array([[mean]]), np.array([[[variance]]]), np.array([[[k]]]), 1.0
     )
     assert scores_agree([float(np.exp(z[0, 0]))], [expected])
+
+
+ROW = "| loudkeys | yes | N/A: none | yes | yes | yes | yes | N/A: keys |"
+ITEM = """### PO-LOUDKEYS
+
+**Source** none. **Determinism** exact. **Formula** The score of a key is the sum of its magnitudes.
+"""
+SCORER = '''"""Loud keys stay."""
+import numpy as np
+from reference.policies.budgets import even
+from reference.policies.named import named
+from reference.policies.protections import SinkAndRecent
+from reference.policies.scorers import LayerScorer
+from reference.policies.selectors import top_units
+from spec.policy import Needs, Policy
+from spec.retention import Granularity
+__all__ = ["loudkeys"]
+def loudkeys_score(view):
+    """Implements: PO-LOUDKEYS"""
+    return np.abs(view.k).sum(axis=2)
+@named("loudkeys", "A method of this test", "keys with the largest magnitudes")
+def loudkeys() -> Policy:
+    """Once, at the end of the prompt."""
+    scorer = LayerScorer(Needs("all", 0), loudkeys_score)
+    return Policy("loudkeys", scorer, even, top_units, SinkAndRecent(0, 0), granularity=Granularity.HEAD)
+'''
+ORACLE = '''"""Loud keys by brute force."""
+from conformance.methods.brute import Brute, by_layer
+def loudkeys(layer):
+    return [[sum(map(abs, key)) for key in head] for head in layer["k"]]
+BRUTES = [Brute("PO-LOUDKEYS", "loudkeys", by_layer(loudkeys))]
+'''
+TEST = '''
+import pytest
+from conformance.assurance.policy_cases import CASES
+from conformance.strategies.policy_inputs import decided, drawn
+@pytest.mark.spec("PO-LOUDKEYS")
+def test_kept_sets_are_those_of_brute_force():
+    for seed in range(20):
+        case, inputs = CASES["loudkeys"], drawn(seed)
+        assert decided(case.policy(inputs), inputs, 1 + seed) == case.expected(inputs, 1 + seed)
+'''
+FOUND = '''
+import runpy, sys
+import conformance.methods, reference.policies, spec.promises
+from pathlib import Path
+root = Path(sys.argv[1])
+for package in (reference.policies, conformance.methods):
+    package.__path__.append(str(root.joinpath(*package.__name__.split("."))))
+spec.promises.PAGE = root / "spec" / "policies.md"
+
+from conformance.assurance.item_vectors.items import ITEMS
+from conformance.assurance.vector_writer.store import built, differences
+from conformance.checks.promises import PROPERTIES
+from conformance.strategies.policy_inputs import drawn, named
+from conformance.vectors import files
+from conformance.vectors.files import decoded, parameters_of
+from reference.policies.describe import describe_policy
+from reference.policies.names import NAMES
+from spec.policy import Promises
+
+assert {"loudkeys", "diverse-loudkeys"} <= set(NAMES)
+assert describe_policy("loudkeys").paper == "A method of this test"
+assert named("loudkeys", drawn(0)).promises == Promises("yes", "N/A", "yes", "yes", "yes", "yes", "N/A")
+
+from conformance.own.spec import test_policy_table as table
+for promise in ("budget exact", "higher score never loses", "head permutation"):
+    case = table.CASES["loudkeys"]
+    assert all(PROPERTIES[promise].holds(case, drawn(seed), 1 + seed, seed) for seed in range(20))
+table.test_every_name_that_users_give_has_a_row_and_a_case()
+
+made, stored = built("policies"), files.stored("policies")
+assert list(differences(stored, made)) == []
+assert made["testGroups"][:-1] == stored["testGroups"]
+tests = made["testGroups"][-1]["tests"]
+assert len({test["tcId"] for group in made["testGroups"] for test in group["tests"]}) == made["numberOfTests"]
+assert [test["items"] for test in tests] == [["PO-LOUDKEYS"]] * 3
+for test in tests:
+    assert ITEMS["PO-LOUDKEYS"](decoded(test["inputs"]), parameters_of({})) == test["expected"]
+
+test_file = root / "conformance" / "own" / "reference" / "test_loudkeys.py"
+runpy.run_path(str(test_file))["test_kept_sets_are_those_of_brute_force"]()
+if len(sys.argv) > 2:
+    from models_integration.cli.app import app
+    app(["policies"])
+'''
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The four files, where the repository has those of a method."""
+    page = (SPEC / "policies.md").read_text(encoding="utf-8")
+    first_row = next(line for line in page.splitlines() if line.startswith("| streamingllm |"))
+    written = {
+        "spec/policies.md": page.replace(first_row, f"{ROW}\n{first_row}") + "\n" + ITEM,
+        "reference/policies/loudkeys.py": SCORER,
+        "conformance/methods/loudkeys.py": ORACLE,
+        "conformance/own/reference/test_loudkeys.py": TEST,
+    }
+    for name, text in written.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.spec("PO-RETAIN")
+@pytest.mark.law("as-it-is-described")
+def test_its_name_promises_cases_and_vectors_are_found(tree: Path) -> None:
+    served = find_spec("transformers") is not None
+    command = [sys.executable, "-c", FOUND, str(tree), *["policies"] * served]
+    told = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert ("\nloudkeys" in told.stdout) is served
+
+
+@pytest.mark.spec("PO-RETAIN")
+def test_commands_write_its_exports_and_trace_it(tree: Path) -> None:
+    policies = tree / "reference" / "policies"
+    (policies / "__init__.py").write_text('"""The methods."""\n\n', encoding="utf-8")
+    assert "from reference.policies.loudkeys import loudkeys\n" in exports(policies)
+    trace = read_tree(tree)
+    assert trace.functions["PO-LOUDKEYS"] == ["reference/policies/loudkeys.py:loudkeys_score"]
+    assert [place.split(":")[0] for place in trace.tests["PO-LOUDKEYS"]] == [
+        "conformance/methods/loudkeys.py", "conformance/own/reference/test_loudkeys.py",
+    ]
+    assert not trace.lacks("PO-LOUDKEYS", "accelerated/numba_cpu")

@@ -16,13 +16,12 @@ from conformance.strategies.policy_inputs import decided, drawn, observation
 from reference import policies
 from reference.policies.adakv import with_adaptive_budgets
 from reference.policies.attention import received_attention
-from reference.policies.budgets import Adaptive, Competition, Pyramid
+from reference.policies.budgets import Adaptive, Competition, Pyramid, pyramidkv_official
 from reference.policies.criticalkv import with_critical_selection
 from reference.policies.diversity import diverse, toward_mean_values
 from reference.policies.keydiff import keydiff_score
 from reference.policies.kvcrush import with_representatives
 from reference.policies.lagkv import lagkv_score
-from reference.policies.official import pyramidkv_official
 from reference.policies.protections import SinkAndRecent
 from reference.policies.vatp import with_value_norms
 from spec.backend import Backend

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from conformance.strategies.policy_inputs import decided, drawn, observation
 from reference import policies
 from reference.policies import policy_from_score
-from reference.policies.learned import LinearScores, read_scores, write_scores
 from reference.policies.protections import SinkAndRecent
+from reference.policies.scored import LinearScores, read_scores, write_scores
 from spec.budget import Budget
 from spec.errors import SpecError
 from spec.policy import Cadence, Needs, Observation

@@ -13,8 +13,16 @@ from conformance.assurance.policy_cases import CASES
 from conformance.methods import policies as oracle
 from conformance.strategies.policy_inputs import decided, drawn, observation, retained
 from reference.policies import adakv, keydiff, retain, snapkv
-from reference.policies.budgets import Adaptive, Competition, Pyramid, even, largest_remainder, winners
-from reference.policies.official import adakv_official, pyramidkv_official
+from reference.policies.budgets import (
+    Adaptive,
+    Competition,
+    Pyramid,
+    adakv_official,
+    even,
+    largest_remainder,
+    pyramidkv_official,
+    winners,
+)
 from reference.policies.protections import Places, SinkAndRecent
 from reference.policies.selectors import fill_units, top_units
 from spec.budget import Budget

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from models_integration.policies.spelled import spelled
+from models_integration.policies.methods import spelled
 from models_integration.studies.estimate import SIGNIFICANT, format_p
 from models_integration.studies.evidence.claims import FLOOR, Samples
 from models_integration.studies.evidence.controls import BLIND, EVERY_CONTROL, FULL, RANDOM, RANDOMS

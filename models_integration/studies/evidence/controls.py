@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from models_integration.policies.spelled import spelled
+from models_integration.policies.methods import spelled
 from models_integration.session.segment import ObservedSegment
 from models_integration.studies.answers import cropped, retentions
 from models_integration.studies.budgets import read_budget
@@ -16,7 +16,7 @@ from reference.crystalcache.protection import effective_budget
 from reference.policies.budgets import even
 from reference.policies.kvzip_heads import FullHeads
 from reference.policies.protections import SinkAndRecent, protecting
-from reference.policies.recency import recency
+from reference.policies.scorers import recency
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, IntVector
 from spec.budget import Budget

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from models_integration.policies.spelled import spelled
+from models_integration.policies.methods import spelled
 from models_integration.studies.budgets import read_budget
 from models_integration.studies.evidence.controls import (
     BLIND,

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import numpy as np
 
-from models_integration.policies.spelled import spelled
+from models_integration.policies.methods import spelled
 from models_integration.studies.estimate import format_p
 from reference.confirmation import BONFERRONI, Cell, branch_of, choose_lambda, paired_difference
 

@@ -1,10 +1,18 @@
 """One call each way: what a library puts, it splices as if the chunk had just been computed."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
 from conformance.assurance.item_vectors.adapters import vocabulary
 from conformance.own.models_integration.archive.block_mask import ROTATIONS, block_masked, build, ids
@@ -12,13 +20,12 @@ from conformance.own.models_integration.archive.test_splice import BOUND, QUERY,
 from conformance.own.models_integration.session.families import relative
 from models_integration.archive.errors import NoSuchChunk, OtherDtype, OtherFrequencies, WrongModel
 from models_integration.archive.library import Library
+from models_integration.archive.retrieval import dense, lexical, measured, reranked, retrieved
 from models_integration.archive.store import Archive
 from models_integration.model.rotation import plain_layers, prefilled
 from reference.injection.quantisers import ARMS
 from reference.injection.wrappers import FORMS, wrap
 from spec.errors import SpecError
-
-pytestmark = pytest.mark.law("a-splice-equals-a-block-mask")
 
 VOCABULARY = vocabulary({
     "<|im_start|>": [127], "<|im_end|>": [128], "<|end|>": [129], "<｜User｜>": [3, 4, 5], "\n": [4], "user\n": [5, 4],
@@ -33,6 +40,7 @@ def archive(quick_path: Path) -> Iterator[Archive]:
         yield opened
 
 
+@pytest.mark.law("a-splice-equals-a-block-mask")
 @pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "DeepseekV2"])
 @pytest.mark.parametrize("form", ["raw", "full_hidden_preamble", "markers"])
 def test_put_and_inject_equal_the_block_mask(archive: Archive, family: str, form: str) -> None:
@@ -50,6 +58,7 @@ def test_put_and_inject_equal_the_block_mask(archive: Archive, family: str, form
     assert relative(read(model, QUERY, cache)[0], oracle.logits) < BOUND
 
 
+@pytest.mark.law("a-splice-equals-a-block-mask")
 @pytest.mark.law("saved-is-what-was")
 @pytest.mark.parametrize("codec", ARMS)
 def test_every_codec_comes_back_within_its_step(archive: Archive, codec: str) -> None:
@@ -63,6 +72,7 @@ def test_every_codec_comes_back_within_its_step(archive: Archive, codec: str) ->
     assert chunk.ids == tuple(PARTS[0])
 
 
+@pytest.mark.law("a-splice-equals-a-block-mask")
 @pytest.mark.law("an-identity-tells-apart")
 def test_half_of_the_layers_and_each_input_make_another_key(archive: Archive) -> None:
     library = Library(archive, build("Llama"), VOCABULARY, "alice")
@@ -81,6 +91,7 @@ def test_half_of_the_layers_and_each_input_make_another_key(archive: Archive) ->
         )
 
 
+@pytest.mark.law("a-splice-equals-a-block-mask")
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_chunk_of_another_model_or_tenant_is_refused_by_name(archive: Archive) -> None:
     model = build("Llama")
@@ -104,6 +115,7 @@ def test_a_chunk_of_another_model_or_tenant_is_refused_by_name(archive: Archive)
     assert cache.get_seq_length() == len(SYSTEM)
 
 
+@pytest.mark.law("a-splice-equals-a-block-mask")
 @pytest.mark.law("refused-before-anything-changes")
 def test_names_and_markers_are_checked(archive: Archive) -> None:
     library = Library(archive, build("Llama"), VOCABULARY, "alice")
@@ -118,6 +130,7 @@ def test_names_and_markers_are_checked(archive: Archive) -> None:
     assert archive.entries() == []
 
 
+@pytest.mark.law("a-splice-equals-a-block-mask")
 def test_a_long_chunk_is_archived_under_the_long_frequencies(archive: Archive) -> None:
     """longrope, a chunk beyond the first range: it is re-based into a shorter session and back into a longer one."""
     model = build("Llama", rope_parameters=dict(ROTATIONS["longrope"]))
@@ -130,3 +143,152 @@ def test_a_long_chunk_is_archived_under_the_long_frequencies(archive: Archive) -
     assert chunk is not None
     (name,) = library.rotary.used()
     assert not torch.equal(chunk.rotary.frequencies[name], library.rotary.frequencies[name])
+
+
+CORPUS = {
+    "a": "The lighthouse keeper painted the door green.", "b": "Our train to Lisbon leaves at noon.",
+    "c": "The green door of the lighthouse is locked.", "d": "Nobody knows the password.",
+}
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *sorted({word for text in CORPUS.values() for word in text.split()})]
+
+
+def saved(folder: Path, kind: type) -> Path:
+    """A tiny model with its tokenizer."""
+    config = BertConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        id2label={0: "relevant"},
+    )
+    kind(config).save_pretrained(folder)
+    words = Tokenizer(WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    make: Any = PreTrainedTokenizerFast
+    make(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.law("as-it-is-described")
+def test_bm25_finds_the_words() -> None:
+    pytest.importorskip("bm25s")
+    rank = lexical(CORPUS)
+    assert rank("When does the train to Lisbon leave?")[0] == "b"
+    assert set(rank("green lighthouse door")[:2]) == {"a", "c"}
+    assert rank("nothing of this") == rank("nothing of this")
+    assert sorted(rank("zzz")) == rank("zzz") == sorted(CORPUS)
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize("query", ["", "  ", "?!", "\u0301"])
+def test_bm25_copes_with_nothing(query: str) -> None:
+    """An empty query, an empty corpus, and one without a word."""
+    pytest.importorskip("bm25s")
+    assert lexical(CORPUS)(query) == sorted(CORPUS)
+    assert lexical({})(query) == lexical({})("door") == []
+    assert lexical({"b": "", "a": "..."})(query) == lexical({"b": "", "a": "..."})("door") == ["a", "b"]
+    assert lexical({"a": "", "b": "door"})("door") == ["b", "a"]
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize(
+    ("text", "query"),
+    [
+        ("昨日、灯台守は扉を緑に塗った。", "緑の扉"),
+        ("リスボン行きの列車は正午に出発する。", "列車はいつ出発しますか"),
+        ("รหัสลับของโครงการคือเจ็ดสี่", "รหัสลับคืออะไร"), ("ລະຫັດລັບ", "ລະຫັດ"),
+        ("ｶﾞﾗｽの門", "ガラス"), ("猫", "猫"), ("पासवर्ड किसी को नहीं पता", "पासवर्ड क्या है"),
+    ],
+)
+def test_bm25_finds_words_of_every_script(text: str, query: str) -> None:
+    """Without spaces, and with vowels that are marks, not letters."""
+    pytest.importorskip("bm25s")
+    others = {"a": "その他の文書です。", "b": "ข้อความ", "c": "ປະເທດ", "d": "और कुछ"}
+    assert lexical({**others, "z": text})(query)[0] == "z"
+
+
+@pytest.mark.law("as-it-is-described")
+def test_bm25_takes_an_accent_however_it_is_written() -> None:
+    pytest.importorskip("bm25s")
+    pairs = [("café", "cafe\u0301"), ("Ångström", "A\u030angstro\u0308m"), ("ﬁnal", "FINAL"), ("STRASSE", "straße")]
+    for one, other in pairs:
+        for corpus in ({"a": "other words", "z": f"the {one} door"}, {"a": "cafe angstrom", "z": other}):
+            assert lexical(corpus)(one)[0] == lexical(corpus)(other)[0] == "z"
+
+
+@pytest.mark.law("as-it-is-described")
+def test_no_corpus_and_no_text_are_ranked_by_every_encoder(tmp_path: Path) -> None:
+    folder = saved(tmp_path, BertModel)
+    assert dense({}, folder)("x") == []
+    assert dense(CORPUS, folder)("") == sorted(CORPUS)
+    assert sorted(dense({"a": "", "b": "password"}, folder)("password")) == ["a", "b"]
+
+
+@pytest.mark.law("as-it-is-described")
+def test_an_encoder_without_a_download_knows_synonyms() -> None:
+    """BM25 sees no common word; WordLlama's weights are in its wheel, and no name server is asked."""
+    pytest.importorskip("wordllama")
+    code = (
+        "import json, logging, socket, sys;"
+        "asks = ('socket.connect', 'socket.getaddrinfo');"
+        "sys.addaudithook(lambda name, args: name in asks and sys.exit(3));"
+        "from models_integration.archive.retrieval import static;"
+        "handlers = list(logging.root.handlers);"
+        f"corpus = {CORPUS!r};"
+        "found = static(corpus)('Which railway departs at midday?'), static(corpus)(''), static({})('x');"
+        "assert logging.root.handlers == handlers;"
+        "print(json.dumps(found))"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    first, empty, nothing = json.loads(made.stdout)
+    assert first[0] == "b"
+    assert empty == sorted(CORPUS)
+    assert nothing == []
+
+
+@pytest.mark.law("as-it-is-described")
+def test_an_encoder_ranks_every_chunk(tmp_path: Path) -> None:
+    rank = dense(CORPUS, saved(tmp_path, BertModel))
+    assert all(rank(text)[0] == name for name, text in CORPUS.items())
+    assert sorted(rank("password")) == sorted(CORPUS)
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_cross_encoder_orders_what_it_is_given(tmp_path: Path) -> None:
+    order = reranked(CORPUS, saved(tmp_path, BertForSequenceClassification))
+    assert sorted(order("password", ["c", "a"])) == ["a", "c"]
+    assert order("password", ["c", "a"]) == order("password", ["a", "c"])
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_head_that_was_never_trained_is_refused(tmp_path: Path) -> None:
+    """A bare encoder as a cross-encoder would get a random head, and another order in each run."""
+    with pytest.raises(SpecError, match="classifier"):
+        reranked(CORPUS, saved(tmp_path, BertModel))
+    with pytest.raises(SpecError, match="must be a folder"):
+        dense(CORPUS, tmp_path / "nowhere")
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.law("decided-as-the-reference")
+def test_rankings_are_joined() -> None:
+    assert retrieved("q", [lambda q: ["b", "a", "c"], lambda q: ["a", "b", "d"]], 3) == ["a", "b", "c"]
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.law("figures-are-counted-right")
+def test_measures_count_before_and_after_reranking() -> None:
+    truth = {"q": "a", "r": "b"}
+    before = measured({"q": ["c", "d", "a"], "r": ["b", "a", "c"]}, truth)
+    after = measured({"q": ["a", "c", "d"], "r": ["b", "a", "c"]}, truth)
+    assert before == {"r@1": 0.5, "r@3": 1.0, "r@5": 1.0, "gt_in_top3": 1.0}
+    assert after["r@1"] == 1.0
+    assert after["gt_in_top3"] == before["gt_in_top3"]
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.law("refused-before-anything-changes")
+def test_measures_of_nothing_are_refused() -> None:
+    with pytest.raises(SpecError, match="truth = 0"):
+        measured({}, {})
+    with pytest.raises(SpecError, match="selections = 'q'"):
+        measured({}, {"q": "a"})

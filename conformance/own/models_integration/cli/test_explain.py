@@ -25,7 +25,7 @@ from conformance import tolerances
 from conformance.checks import stage_checks
 from conformance.strategies.prompts import Prompt, random_prompt
 from models_integration.cli.app import app
-from models_integration.cli.explain import command
+from models_integration.cli.explain import page as explain_page
 from models_integration.cli.explain.page import HOME, TAKEN, explain_html, record
 from reference.crystalcache import prefill
 from spec.errors import SpecError
@@ -264,7 +264,7 @@ def test_a_space_that_a_tokenizer_drops_at_the_start_is_shown() -> None:
     tokenizer: Any = SimpleNamespace(decode=lambda ids, **given: b"".join(
         pieces[i] for i in ids
     ).removeprefix(b" ").decode(errors="replace"))
-    assert command.texts_of(tokenizer, [0, 1, 2, 3, 4]) == ["the", " cat", "  sat", " \ufffd", "\ufffd"]
+    assert explain_page.texts_of(tokenizer, [0, 1, 2, 3, 4]) == ["the", " cat", "  sat", " \ufffd", "\ufffd"]
 
 
 @pytest.mark.law("as-it-is-described")
@@ -279,7 +279,7 @@ def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert f"{len(data['kept'])} of {len(data['token_ids'])} tokens kept" in result.output
     assert data["beside"]["name"] == "snapkv"
     assert 1 < data["beside"]["groups"] < sum(data["beside"]["counts"])
-    monkeypatch.setattr(command, "TOKENS_MOST", 100)
+    monkeypatch.setattr(explain_page, "TOKENS_MOST", 100)
     refused = CliRunner().invoke(app, [*arguments[:3], str(tmp_path / "none.html")])
     assert "must have at most 100 for a page; cut it" in str(refused.exception)
     assert not (tmp_path / "none.html").exists()

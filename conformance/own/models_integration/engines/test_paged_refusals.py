@@ -13,7 +13,7 @@ from transformers.generation.continuous_batching import continuous_api, schedule
 from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from conformance.measure.paged import greedy, pool
-from conformance.own.models_integration.engines.serving import Between, all_free, prompts, serve
+from conformance.own.models_integration.engines.test_paged import Between, all_free, prompts, serve
 from conformance.own.models_integration.session.families import ENDS, build
 from conformance.own.models_integration.session.sessions import REHEARSED, snapshot
 from models_integration import CrystalCache, CustomPolicy, Published, RetentionPolicy, StreamingLLM

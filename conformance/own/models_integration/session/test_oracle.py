@@ -23,10 +23,10 @@ from conformance.own.models_integration.session import (
     test_breaths,
     test_capture,
     test_chunks,
+    test_model_untouched,
     test_other_architectures,
     test_ragged,
     test_streams,
-    test_telling_models,
     test_turns,
 )
 from conformance.own.models_integration.session.families import (
@@ -253,8 +253,8 @@ WORDS: dict[str, Callable[[str], object]] = {
         test_other_architectures.build(name), "streamingllm"
     ),
     "a quarter": test_ragged.test_a_quarter_of_the_bytes,
-    "shown": lambda family: test_telling_models.check_shown(test_telling_models.build(family)),
-    "decided": lambda family: test_telling_models.check_decided(test_telling_models.build(family)),
+    "shown": lambda family: test_model_untouched.check_shown(test_model_untouched.telling_model(family)),
+    "decided": lambda family: test_model_untouched.check_decided(test_model_untouched.telling_model(family)),
 }
 
 

@@ -37,11 +37,11 @@ from models_integration import (
 from models_integration.cli.app import app
 from models_integration.model.architecture import describe
 from models_integration.model.weights import output_projections, rotary
-from models_integration.policies.spelled import spelled
+from models_integration.policies.methods import spelled
 from models_integration.studies.evidence.rules import rules_of
 from reference import policies
+from reference.policies.attention import unrotated
 from reference.policies.names import DIVERSE, NAMES, POLICIES
-from reference.policies.rotary import unrotated
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import TINY

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from conformance.own.models_integration.session.families import build, prompt, relative
 from conformance.own.models_integration.session.masked import Masked
 from conformance.own.models_integration.session.test_verbs import same
-from conformance.own.models_integration.studies.contexts import answer
+from conformance.own.models_integration.studies.experiments import answer
 from models_integration import RetainedCache, compact
 from models_integration.cache.continuation import Decision
 from models_integration.cache.ragged_layer import RaggedLayer

@@ -14,8 +14,8 @@ pytest.importorskip("transformers", reason="the comparison drives transformers m
 
 from typer.testing import CliRunner
 
-from conformance.own.documentation import commands, fences
 from conformance.own.models_integration.studies.test_study import RULES, rules_file, study
+from conformance.own.test_documentation import commands, fences
 from models_integration.cli.app import app
 from models_integration.studies.evidence import run as evidence_run
 from models_integration.studies.evidence.rules import PARTS, load_rules, rules_of

@@ -20,11 +20,11 @@ pytest.importorskip("transformers", reason="the commands' modules drive transfor
 from typer.testing import CliRunner
 
 from conformance.own.models_integration.cli.test_explain import CHROMIUM, needs_node, node
-from conformance.own.models_integration.studies.pages import (
+from conformance.own.models_integration.studies.experiments import (
     BUDGETS,
+    DIGEST,
     PLACEMENTS,
     POLICIES,
-    RULES,
     TASKS,
     Page,
     study_rows,
@@ -54,7 +54,7 @@ CLAIMS = (
 )
 GIVEN = Rules(
     CLAIMS, (Stage("first", "snapkv"), Stage("second", "knorm")), "By hand", ("m",), 12, 2, (0,), (1024, 2048),
-    PLACEMENTS, TASKS, POLICIES, BUDGETS, RULES,
+    PLACEMENTS, TASKS, POLICIES, BUDGETS, DIGEST,
 )
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="papers are run on transformers model
 from typer.testing import CliRunner
 
 from models_integration.cli.app import app
-from models_integration.policies.spelled import spelled
+from models_integration.policies.methods import spelled
 from models_integration.studies.budgets import read_budget
 from models_integration.studies.evidence.rules import rules_of
 from models_integration.studies.papers.protocol import BEST, PAPERS, load_paper, rules_of_part

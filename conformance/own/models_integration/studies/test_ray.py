@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers", reason="the sweep drives transformers models")
 pytest.importorskip("ray", reason="actors of Ray: nox -s lab -- extra ray runs this")
 
-from conformance.own.models_integration.studies.sweep_workers import ROWS, SLOW, holders, measured
+from conformance.own.models_integration.studies.experiments import ROWS, SLOW, holders, measured
 from conformance.paths import ROOT
 from models_integration.studies.results import load_rows
 

@@ -1,6 +1,12 @@
 """The results file and leases: shared by processes, usable after a kill at any moment, whatever the clocks say."""
 
+import pytest
+
+pytest.importorskip("transformers", reason="the study drives transformers models")
+
+import json
 import logging
+import lzma
 import os
 import random
 import resource
@@ -12,19 +18,17 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
-import pytest
-
-from conformance.own.models_integration.studies.sweep_workers import PATIENCE
+from conformance.measure import evidence_pages
+from conformance.own.models_integration.studies.experiments import PATIENCE
 from conformance.own.processes import started
 from models_integration.studies import leases
+from models_integration.studies.evidence.rules import load_rules
+from models_integration.studies.evidence.run import merged, study_unit
+from models_integration.studies.evidence.summary import summary
 from models_integration.studies.leases import Leases
 from models_integration.studies.results import append_row, find_row, load_rows
 from spec.errors import SpecError
-
-pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
-
-
-__all__ = ["die_in_a_row", "write_rows", "write_until_killed"]
+from spec.tables import result_table
 
 
 def write_rows(path: Path, writer: int, rows: int, together: Barrier) -> None:
@@ -50,6 +54,7 @@ def die_in_a_row(path: Path, room: int) -> None:
     append_row(path, {"text": "x" * 2 * room})
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 @pytest.mark.law("saved-is-what-was")
 def test_rows_are_stored_whole_and_found_again(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "results.jsonl"
@@ -62,6 +67,7 @@ def test_rows_are_stored_whole_and_found_again(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["results.jsonl"]
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_row_is_added_and_the_others_are_not_written_again(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     append_row(path, {"n": 1})
@@ -71,6 +77,7 @@ def test_a_row_is_added_and_the_others_are_not_written_again(tmp_path: Path) -> 
     assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n'
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 @pytest.mark.law("an-object-proves-itself")
 @pytest.mark.parametrize("line", ["{", "[1]", ""])
 def test_a_line_that_is_no_row_is_named(line: str, tmp_path: Path) -> None:
@@ -80,6 +87,7 @@ def test_a_line_that_is_no_row_is_named(line: str, tmp_path: Path) -> None:
         load_rows(path)
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_cut_last_line_is_set_aside_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing stops: readers leave it out, the next row follows the last whole one. Long rows too."""
     path = tmp_path / "results.jsonl"
@@ -96,6 +104,7 @@ def test_a_cut_last_line_is_set_aside_and_said_once(tmp_path: Path, caplog: pyte
     assert "results.jsonl.cut" in said
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_whole_row_without_its_end_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_bytes(b'{"n": 1}\n{"n": 2}')
@@ -105,6 +114,7 @@ def test_a_whole_row_without_its_end_is_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "results.jsonl.cut").exists()
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_four_processes_lose_no_row_and_double_none(tmp_path: Path) -> None:
     path, together = tmp_path / "results.jsonl", get_context("forkserver").Barrier(4)
     writers = [started(write_rows, path, writer, 50, together) for writer in range(4)]
@@ -116,6 +126,7 @@ def test_four_processes_lose_no_row_and_double_none(tmp_path: Path) -> None:
     assert not (tmp_path / "results.jsonl.cut").exists()
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 @pytest.mark.parametrize("room", [1, 9, 5000, 100_000])
 def test_a_row_that_its_writer_died_in_is_set_aside(room: int, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
@@ -130,6 +141,7 @@ def test_a_row_that_its_writer_died_in_is_set_aside(room: int, tmp_path: Path) -
     assert (tmp_path / "results.jsonl.cut").stat().st_size == room + 1
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_writers_killed_at_any_moment_leave_the_file_usable(tmp_path: Path) -> None:
     """Every row that was there once is there afterwards."""
     path, rng, rows = tmp_path / "results.jsonl", random.Random(0), 0
@@ -156,6 +168,7 @@ def units_stored(path: Path) -> Counter[str]:
     return Counter(row["unit"] for row in load_rows(path))
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_who_lost_a_unit_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that slept for too long finds its unit taken over."""
     monkeypatch.setattr(leases, "_PATIENCE", 0.1)
@@ -171,6 +184,7 @@ def test_who_lost_a_unit_stores_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert load_rows(path) == [{"unit": "a", "who": "other"}]
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_lease_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "_PATIENCE", 0.3)
     monkeypatch.setattr(leases, "_BEAT", 0.05)
@@ -183,6 +197,7 @@ def test_a_lease_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pyte
             time.sleep(0.02)
 
 
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_row_of_a_holder_that_died_before_it_let_go_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -197,3 +212,60 @@ def test_a_row_of_a_holder_that_died_before_it_let_go_is_not_made_again(
         assert not other.take("a")
         assert list(other.units(["a"], lambda unit: None)) == []
     assert units_stored(path) == Counter(["a"])
+
+
+def right(study: str, placement: str, policy: str, budget: str) -> int:
+    """Right answers about facts, counted in the file."""
+    with lzma.open(evidence_pages.HOME / f"{study}.jsonl.xz") as file:
+        rows = [json.loads(line) for line in file]
+    return sum(
+        bool(cell["right"]) for row in rows
+        if (row["part"], row["placement"]) == ("confirm", placement) and row["task"] in evidence_pages.FACTS
+        for cell in row["cells"] if (cell["policy"], cell["budget"]) == (policy, budget)
+    )
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_every_table_is_that_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(evidence_pages.stale()) == []
+    page = tmp_path / "README.md"
+    readme = evidence_pages.PAGES[0].read_text(encoding="utf-8")
+    page.write_text(readme.replace("| CrystalCache | 26: ", "| CrystalCache | 27: "), encoding="utf-8")
+    monkeypatch.setattr(evidence_pages, "ROOT", tmp_path)
+    assert "README.md: table few" in evidence_pages.stale([page])
+
+
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize("policy", ["nestedkv", "crystalcache", "crystalcache(observed_layer=-1)", "random"])
+def test_right_answers_of_the_readme_are_those_of_the_file(policy: str) -> None:
+    readme = evidence_pages.PAGES[0].read_text(encoding="utf-8")
+    line = next(line for line in readme.splitlines() if line.startswith(f"| {evidence_pages.NAMES[policy]} | "))
+    after, in_prompt = line.split(" | ")[1:]
+    counted = [right("rules", placement, policy, "0.3") for placement in ("after", "in_prompt")]
+    assert [int(cell.split(":")[0]) for cell in (after, in_prompt)] == counted
+
+
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize("study", ["blocks", "h2o", "heads"])
+def test_committed_rows_are_rows_of_the_engine(study: str) -> None:
+    """Each is a sample of its own, with the cells of its rules, and counts as any other does."""
+    rules = load_rules(evidence_pages.HOME / f"{study}.toml")
+    with lzma.open(evidence_pages.HOME / f"{study}.jsonl.xz") as file:
+        rows = [json.loads(line) for line in file]
+    assert {row["rules"] for row in rows} == {rules.digest}
+    assert len({study_unit(row) for row in rows}) == len(merged(rows)) == len(rows)
+    counted = result_table(summary(rows))
+    names = {*rules.policies, "fullcache", "random", "evidence"}
+    assert set(counted["policy"]) == names
+    assert counted[counted["policy"] == "fullcache"]["n"].sum() == len(rows)
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_figures_in_sentences_are_those_of_the_rows() -> None:
+    erratum = evidence_pages.PAGES[2].read_text(encoding="utf-8")
+    paper, drawn = (right("rules", "after", name, "0.3") for name in ("crystalcache", "random"))
+    assert f"CrystalCache answers {paper} and the random set {drawn} " in erratum
+    nested, other = (right("rules", "after", f, "0.2") for f in ("nestedkv", "crystalcache(observed_layer=-1)"))
+    assert f"{nested} and {other} of 243" in erratum
+    heads, nested = (right("advice", "after", name, "0.3") for name in ("kvzip-heads", "nestedkv"))
+    assert f"{heads} and {nested} of 82 answers" in erratum

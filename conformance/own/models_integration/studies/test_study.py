@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="the study drives transformers models
 from typer.testing import CliRunner
 
 from conformance.measure import repeat
-from conformance.own.models_integration.studies.contexts import commit_all
+from conformance.own.models_integration.studies.experiments import commit_all
 from models_integration.cli.app import app
 from models_integration.studies.evidence.charts import swept
 from models_integration.studies.evidence.claims import Samples, verdicts

@@ -14,9 +14,9 @@ pytest.importorskip("transformers", reason="the sweep drives transformers models
 
 from typer.testing import CliRunner
 
-from conformance.own.documentation import fences
-from conformance.own.models_integration.studies.sweep_workers import ROWS, SLOW, command, holders, measured, sweep
+from conformance.own.models_integration.studies.experiments import ROWS, SLOW, command, holders, measured, sweep
 from conformance.own.processes import started
+from conformance.own.test_documentation import fences
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.app import app
 from models_integration.policies.methods import method_of
@@ -53,7 +53,7 @@ def test_killed_workers_make_the_rows_of_one_that_is_alone(rules: Path, tmp_path
     most = tmp_path / "most"
     publish_readable(most, b"0")
     living = [started(sweep, rules, together, hours) for hours in (0, 0, 1, 1)]
-    for stored in (5, ROWS):
+    for stored in (3, ROWS):
         while not {process.pid for process in living} <= holders(together):
             assert all(process.is_alive() for process in living)
             time.sleep(0.02)
@@ -95,7 +95,7 @@ def test_what_cannot_be_measured_is_a_row_with_its_error(
     rules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One sample runs out of memory, one is refused: the others are measured, and these where somebody asks again."""
-    rules.write_text(rules.read_text(encoding="utf-8").replace("contexts = 12", "contexts = 3"), encoding="utf-8")
+    rules.write_text(rules.read_text(encoding="utf-8").replace("contexts = 8", "contexts = 3"), encoding="utf-8")
     errors = [MemoryError("no room"), None, SpecError("budget", 3, "must be more")]
 
     def failing(*arguments: Any) -> Row:
@@ -141,7 +141,7 @@ def test_a_policy_that_keeps_more_than_it_promises_is_caught(
         return Selection(np.concatenate(each), np.cumsum([0, *map(len, each)]))
 
     honest, methods = policy_from_score(newest, needs=Needs()), of_study.methods
-    text = rules.read_text(encoding="utf-8").replace("contexts = 12", "contexts = 1")
+    text = rules.read_text(encoding="utf-8").replace("contexts = 8", "contexts = 1")
     rules.write_text(text, encoding="utf-8")
     for policy, errors in ((replace(honest, selector=greedy), 1), (honest, 0)):
         method = method_of(policy, parse_budget("0.5"))

@@ -12,9 +12,9 @@ from conformance.own.models_integration.tasks.test_tasks import TOKENIZERS, merg
 from models_integration.tasks import Sample
 from models_integration.tasks.chat import Frame, bare, chat
 from models_integration.tasks.context import STRATA, Ground
-from models_integration.tasks.key_value import FORMS, key_value_samples
-from models_integration.tasks.keys_in_prose import keys_in_prose_samples
+from models_integration.tasks.in_prose import keys_in_prose_samples
 from models_integration.tasks.prose import NARRATIVE, Prose, read_prose
+from models_integration.tasks.scbench import FORMS, key_value_samples
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("as-it-is-described")

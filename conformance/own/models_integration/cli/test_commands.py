@@ -1,25 +1,128 @@
-"""`kvspec archive` on the pocket model: a fact that is archived is answered in another session."""
+"""Commands: `kvspec` starts without what only its models need; `kvspec archive` on the pocket model."""
 
+import ast
+import importlib
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from conformance.own.models_integration.archive.fault_cases import chunk
+from conformance.paths import ROOT
 from models_integration.archive.errors import ArchiveError, KeyUnavailable, NoSuchChunk, WrongModel
 from models_integration.archive.store import Archive
+from models_integration.cli import BROUGHT_BY
 from models_integration.cli.app import app
+from models_integration.cli.verify import run
 from spec.errors import BackendUnavailable, SpecError
 
-pytestmark = pytest.mark.law("one-line-with-the-way-out")
+START = """
+import sys
+sys.modules.update(dict.fromkeys({missing!r}))
+sys.argv = {command!r}
+from models_integration.cli import main
+main()
+"""
+OURS = {"spec", "reference", "accelerated", "conformance", "models_integration"}
+MODELS = ["torch", "transformers", "safetensors", "tokenizers", "pandas", "numba"]
+
+
+def started(command: str, missing: list[str]) -> subprocess.CompletedProcess[str]:
+    """A process in which these packages are not there."""
+    code = START.format(missing=missing, command=["kvspec", *command.split()])
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.law("as-it-is-described")
+def test_the_first_session_says_what_it_does_before_it_does_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Making the environment takes minutes, and pip is quiet."""
+    noxfile = importlib.import_module("noxfile")
+    said: list[str] = []
+
+    class Session:
+        def log(self, text: str) -> None:
+            said.append(text)
+
+    monkeypatch.setattr(noxfile, "SHARED", tmp_path)
+    monkeypatch.setattr(noxfile, "new_environment", lambda *given: said.append("made"))
+    noxfile.shared_python(Session())
+    assert len(said) == 2
+    assert f"making the environment of all sessions in {tmp_path}" in said[0]
+
+
+@pytest.mark.law("as-it-is-described")
+def test_help_needs_no_model() -> None:
+    found = started("--help", MODELS)
+    assert found.returncode == 0, found.stderr
+    assert "verify" in found.stdout
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.law("figures-are-counted-right")
+def test_a_backend_is_judged_without_a_model(tmp_path: Path) -> None:
+    """Its process is told to collect nothing, and says how many tests there were."""
+    command = f"verify --backend numpy --out {tmp_path} -- -q --collect-only -k test_equal_keys_score_zero"
+    found = started(command, MODELS)
+    assert found.returncode == 0, found.stderr
+    assert "1/" in found.stdout
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.law("one-line-with-the-way-out")
+def test_a_package_that_hides_ours_is_named_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("spec").mkdir()
+    monkeypatch.setattr("models_integration.cli.verify.judge", lambda command: 0)
+    assert run(["--help"]) == 0  # a folder of texts hides nothing
+    Path("spec/__init__.py").touch()
+    with pytest.raises(SpecError, match=f"{tmp_path}/spec/__init__.py.*hides kvspec's own package 'spec'"):
+        run(["--help"])
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.law("one-line-with-the-way-out")
+@pytest.mark.parametrize(
+    ("command", "missing", "extra"),
+    [
+        ("demo", "torch", "models"), ("compress a.txt", "transformers", "models"), ("--help", "typer", "conformance"),
+        ("models fetch smollm2", "gguf", "weights"), ("verify --backend numpy", "pytest", "conformance"),
+        ("verify --backend numpy", "hypothesis", "conformance"),
+        ("archive put {file} --archive {folder}/a --master-key {file}", "cryptography", "archive"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_extra(command: str, missing: str, extra: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(32)))
+    (tmp_path / "file").chmod(0o600)
+    found = started(command.format(file=tmp_path / "file", folder=tmp_path), [missing])
+    assert found.returncode == 2
+    assert found.stderr.endswith(f"kvspec: {missing} is missing; pip install 'kvspec[{extra}]'\n")
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.law("one-line-with-the-way-out")
+def test_every_package_that_a_command_imports_has_an_extra() -> None:
+    """What is not ours, not Python's and not installed with kvspec itself."""
+    paths = [path for room in ("models_integration", "spec") for path in (ROOT / room).rglob("*.py")]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    named += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    others = {name.partition(".")[0] for name in named} - sys.stdlib_module_names - OURS - {"numpy", "jaxtyping"}
+    assert {"torch", "transformers", "pandas", "gguf"} <= others
+    assert others <= set(BROUGHT_BY), others - set(BROUGHT_BY)
+
 
 FACTS = (" The secret code for Project Aurora is 7492.", " The secret code for Project Falcon is 3058.")
 QUESTION = " Question: What is the secret code for Project Aurora? Answer:"
 
 
-def run(*arguments: str) -> str:
+def archived(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["archive", *arguments])
     assert result.exit_code == 0, (result.output, result.exception)
     return result.output
@@ -36,30 +139,32 @@ def keys(tmp_path: Path) -> list[str]:
     found = []
     for at, fact in enumerate(FACTS):
         (tmp_path / f"{at}.txt").write_text(fact, encoding="utf-8")
-        found.append(run("put", str(tmp_path / f"{at}.txt"), "--archive", str(tmp_path / "a")).strip())
+        found.append(archived("put", str(tmp_path / f"{at}.txt"), "--archive", str(tmp_path / "a")).strip())
     return found
 
 
+@pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.law("saved-is-what-was")
 def test_a_fact_is_put_listed_got_and_answered(keys: list[str], tmp_path: Path) -> None:
     here = ("--archive", str(tmp_path / "a"))
     assert all(re.fullmatch("[0-9a-f]{64}", key) for key in keys)
-    assert [line.split()[0] for line in run("list", *here).splitlines()] == keys
-    assert "whole\n The secret code for Project Aurora is 7492." in run("get", keys[0], *here)
+    assert [line.split()[0] for line in archived("list", *here).splitlines()] == keys
+    assert "whole\n The secret code for Project Aurora is 7492." in archived("get", keys[0], *here)
     session = "The following report summarizes recent activity."
     asked = ("--ask", QUESTION, "--session", session)
-    assert run("inject", *keys, *here, *asked) == f"{FACTS[0].strip()}\n"
-    assert run("inject", *reversed(keys), *here, *asked) == f"{FACTS[0].strip()}\n"
-    assert "7492" not in run("inject", keys[1], *here, *asked)
-    assert run("verify", *here) == "2 objects read\n"
+    assert archived("inject", *keys, *here, *asked) == f"{FACTS[0].strip()}\n"
+    assert archived("inject", *reversed(keys), *here, *asked) == f"{FACTS[0].strip()}\n"
+    assert "7492" not in archived("inject", keys[1], *here, *asked)
+    assert archived("verify", *here) == "2 objects read\n"
     os.utime(next((tmp_path / "a").glob(f"objects/*/{keys[1]}.*")), (1, 1))
-    removed = run("gc", "--limit", "20000", *here)
+    removed = archived("gc", "--limit", "20000", *here)
     assert removed.split() == [keys[1], "removed"]
-    assert run("forget", "default", "--yes", *here) == "1 objects of default erased\n"
-    assert run("list", *here) == ""
+    assert archived("forget", "default", "--yes", *here) == "1 objects of default erased\n"
+    assert archived("list", *here) == ""
     assert not list((tmp_path / "a").glob("objects/*/*"))
 
 
+@pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.law("an-object-proves-itself")
 def test_damage_is_said(keys: list[str], tmp_path: Path) -> None:
     here = ("--archive", str(tmp_path / "a"))
@@ -74,34 +179,37 @@ def test_damage_is_said(keys: list[str], tmp_path: Path) -> None:
     assert isinstance(refused("get", keys[0], *here), NoSuchChunk)
 
 
+@pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.law("saved-is-what-was")
 def test_what_a_policy_keeps_is_put_and_answered(keys: list[str], tmp_path: Path) -> None:
     """Under a key of its own; an unknown name or budget puts nothing."""
     here = ("--archive", str(tmp_path / "a"))
-    kept = run("put", str(tmp_path / "0.txt"), "--policy", "snapkv", "--budget", "0.9", *here).strip()
+    kept = archived("put", str(tmp_path / "0.txt"), "--policy", "snapkv", "--budget", "0.9", *here).strip()
     assert kept not in keys
-    assert re.search(r"^(\d+) tokens \(0 hidden\), (\d+) of them kept, wrapper raw", run("get", kept, *here))
-    assert run("inject", kept, *here, "--ask", QUESTION, "--new-tokens", "2")
-    assert run("verify", *here) == "3 objects read\n"
+    assert re.search(r"^(\d+) tokens \(0 hidden\), (\d+) of them kept, wrapper raw", archived("get", kept, *here))
+    assert archived("inject", kept, *here, "--ask", QUESTION, "--new-tokens", "2")
+    assert archived("verify", *here) == "3 objects read\n"
     error = refused("put", str(tmp_path / "0.txt"), "--policy", "nobody", *here)
     assert "policy = 'nobody'" in str(error)
     error = refused("put", str(tmp_path / "0.txt"), "--policy", "snapkv", "--budget", "1.5", *here)
     assert "budget" in str(error)
 
 
+@pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.law("as-it-is-described")
 def test_the_model_is_loaded_as_it_is_told(tmp_path: Path) -> None:
     """The dtype is a part of what a chunk is: another one's is refused."""
     (tmp_path / "note.txt").write_text(FACTS[0], encoding="utf-8")
     here, loading = ("--archive", str(tmp_path / "a")), ("--device", "cpu", "--dtype", "float64", "--attn", "eager")
-    key = run("put", str(tmp_path / "note.txt"), "--backend", "numpy", *loading, *here).strip()
+    key = archived("put", str(tmp_path / "note.txt"), "--backend", "numpy", *loading, *here).strip()
     (path,) = (tmp_path / "a").glob("objects/*/*")
     assert '"dtype":"F64","shape":[2,' in path.read_bytes()[:4000].decode("latin-1")
-    assert "whole\n The secret code for Project Aurora is 7492." in run("get", key, *loading, *here)
-    assert run("inject", key, "--ask", QUESTION, *loading, *here) == f"{FACTS[0].strip()}\n"
+    assert "whole\n The secret code for Project Aurora is 7492." in archived("get", key, *loading, *here)
+    assert archived("inject", key, "--ask", QUESTION, *loading, *here) == f"{FACTS[0].strip()}\n"
     assert isinstance(refused("get", key, *here), WrongModel)
 
 
+@pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.law("nothing-readable-without-the-key")
 def test_an_encrypted_chunk_needs_its_key(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
@@ -110,13 +218,14 @@ def test_an_encrypted_chunk_needs_its_key(tmp_path: Path) -> None:
     (tmp_path / "master").chmod(0o600)
     here = ("--archive", str(tmp_path / "a"))
     locked = (*here, "--master-key", str(tmp_path / "master"))
-    key = run("put", str(tmp_path / "note.txt"), "--wrapper", "raw", "--codec", "kivi", "--upper", *locked).strip()
-    assert run("inject", key, *locked, "--ask", QUESTION, "--new-tokens", "2")
+    key = archived("put", str(tmp_path / "note.txt"), "--wrapper", "raw", "--codec", "kivi", "--upper", *locked).strip()
+    assert archived("inject", key, *locked, "--ask", QUESTION, "--new-tokens", "2")
     assert isinstance(refused("get", key, *here), KeyUnavailable)
-    run("forget", "default", "--yes", *locked)
+    archived("forget", "default", "--yes", *locked)
     assert isinstance(refused("get", key, *locked), KeyUnavailable | NoSuchChunk)
 
 
+@pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.parametrize("device", ["/dev/urandom", "a FIFO", "a long file"])
 def test_a_master_key_is_read_from_a_regular_file_of_32_bytes(tmp_path: Path, device: str) -> None:
     """And no more than 33 bytes are read."""
@@ -132,6 +241,7 @@ def test_a_master_key_is_read_from_a_regular_file_of_32_bytes(tmp_path: Path, de
     assert words in str(refused("list", "--archive", str(folder.parent), "--master-key", str(path)))
 
 
+@pytest.mark.law("one-line-with-the-way-out")
 def test_an_empty_text_and_a_budget_of_no_policy_are_refused(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("", encoding="utf-8")
     here = ("put", str(tmp_path / "note.txt"), "--archive", str(tmp_path / "a"))
@@ -141,22 +251,25 @@ def test_an_empty_text_and_a_budget_of_no_policy_are_refused(tmp_path: Path) -> 
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.law("one-line-with-the-way-out")
 def test_a_folder_whose_name_is_no_utf_8_is_verified(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"\xff")
     with Archive(folder) as archive:
         archive.put(*chunk(1))
-    assert run("verify", "--archive", str(folder)) == "1 objects read\n"
+    assert archived("verify", "--archive", str(folder)) == "1 objects read\n"
     (folder / "objects" / os.fsdecode(b"\xff")).touch()
     result = CliRunner().invoke(app, ["archive", "verify", "--archive", str(folder)])
     assert (result.exit_code, result.output) == (1, "1 objects read\n'objects/\\udcff'  no file of this archive\n")
 
 
+@pytest.mark.law("one-line-with-the-way-out")
 def test_a_tenant_s_name_is_shown_as_it_was_typed(tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     error = refused("list", "--archive", str(tmp_path), "--tenant", "a\nb")
     assert str(error).startswith(r"tenant = 'a\nb': must be 1 to 256 printable characters")
 
 
+@pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -175,8 +288,9 @@ def test_bad_input_is_named(arguments: tuple[str, ...], words: str, tmp_path: Pa
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_forgetting_asks_first(keys: list[str], tmp_path: Path) -> None:
     here = ("--archive", str(tmp_path / "a"))
     assert CliRunner().invoke(app, ["archive", "forget", "default", *here], input="n\n").exit_code == 1
-    assert len(run("list", *here).splitlines()) == len(keys)
+    assert len(archived("list", *here).splitlines()) == len(keys)

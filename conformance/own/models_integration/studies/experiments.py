@@ -1,0 +1,304 @@
+"""What tests of studies share: a sample in its own context, a small sweep and its processes, made-up rows."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from html.parser import HTMLParser
+from math import ceil
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from conformance.paths import ROOT
+from models_integration.cli.study import Running, run
+from models_integration.policies.methods import RetentionPolicy
+from models_integration.studies import leases
+from models_integration.studies.evidence import measure as measures
+from models_integration.studies.evidence import run as of_study
+from models_integration.studies.evidence.rules import load_rules
+from models_integration.studies.leases import holder_of
+from models_integration.studies.results import STUDY, Row, load_rows
+from models_integration.studies.subject import Loading
+from models_integration.tasks import Placement
+
+
+class Answer(NamedTuple):
+    """What a policy let the model say, slots of a layer and head that it kept of the prompt, and stored meanwhile."""
+
+    token_ids: list[int]
+    kept: int
+    mean_cache: float
+    peak_cache: int
+
+
+@torch.no_grad()
+def answer(
+    model: PreTrainedModel, policy: RetentionPolicy, placement: Placement, max_new_tokens: int,
+    stop_ids: frozenset[int],
+) -> tuple[Answer, list[list[int]]]:
+    """What is said, and the kept set of each group of the prompt; a policy with steps reads token by token."""
+    method = policy.on(model)
+    steps = method.policy.cadence.every is not None or method.continuation.decode
+    if steps and placement.dropped_slots:
+        placement = replace(placement, prompt_ids=placement.prompt_ids[:-1], dropped_slots=0)
+    stored: list[float] = []
+    with policy(model) as run:
+        logits = model(input_ids=torch.tensor([placement.prompt_ids])).logits
+        cache, whole = run.cache, run.retention
+        assert cache is not None
+        retention: Any = getattr(whole, "retention", whole)
+        kept = ceil(cache.mean_length)
+        if placement.dropped_slots:
+            cache.crop(-placement.dropped_slots)
+
+        def read(tokens: list[int]) -> Any:
+            with nullcontext() if steps else run.reading():
+                return model(input_ids=torch.tensor([tokens]), past_key_values=cache).logits
+
+        fed, said = list(placement.fed_ids), list[int]()
+        for piece in [[token] for token in fed] if steps else [fed] if fed else []:
+            logits = read(piece)
+            stored.append(cache.mean_length)
+        while not said or (said[-1] not in stop_ids and len(said) < max_new_tokens):
+            if said:
+                logits = read(said[-1:])
+                stored.append(cache.mean_length)
+            said.append(int(logits[0, -1].argmax()))
+    mean = sum(stored) / len(stored) if stored else float(kept)
+    peak = max([len(placement.prompt_ids), *map(ceil, stored)])
+    return Answer(said, kept, mean, peak), [retention.group(at).tolist() for at in range(retention.groups)]
+
+
+def commit_all(folder: Path) -> str:
+    """Commit all files of a folder, in its own repository; the commit."""
+    author = ["-c", "user.name=kvspec", "-c", "user.email=tests@kvspec.invalid"]
+    for arguments in (["init", "-q"], ["add", "--all"], [*author, "commit", "-q", "--allow-empty", "-m", "files"]):
+        subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True)
+    said = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True)
+    return said.stdout.strip()
+
+
+RULES = """
+[study]
+title = "Small"
+model = "pocket"
+contexts = 8
+questions = 1
+seed = 3
+lengths = [1024]
+placements = ["after"]
+tasks = ["needle_in_prose"]
+policies = ["snapkv", "streamingllm"]
+budgets = ["0.5", "0.8"]
+"""
+ROWS = 8
+PATIENCE = 1.0
+SLOW = """
+import time
+from pathlib import Path
+
+import numpy as np
+
+from models_integration.studies import leases
+from reference.policies import policy_from_score
+from spec.policy import Needs
+
+leases._BEAT, leases._PATIENCE, leases._PAUSE = 0.1, 1.0, 0.05
+
+def newest(observation):
+    while Path("wait").exists():
+        time.sleep(0.02)
+    time.sleep(0.2)
+    return np.tile(np.arange(observation.seen, dtype=np.float64), (observation.groups, 1))
+
+POLICY = policy_from_score(newest, needs=Needs())
+"""
+"""A module whose policy takes its time, for commands: their workers wait for no minute either."""
+
+
+def patient(hours: int) -> None:
+    """From here on this process is on a machine whose clock is so many hours ahead, and waits for no minute."""
+    here = time.time
+
+    def touched(lease: Path) -> None:
+        now = time.time()
+        os.utime(lease, (now, now))
+
+    leases._BEAT, leases._PATIENCE, leases._PAUSE = PATIENCE / 10, PATIENCE, PATIENCE / 20
+    time.time = lambda: here() + 3600 * hours
+    Path.touch = touched  # type: ignore[assignment, method-assign]
+
+
+def sweep(rules: Path, out: Path, hours: int) -> None:
+    """`kvspec sweep RULES`, on a machine whose clock is so many hours ahead; no more rows than the file `most` says."""
+    torch.set_num_threads(1)
+    patient(hours)
+
+    def slowly(*arguments: Any) -> Any:
+        while len(load_rows(out / STUDY)) >= int(rules.with_name("most").read_text(encoding="ascii")):
+            time.sleep(0.02)
+        return {**measures.measure(*arguments), "pid": os.getpid()}
+
+    setattr(of_study, "measure", slowly)  # noqa: B010  # for mypy it is not that module's to give
+    run(load_rules(rules), Loading(), Running(out))
+
+
+def command(folder: Path, *words: str) -> None:
+    """`kvspec WORDS`, started in a folder."""
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(ROOT)
+    sys.path.insert(0, str(folder))
+    sys.argv = ["kvspec", *words]
+    runpy.run_module("models_integration.cli", run_name="__main__")
+
+
+def measured(out: Path) -> dict[str, Row]:
+    """What was measured of each sample, without how long it took and who did it; none of them twice."""
+    rows = load_rows(out / "study.jsonl")
+    found = {row["sample"]: {k: v for k, v in row.items() if k not in ("seconds", "pid")} for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def holders(out: Path) -> set[int]:
+    """Processes that hold a sample."""
+    found = [holder_of(lease).get("pid") for lease in out.glob(".study.jsonl-*.lease")]
+    return {pid for pid in found if pid is not None}
+
+
+VOID = {"meta", "input", "br"}
+SAID = {"th", "td", "caption", "summary", "figcaption", "text", "title", "p", "h2", "h3"}
+POLICIES = ("snapkv", "knorm", 'crystalcache(graph="zero")')
+BUDGETS = ("0.5", "0.3")
+PLACEMENTS = ("after", "in_prompt")
+TASKS = ("needle_in_prose", "keys_in_prose_2")
+DIGEST = "a" * 64
+
+
+@dataclass
+class Table:
+    caption: str = ""
+    lines: list[list[str]] = field(default_factory=list)
+
+    def line(self, *first: str) -> list[str]:
+        (found,) = (line for line in self.lines if line[: len(first)] == list(first))
+        return found
+
+
+@dataclass
+class Panel:
+    """A picture: what its marks are called and where they stand, and its words with their places."""
+
+    marks: list[tuple[str, float, float]] = field(default_factory=list)
+    words: list[tuple[float, float, str]] = field(default_factory=list)
+
+
+class Page(HTMLParser):
+    """Fails on tags that do not close."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text, self.open, self.tables, self.notes = text, list[str](), list[Table](), list[str]()
+        self.panels, self.attributes, self.titles = dict[str, Panel](), list[tuple[str, str, str]](), list[str]()
+        self._said, self._place, self._caption, self._panel = "", (0.0, 0.0), "", Panel()
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.attributes += [(tag, name, value) for name, value in given.items()]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append(Table())
+        elif tag == "tr":
+            self.tables[-1].lines.append([])
+        elif tag in SAID and not (tag == "p" and {"th", "td"} & set(self.open)):
+            self._said = ""
+        if tag == "svg" and given.get("class") == "panel":
+            self._panel = self.panels[given["aria-label"].partition(";")[0]] = Panel()
+        if tag == "text" and "x" in given:
+            self._place = float(given["x"]), float(given["y"])
+        if tag == "path" and given.get("class") == "mark":
+            x, y = re.findall(r"[-\d.]+", given["transform"])
+            self._place = float(x), float(y)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self._said += data
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, (tag, self.getpos())
+        if tag in ("th", "td"):
+            self.tables[-1].lines[-1].append(self._said)
+        elif tag == "caption":
+            self.tables[-1].caption = self._said
+        elif tag in ("summary", "figcaption"):
+            self._caption = self._said
+        elif tag == "table" and not self.tables[-1].caption:
+            self.tables[-1].caption = self._caption
+        elif tag == "p":
+            self.notes.append(self._said)
+        elif tag in ("h2", "h3"):
+            self.titles.append(self._said)
+        elif tag == "title" and "svg" in self.open:
+            self._panel.marks.append((self._said, *self._place))
+        elif tag == "text" and self.panels and "figure" in self.open and "table" not in self.open:
+            self._panel.words.append((*self._place, self._said))
+
+    def table(self, caption: str) -> Table:
+        (found,) = (table for table in self.tables if table.caption.startswith(caption))
+        return found
+
+
+def study_rows(contexts: int = 12, part: str = "confirm") -> list[Row]:
+    """Two questions on each context, two tasks, placements and lengths; every number is drawn."""
+    draw, rows = Random(7), list[Row]()
+    for context in range(contexts):
+        for task in TASKS:
+            for placement in PLACEMENTS:
+                for question in range(2):
+                    row = {
+                        "rules": DIGEST, "model": "m@0", "backend": "numpy", "spec_version": "0.3.0", "seed": 0,
+                        "part": part, "task": task, "sample": f"{part}{context}{task}{question}",
+                        "length": (1024, 2048)[context % 2], "placement": placement, "context": f"{task}{context}",
+                        "question": question, "evidence_tokens": 4, "metadata": {"depth": draw.random()},
+                        "seconds": {name: draw.uniform(0.1, 2) for name in ("prefill", *POLICIES, "random", "reading")},
+                    }
+                    rows.append({**row, "cells": list(cells(draw))})
+    return rows
+
+
+def cells(draw: Random) -> list[Row]:
+    """Of one sample: the full cache is right nine times of ten, and no other likelihood is above its own."""
+    found = [cell("fullcache", "1.0", -draw.random(), draw.random() < 0.9, 1.0, 1000.0)]
+    found.append(cell("blind", "0", -8 - draw.random(), False, 0.0, 20.0))
+    for budget in BUDGETS:
+        for at, policy in enumerate((*POLICIES, "random", "evidence")):
+            likelihood = -draw.uniform(0, 9 - 2 * at)
+            kept = [draw.randrange(5) for _ in range(3)]
+            size = 1000 * float(budget) * (1.02 if policy == "knorm" and budget == "0.3" else 1)
+            found.append(cell(policy, budget, likelihood, likelihood > -3, kept, size))
+    return found
+
+
+def cell(policy: str, budget: str, likelihood: float, right: bool, kept: Any, size: float) -> Row:
+    return {
+        "policy": policy, "budget": budget, "likelihood": likelihood, "right": right, "exact": right,
+        "evidence_kept": 4 * kept if isinstance(kept, float) else kept, "kept": size, "mean_cache": size + 20 * right,
+        "peak_cache": 1000,
+        "mean_bytes": size * 1000, "peak_bytes": 10**6, "divergence": 0.25, "lost_attention": 0.5,
+    }
