@@ -1,17 +1,52 @@
 """The papers' own tables, as data beside ours: other models, other lengths, other samples."""
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from math import isnan
 from typing import NamedTuple
 
 from models_integration.studies.estimate import Estimate
 from models_integration.studies.page.elements import Html, note, table
+from models_integration.studies.papers.protocol import PAPERS, Paper, Table, load_paper
+from models_integration.studies.report import title_of
 
 __all__ = ["PAPER_TASKS", "Ours", "beside_papers"]
 
-_TABLES = json.loads(Path(__file__).with_name("papers.json").read_text(encoding="utf-8"))
-PAPER_TASKS = tuple(dict.fromkeys(task for each in _TABLES for task in each.get("tasks", ())))
+
+class _Published(NamedTuple):
+    """Figures of a paper by policy, under columns of a model and a budget, and our tasks of the same kind."""
+
+    caption: str
+    note: str
+    tasks: Sequence[str]
+    columns: Sequence[tuple[str, str]]
+    rows: Mapping[str, Sequence[float]]
+
+
+def _published() -> Iterator[_Published]:
+    for paper in map(load_paper, PAPERS):
+        for each in paper.tables:
+            tasks = _tasks(paper, each)
+            if not each.published or list(each.rows) != ["policy"]:
+                continue
+            by_task = list(each.columns) == ["model", "task"]
+            for some in [(task,) for task in tasks] if by_task else [tuple(tasks)]:
+                at = [at for at, key in enumerate(each.published["columns"]) if not by_task or key[1] in some]
+                columns = [each.published["columns"][one] for one in at]
+                yield _Published(
+                    f"{paper.title}, {each.title}{f': {title_of(some[0]).lower()}' if by_task else ''}", each.note,
+                    [*some, *(f"{task}_in_prose" for task in some if task == "needle")],
+                    [(model, each.budgets[0] if by_task else budget) for model, budget in columns],
+                    {name: [own[one] for one in at] for name, own in each.published.items() if name != "columns"},
+                )
+
+
+def _tasks(paper: Paper, each: Table) -> list[str]:
+    parts = [part for part in paper.parts if part.name in each.parts and not part.kind]
+    return list(dict.fromkeys(task for part in parts for task in {**paper.study, **part.study}["tasks"]))
+
+
+_TABLES = tuple(_published())
+PAPER_TASKS = tuple(dict.fromkeys(task for each in _TABLES for task in each.tasks))
 """Our tasks of the same kind as one of theirs."""
 
 
@@ -30,19 +65,18 @@ def beside_papers(ours: Sequence[Ours]) -> Html:
         " more. The figures are the papers' own.", "warning"
     )]
     for each in _TABLES:
-        budgets = dict.fromkeys(budget for _, budget in each["columns"])
-        here = [(one, budget) for one in ours if one.task in each.get("tasks", ()) for budget in budgets]
+        budgets = dict.fromkeys(budget for _, budget in each.columns)
+        here = [(one, budget) for one in ours if one.task in each.tasks for budget in budgets]
         here = [(one, budget) for one, budget in here if any(at == budget for _, at in one.found)]
         lines = []
-        for policy, values in each["rows"].items():
+        for policy, values in each.rows.items():
             own = [_own(one, policy, budget) for one, budget in here]
-            lines.append([policy, *("" if value is None else f"{value:g}" for value in values), *own])
+            lines.append([policy, *("" if isnan(value) else f"{value:g}" for value in values), *own])
         headings = [
-            "", *(f"{model}, {budget}" for model, budget in each["columns"]),
+            "", *(f"{model}, {budget}" for model, budget in each.columns),
             *(f"here: {one.title}, {budget}" for one, budget in here),
         ]
-        caption = f"{each['source']}, {each['where']}: {each['about']}"
-        made.append(table(caption, headings, lines, folded=not here) + note(each.get("note", ""), "small"))
+        made.append(table(each.caption, headings, lines, folded=not here) + note(each.note, "small"))
     return Html("\n".join(made))
 
 

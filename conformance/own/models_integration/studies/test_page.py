@@ -354,7 +354,7 @@ def test_our_figures_stand_beside_the_papers(shown: Page, rows: list[Row]) -> No
     share = wilson_by_hand(int(sum(value(row, "snapkv", "0.3", "right") for row in own)), len(own))
     assert table.line("snapkv")[at] == "{:.2f} [{:.2f}, {:.2f}]".format(*share)
     assert table.line("snapkv")[1] == "0.633"
-    assert table.line("h2o")[at] == ""
+    assert table.line("h2o-described")[at] == ""
 
 
 @pytest.mark.law("one-line-with-the-way-out")
