@@ -18,9 +18,9 @@ __all__ = ["BOUNDED", "cases", "complaints", "problems", "same"]
 
 
 def cases(operations: Container[str]) -> list[Any]:
-    """Group and test of the published vectors of these operations, under the marks of their items."""
+    """Group and test of the published vectors of these operations, under the marks of their items, the whole first."""
     return [
-        pytest.param(group, test, id=f"{stage}-{test['tcId']}", marks=pytest.mark.spec(*test["items"]))
+        pytest.param(group, test, id=f"{stage}-{test['tcId']}", marks=pytest.mark.spec(*test["items"][::-1]))
         for stage, group, test in files.published() if group["operation"] in operations
     ]
 

@@ -123,7 +123,7 @@ def test_the_mean_is_of_inverses(breath_stages: BreathStages) -> None:
     assert breath_stages.inverse_key_norms(k).round(3).tolist() == [0.556, 0.333]
 
 
-@pytest.mark.spec("CC-ETA", "CC-ACTIVATION")
+@pytest.mark.spec("CC-ACTIVATION", "CC-ETA")
 @given(live=tables(), p=decode_parameters())
 def test_active_means_more_than_half(breath_stages: BreathStages, live: LiveTrunks, p: CrystalCacheParameters) -> None:
     assert breath_stages.activation(live, p).tolist() == active_by_force(live, p)
@@ -148,7 +148,7 @@ FORMS: list[Callable[[Vector, float, float], Any]] = [
 ]
 
 
-@pytest.mark.spec("CC-ETA", "CC-ACTIVATION")
+@pytest.mark.spec("CC-ACTIVATION", "CC-ETA")
 @pytest.mark.parametrize("theta", [0.3, 0.1, 0.7])
 @pytest.mark.parametrize("size", [1.0, 2.0**-60, 1e-3, 1e9])
 def test_a_quotient_is_compared(breath_stages: BreathStages, theta: float, size: float) -> None:

@@ -207,7 +207,7 @@ def lse_of(inputs: AttentionInputs) -> Matrix:
     ))
 
 
-@pytest.mark.spec("CC-ATTENTION", "CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION", "CC-ATTENTION")
 @given(inputs=st.one_of(attention_inputs(), later_segments()), k_cross=st.sampled_from([None, 0]))
 def test_with_the_right_lse_s1_lies_in_the_certified_box(
     stages: CrystalStages, precision: str, inputs: AttentionInputs, k_cross: int | None,
@@ -274,7 +274,7 @@ def test_any_order_in_memory_is_read(
     assert not list(stage_checks.coattention(views.run(stages), inputs, precision))
 
 
-@pytest.mark.spec("CC-ATTENTION", "CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION", "CC-ATTENTION")
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize(("group", "softcap"), [(1, None), (7, 20.0), (8, None)])
@@ -289,7 +289,7 @@ def test_every_width_and_type(
     assert not list(stage_checks.coattention(inputs.run(stages), inputs, precision))
 
 
-@pytest.mark.spec("CC-ATTENTION", "CC-COATTENTION")
+@pytest.mark.spec("CC-COATTENTION", "CC-ATTENTION")
 @pytest.mark.parametrize(("of_q", "of_k"), TYPE_PAIRS)
 def test_every_type_and_size_of_numbers(stages: CrystalStages, precision: str, of_q: str, of_k: str) -> None:
     """All that are finite, also those of whose sum the type is not; q and k may be of two types."""

@@ -16,7 +16,7 @@ from conformance.strategies.numbers import CLOSE, close
 from conformance.strategies.trunks import CORNERS, EvictionProblem, corners, evictions, random_evictions
 from spec.arrays import Vector
 from spec.backend import CrystalStages
-from spec.parameters import PAPER
+from spec.parameters import PAPER, CrystalCacheParameters
 from spec.records import Trunks
 
 RANDOM_EVICTIONS = 10_000
@@ -43,7 +43,7 @@ def bare(sizes: list[int], budget: int, N_min: int = 3) -> EvictionProblem:
     )
 
 
-@pytest.mark.spec("CC-CUT", "CC-ALLOCATE", "CC-KEEP-COUNT", "CC-DISSOLVE-D", "CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE", "CC-CUT", "CC-ALLOCATE", "CC-KEEP-COUNT", "CC-DISSOLVE-D")
 @given(problem=evictions())
 def test_dissolution_equals_algorithm_1(stages: CrystalStages, problem: EvictionProblem) -> None:
     """Kept positions and r MUST be equal, ties included, to those of Algorithm 1."""
@@ -52,7 +52,7 @@ def test_dissolution_equals_algorithm_1(stages: CrystalStages, problem: Eviction
     assert not list(stage_checks.eviction(problem.run(stages), problem))
 
 
-@pytest.mark.spec("CC-ALLOCATE", "CC-DISSOLVE")
+@pytest.mark.spec("CC-DISSOLVE", "CC-ALLOCATE")
 def test_ten_thousand_evictions_equal_algorithm_1_and_reach_every_corner(stages: CrystalStages, every: int) -> None:
     """Each corner makes at least 1 % of the cases, so that no rule goes unseen."""
     seen: Counter[str] = Counter()
@@ -74,7 +74,7 @@ def test_every_small_eviction_through_the_stage(stages: CrystalStages, every: in
         assert found.kept.tolist() == [i for a, k in zip(starts, kept, strict=True) for i in range(a, a + k)]
 
 
-@pytest.mark.spec("CC-CUT")
+@pytest.mark.spec("CC-ALLOCATE", "CC-CUT")
 @given(problem=evictions())
 def test_sizes_of_the_kept_set(stages: CrystalStages, problem: EvictionProblem) -> None:
     """|R| = n at or below B, B_prot above it, else in [B - max(0, N_min - 1), B]."""
@@ -296,6 +296,27 @@ def test_close_scores_and_members_are_told_apart(stages: CrystalStages, size: in
     strongest = sorted(range(size), key=lambda i: (-impact[i], i))[: max(3, size // 2)]
     one = replace(bare([size], max(3, size // 2)), impact=impact)
     assert one.run(stages).kept.tolist() == sorted(strongest)
+
+
+def alike(B: int, p: CrystalCacheParameters) -> EvictionProblem:
+    """Ten trunks of nine tokens, each with a better score than the one before."""
+    score, none = np.arange(10) / 16, np.zeros(10, dtype=np.bool_)
+    return EvictionProblem(score, Trunks(np.arange(0, 91, 9), np.ones(10)), np.arange(90) / 8, np.ones(10), none, B, p)
+
+
+@pytest.mark.spec("CC-CUT")
+@pytest.mark.parametrize("B", [90, 2**31, 2**32 + 3, 2**63 - 1])
+def test_a_budget_that_holds_all_keeps_all(stages: CrystalStages, B: int) -> None:
+    """Up to the largest budget that there is."""
+    assert alike(B, PAPER).run(stages).kept.tolist() == list(range(90))
+
+
+@pytest.mark.spec("CC-TIERS")
+@pytest.mark.parametrize("B", [5, 10, 27, 49, 50, 51, 85])
+def test_boundaries_of_tiers_shift_either_way(stages: CrystalStages, B: int) -> None:
+    """Unshifted tiers keep 50 of the 90 tokens."""
+    problem = alike(B, replace(PAPER, allocation="tiers"))
+    assert not list(stage_checks.eviction(problem.run(stages), problem))
 
 
 @pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")

@@ -92,7 +92,7 @@ def test_unit_trunk_impact_equals_the_brute_force(stages: CrystalStages, text: T
     assert found.impact.max() < 1
 
 
-@pytest.mark.spec("CC-TIER-COUNT", "CC-TIERS")
+@pytest.mark.spec("CC-TIERS", "CC-TIER-COUNT")
 @given(problem=evictions())
 def test_dissolution_in_tiers_equals_the_brute_force(stages: CrystalStages, problem: EvictionProblem) -> None:
     """Kept positions, r and D MUST be equal, ties included."""

@@ -49,7 +49,7 @@ def D_of(stages: CrystalStages, degree: list[float], p: CrystalCacheParameters =
     return stages.graph(found, trunks, replace(p, tau_edge=0.0)).D[::2]
 
 
-@pytest.mark.spec("CC-TRUNK-EDGES", "CC-TRUNK-WEIGHT", "CC-DEGREE", "CC-CRYSTALLIZATION")
+@pytest.mark.spec("CC-CRYSTALLIZATION", "CC-TRUNK-EDGES", "CC-TRUNK-WEIGHT", "CC-DEGREE")
 @given(case=graphs())
 def test_the_graph_equals_the_brute_force(stages: CrystalStages, case: tuple[Text, Trunks]) -> None:
     """S4 MUST give Eq. 24 to 27 from given edges and trunks."""

@@ -34,7 +34,7 @@ def cases(draw: st.DrawFn) -> tuple[Vector, IntVector, CrystalCacheParameters]:
     return *draw(salient_tokens(p), label="tokens"), p
 
 
-@pytest.mark.spec("CC-COUNT", "CC-RARITY", "CC-IMPACT")
+@pytest.mark.spec("CC-IMPACT", "CC-COUNT", "CC-RARITY")
 @given(case=cases())
 def test_impact_equals_the_brute_force(
     stages: CrystalStages, case: tuple[Vector, IntVector, CrystalCacheParameters],
@@ -53,6 +53,13 @@ def test_ids_are_names(stages: CrystalStages, tokens: tuple[Vector, IntVector], 
     names = data.draw(st.lists(st.integers(0, 10**9), min_size=len(values), max_size=len(values), unique=True))
     renamed = np.array([dict(zip(values, names, strict=True))[i] for i in ids.tolist()])
     assert stages.impact(S, ids, PAPER).tolist() == stages.impact(S, renamed, PAPER).tolist()
+
+
+@pytest.mark.spec("CC-COUNT")
+def test_ids_are_told_apart_by_every_bit(stages: CrystalStages) -> None:
+    """Ids that agree in their low or in their high 32 bits are others."""
+    ids = np.array([5, 2**32 + 5, 2**32 + 6, 2**53, 2**53 + 1])
+    assert stages.impact(np.ones(5), ids, PAPER).tolist() == stages.impact(np.ones(5), np.arange(5), PAPER).tolist()
 
 
 @pytest.mark.spec("CC-COUNT")
@@ -102,7 +109,7 @@ def test_ablations_of_impact_are_exact(stages: CrystalStages, tokens: tuple[Vect
     assert stages.impact(S, ids, replace(PAPER, impact="salience")).tolist() == S.tolist()
 
 
-@pytest.mark.spec("CC-RARITY", "CC-RARITY-FORMS", "CC-IMPACT", "CC-UNIT-IMPACT")
+@pytest.mark.spec("CC-IMPACT", "CC-RARITY", "CC-RARITY-FORMS", "CC-UNIT-IMPACT")
 @given(case=cases(), data=st.data())
 def test_rarity_of_given_counts(
     breath_stages: BreathStages, case: tuple[Vector, IntVector, CrystalCacheParameters], data: st.DataObject,
@@ -130,7 +137,7 @@ def test_given_counts_are_as_good_as_ids(
     assert not list(stage_checks.impact(breath_stages.impact(S, counts, p), S, ids, p))
 
 
-@pytest.mark.spec("CC-COUNT", "CC-IMPACT")
+@pytest.mark.spec("CC-IMPACT", "CC-COUNT")
 @pytest.mark.parametrize("form", ["mixture", "salience", "uniform"])
 def test_impact_is_an_array_of_its_own(stages: CrystalStages, form: Literal["mixture", "salience", "uniform"]) -> None:
     """What later changes M must not change S."""
@@ -190,7 +197,7 @@ COUNTS = [*range(1, 130), *[2**bits + more for bits in range(8, 12) for more in 
 """Of one id: each one that is small, those about every power of two, and where an exponential is subnormal or 0."""
 
 
-@pytest.mark.spec("CC-COUNT", "CC-RARITY", "CC-RARITY-FORMS", "CC-IMPACT")
+@pytest.mark.spec("CC-RARITY", "CC-COUNT", "CC-RARITY-FORMS", "CC-IMPACT")
 @pytest.mark.parametrize("form", ["logarithm", "reciprocal", "exponential"])
 def test_rarity_alone(stages: CrystalStages, form: Literal["logarithm", "reciprocal", "exponential"]) -> None:
     """Without salience M is rarity's own, whose error is not that of a sum; of ids in no order."""

@@ -134,7 +134,7 @@ def test_the_result_says_how_far_it_is_over_budget(backend: Backend, prompt: Pro
     assert {*range(min(n, p.N_sink)), *range(max(0, n - p.W_recent), n)} <= set(found.kept.tolist())
 
 
-@pytest.mark.spec("CC-IMPACT", "CC-NORMALISED-IMPACT")
+@pytest.mark.spec("CC-SCORE", "CC-NORMALISED-IMPACT", "CC-IMPACT")
 @given(prompt=prompts())
 def test_uniform_impact_equals_alpha_0(backend: Backend, prompt: Prompt) -> None:
     """Table 10: scores and r to the bit, R up to the single partial trunk; S1, trunks and graph as by default."""
@@ -159,7 +159,7 @@ def test_no_von_restorff_changes_the_impact_alone(backend: Backend, prompt: Prom
     assert a.graph.D.tolist() == b.graph.D.tolist()
 
 
-@pytest.mark.spec("CC-CRYSTALLIZATION", "CC-SCORE")
+@pytest.mark.spec("CC-SCORE", "CC-CRYSTALLIZATION")
 @given(prompt=prompts(), alpha=st.sampled_from([0.25, 2.0]))
 def test_without_D_alpha_says_nothing(backend: Backend, prompt: Prompt, alpha: float) -> None:
     """Table 10, M only: score = alpha M~, and R does not depend on alpha > 0."""

@@ -42,7 +42,7 @@ def rows(W: TrunkWeights) -> dict[str, Any]:
     return {name: array.tolist() for name, array in W._asdict().items()}
 
 
-@pytest.mark.spec("CC-PULSE", "CC-RAISE", "CC-RESONANCE")
+@pytest.mark.spec("CC-RESONANCE", "CC-PULSE", "CC-RAISE")
 @given(case=networks(), p=decode_parameters())
 def test_resonance_is_the_searches_one_by_one(
     breath_stages: BreathStages, case: Network, p: CrystalCacheParameters,
@@ -51,7 +51,7 @@ def test_resonance_is_the_searches_one_by_one(
     assert breath_stages.resonance(*case, p).tolist() == by_force(case, p)
 
 
-@pytest.mark.spec("CC-PULSE", "CC-RAISE", "CC-RESONANCE", "CC-HEBB")
+@pytest.mark.spec("CC-HEBB", "CC-RESONANCE", "CC-PULSE", "CC-RAISE")
 @pytest.mark.parametrize("seed", range(12))
 def test_products_are_rounded_in_the_stated_order(breath_stages: BreathStages, seed: int) -> None:
     """Weights, D and constants of all bits, where another order of the same products is another float."""

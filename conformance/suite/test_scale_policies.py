@@ -129,8 +129,8 @@ def keys(H_kv: int, n: int, d: int) -> np.ndarray:
 
 
 @pytest.mark.spec(
-    "NK-UNIT-KEYS", "NK-STABLE", "NK-EPISODIC", "NK-CURRENT", "NK-ANOMALY", "NK-MIN-MAX", "NK-GAP", "NK-BLEND",
-    "NK-SURPRISE", "NK-ROUTE", "NK-SCORE",
+    "NK-SCORE", "NK-UNIT-KEYS", "NK-STABLE", "NK-EPISODIC", "NK-CURRENT", "NK-ANOMALY", "NK-MIN-MAX", "NK-GAP",
+    "NK-BLEND", "NK-SURPRISE", "NK-ROUTE",
 )
 @pytest.mark.parametrize(("shape", "p"), CASES)
 def test_scores_of_thousands_of_keys(

@@ -50,7 +50,7 @@ def run(stages: CrystalStages, case: Case) -> Vector:
     return stages.score(case.D, case.impact, case.protected, case.parameters)
 
 
-@pytest.mark.spec("CC-NORMALISED-IMPACT", "CC-SCORE")
+@pytest.mark.spec("CC-SCORE", "CC-NORMALISED-IMPACT")
 @given(case=cases())
 def test_the_score_equals_the_brute_force(stages: CrystalStages, case: Case) -> None:
     """S5 MUST give Eq. 28 and 29 over the unprotected trunks, NaN elsewhere."""
@@ -77,7 +77,7 @@ def test_alpha_0_leaves_D(stages: CrystalStages, case: Case) -> None:
     assert found[alive].tolist() == case.D[alive].tolist()
 
 
-@pytest.mark.spec("CC-NORMALISED-IMPACT")
+@pytest.mark.spec("CC-SCORE", "CC-NORMALISED-IMPACT")
 @given(case=cases())
 def test_uniform_impact_equals_alpha_0(stages: CrystalStages, case: Case) -> None:
     """Equal impacts give M~ = 0, so the scores are those of alpha = 0, to the bit."""

@@ -38,7 +38,7 @@ def linked(n: int, *edges: tuple[int, int, float]) -> Intra:
 
 
 @pytest.mark.spec(
-    "CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-TRUNKS", "CC-TRUNK-IMPACT",
+    "CC-TRUNKS", "CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-TRUNK-IMPACT",
 )
 @given(text=texts())
 def test_trunks_equal_the_brute_force(stages: CrystalStages, text: Text) -> None:
@@ -183,6 +183,12 @@ def test_the_interface_is_five_tokens_on_each_side(stages: CrystalStages, a: int
     assert offsets(stages, linked(12, (a, b, 1.0)), [5, 11], PAPER) == ([0, 12] if merged else [0, 6, 12])
 
 
+@pytest.mark.spec("CC-INTERFACE")
+def test_the_interface_is_of_the_running_trunk(stages: CrystalStages) -> None:
+    """Token 0 is among the last five of the trunk that [0, 2) and [2, 4) have become, not of its last sentence."""
+    assert offsets(stages, linked(6, (1, 2, 1.0), (0, 4, 1.0)), [1, 3, 5], PAPER) == [0, 6]
+
+
 @pytest.mark.spec("CC-SENTENCES")
 @pytest.mark.parametrize(
     ("ends", "expected"),
@@ -237,9 +243,10 @@ def test_the_pass_is_not_repeated(stages: CrystalStages) -> None:
 
 
 @pytest.mark.spec("CC-INTERFACE-EDGES")
-def test_weights_stand_by_first_endpoint_then_by_second(stages: CrystalStages) -> None:
-    """Added as .25, .3, .35 they exceed 3 * .3; by second endpoint first, as .25, .35, .3, they would not."""
-    E = linked(10, (0, 6, 0.3), (0, 5, 0.25), (1, 5, 0.35))
+@pytest.mark.parametrize("third", [(0, 7), (1, 5)])
+def test_weights_stand_by_first_endpoint_then_by_second(stages: CrystalStages, third: tuple[int, int]) -> None:
+    """Added as .4, .2, .3 they exceed 3 * .3, as their mean does; by rank or by second endpoint first they do not."""
+    E = linked(10, (0, 5, 0.4), (*third, 0.3), (0, 6, 0.2))
     assert offsets(stages, E, [4, 9], PAPER) == [0, 10]
 
 

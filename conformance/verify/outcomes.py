@@ -151,10 +151,10 @@ class Verdicts:
     def failing(self) -> list[str]:
         """The items that fail, those first that a test about few others fails, and of these the most often failed.
 
-        Of items that the same tests fail the last stage comes first: the tests of earlier stages alone have passed.
+        Items that the same tests fail have the order in which a test names them.
         """
         times = Counter(item for one in self.outcomes if one.state == "failed" for item in one.items)
-        few = {item: (len(one.items), -times[item], -_place(item)[0], item) for item, one in self.smallest.items()}
+        few = {item: (len(one.items), -times[item], one.items.index(item), item) for item, one in self.smallest.items()}
         return sorted(few, key=few.__getitem__)
 
     @property
@@ -275,9 +275,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of an item before those of what is composed of it: the first failure is then the item at fault."""
+    """Run the tests of an item before those of what is composed of it. A test is of the item that it names first."""
     marked = {item: items_marked(item) for item in items}
-    items.sort(key=lambda item: (max(_place(name)[0] for name in marked[item] or ['']), len(marked[item])))
+    items.sort(key=lambda item: (_place(marked[item][0])[0] if marked[item] else len(_places()), len(marked[item])))
 
 
 @pytest.hookimpl(wrapper=True)

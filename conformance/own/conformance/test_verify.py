@@ -69,13 +69,13 @@ def test_the_failing_items_begin_with_the_test_that_is_about_the_fewest() -> Non
     often = judged(a=("failed", "CC-CUT"), b=("failed", "CC-SCORE"), c=("failed", "CC-SCORE CC-CUT CC-SPLIT"),
                    d=("failed", "CC-SCORE"), e=("passed", "CC-CUT"))
     assert often.failing == ["CC-SCORE", "CC-CUT", "CC-SPLIT"]
-    assert judged(a=("failed", "CC-ATTENTION CC-COATTENTION")).failing == ["CC-COATTENTION", "CC-ATTENTION"]
+    assert judged(a=("failed", "CC-COATTENTION CC-ATTENTION")).failing == ["CC-COATTENTION", "CC-ATTENTION"]
     assert WRONG.smallest["DV-COSINE"].test == "b"
     assert not WRONG.certified
 
 
 def test_the_tests_of_an_item_run_before_those_of_what_is_composed_of_it(request: pytest.FixtureRequest) -> None:
-    about = ["CC-PREFILL", "", "CC-ATTENTION CC-COATTENTION", "CC-COATTENTION", "CC-SALIENCE", "CC-ATTENTION"]
+    about = ["CC-PREFILL", "", "CC-COATTENTION CC-ATTENTION", "CC-COATTENTION", "CC-SALIENCE", "CC-ATTENTION"]
     items: list[pytest.Item] = [pytest.Function.from_parent(request.node.parent, name=f"test_{names}", callobj=judged)
                                 for names in about]
     for item, names in zip(items, about, strict=True):
