@@ -18,13 +18,13 @@ from conformance.oracles.boxes import fsum
 __all__ = ["BRUTES", "adakv"]
 
 
-def adakv(layer: Layer, W: int, kernel: int) -> list[Score]:
+def adakv(layer: Layer, W: int, kernel: int, pooling: str = "max") -> list[Score]:
     """Mean over the window and the group, then pool."""
     n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W), []
     for group in groups(layer):
         number = len(group) * len(rows[0])
         mean = [fsum(q[i] for h in group for q in rows[h]) / number for i in range(past)]
-        found.append(padded(pool(mean, kernel, "max"), n))
+        found.append(padded(pool(mean, kernel, pooling), n))
     return found
 
 
@@ -32,5 +32,5 @@ BRUTES = [
     Brute(
         "PO-ADAKV", "adakv", shared(adakv, adaptive_shares),
         {"W": W, "kernel": KERNEL, "safeguard": SAFEGUARD}, W, newest,
-        published={"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}),
+        published={"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}, readings={"pooling": ("max", "average")}),
 ]

@@ -7,14 +7,14 @@ from conformance.strategies.policy_inputs import Inputs, Kept
 __all__ = ["BRUTES", "chunkkv", "described"]
 
 
-def chunkkv(inputs: Inputs, B: int, c: int, W: int, N_reuse: int = 1) -> Kept:
+def chunkkv(inputs: Inputs, B: int, c: int, W: int, N_reuse: int = 1, totals: str = "sum") -> Kept:
     """By the attention of the last W queries; N_reuse layers have the set of their first."""
     found = []
     for at in range(len(inputs.layers)):
         layer = plain(inputs.layers[at - at % N_reuse])
         past, rows = window(layer, W), last_rows(layer, W)
         members: Score = [sum(q[i] for head in rows for q in head) for i in range(past)]
-        found.append(chunk_selection([*members, *[None] * (inputs.n - past)], c, B))
+        found.append(chunk_selection([*members, *[None] * (inputs.n - past)], c, B, totals))
     return found
 
 
@@ -27,6 +27,6 @@ def described(inputs: Inputs, B: int, c: int) -> Kept:
 
 BRUTES = [
     Brute("PO-CHUNKKV", "chunkkv", chunkkv, {"c": C_CHUNK, "W": W, "N_reuse": 2}, W, newest,
-          published={"c": 10, "W": 32, "N_reuse": 1}),
+          published={"c": 10, "W": 32, "N_reuse": 1}, readings={"totals": ("sum", "mean")}),  # kvpress: the mean
     Brute("PO-CHUNKKV-DESCRIBED", "chunkkv-described", described, {"c": C_CHUNK}, published={"c": 10}),
 ]

@@ -42,7 +42,8 @@ ALTERNATIVES: Mapping[str, Sequence[Any]] = {
     "gamma": (0.0, 1.0, 200.0), "N_future": (128, 512), "N_recent": (128, 256),
 }
 """Values of constants in published codes, which are tried where an answer is another one."""
-EXTENTS = ("W", "N_sink", "N_recent", "lag", "c", "block")
+EXTENTS = {"W": 1, "N_sink": 1, "N_recent": 1, "lag": 2, "c": 1, "block": 1}
+"""Constants that are a number of tokens, and how many times as many an input needs before they tell."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,10 @@ def _value(brute: Brute, name: str, value: Any) -> Any:
 
 
 def span_of(method: Method) -> int:
-    """Tokens of the longest window, block or partition."""
+    """Tokens of the longest window or block, or of two partitions."""
     own = vars(method.constants["parameters"]) if "parameters" in method.constants else {}
-    return max([0, *(int(value) for name, value in {**own, **method.constants}.items() if name in EXTENTS)])
+    there = {**own, **method.constants}
+    return max([0, *(times * int(there[name]) for name, times in EXTENTS.items() if name in there)])
 
 
 def rounded(inputs: Inputs) -> Inputs:

@@ -106,15 +106,16 @@ def top(score: Sequence[float | None], B: int) -> list[int]:
     return best([i for i, s in enumerate(score) if s is not None], score, max(0, B - len(pinned)), pinned)
 
 
-def chunk_totals(members: Sequence[float | None], c: int) -> list[float]:
-    """Sums of runs of c tokens before the window."""
+def chunk_totals(members: Sequence[float | None], c: int, totals: str = "sum") -> list[float]:
+    """Sums, or means, of runs of c tokens before the window."""
     scored = [x for x in members if x is not None]
-    return [fsum(scored[a : a + c]) for a in range(0, len(scored), c)]
+    sums = [fsum(scored[a : a + c]) for a in range(0, len(scored), c)]
+    return sums if totals == "sum" else [x / min(c, len(scored) - at * c) for at, x in enumerate(sums)]
 
 
-def chunk_selection(members: Sequence[float | None], c: int, B: int) -> list[int]:
+def chunk_selection(members: Sequence[float | None], c: int, B: int, sums: str = "sum") -> list[int]:
     """The window, whole chunks by their sums, and the best tokens of the chunk that does not fit."""
-    totals = chunk_totals(members, c)
+    totals = chunk_totals(members, c, sums)
     kept = [i for i, x in enumerate(members) if x is None]
     past = len(members) - len(kept)
     for chunk in sorted(range(len(totals)), key=lambda u: (-totals[u], u)):

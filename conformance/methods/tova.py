@@ -8,11 +8,12 @@ from conformance.oracles.boxes import fsum
 __all__ = ["BRUTES", "tova"]
 
 
-def tova(layer: Layer) -> list[Score]:
+def tova(layer: Layer, last: str = "free") -> list[Score]:
     rows, n = last_rows(layer, 1), len(layer["k"][0])
-    return [[fsum(head[0][i] for head in rows) / len(rows) for i in range(n)]]
+    scores: Score = [fsum(head[0][i] for head in rows) / len(rows) for i in range(n)]
+    return [[*scores[:-1], None] if last == "kept" else scores]
 
 
 BRUTES = [
-    Brute("PO-TOVA", "tova", by_layer(tova)),
+    Brute("PO-TOVA", "tova", by_layer(tova), readings={"last": ("free", "kept")}),  # kvpress keeps the last token
 ]

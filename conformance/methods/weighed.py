@@ -17,7 +17,7 @@ from conformance.methods.brute import (
     sinks,
 )
 from conformance.methods.policies import Layer, Row, Score, accumulated, adaptive_shares, groups, top
-from conformance.methods.snapkv import snapkv
+from conformance.methods.snapkv import READINGS, snapkv
 from conformance.oracles.boxes import dot, fsum, leaves, surely
 from conformance.strategies.policy_inputs import Inputs, Kept
 
@@ -88,7 +88,7 @@ BRUTES = [
         {"N_sink": SINK}, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B), published={"N_sink": 4}),
     Brute(
         "PO-CRITICALKV", "criticalkv", of_criticalkv(snapkv, lambda rows, B, safeguard: [B] * len(rows)),
-        {"W": W, "kernel": KERNEL}, W, newest, published={"W": 32, "kernel": 7}),
+        {"W": W, "kernel": KERNEL}, W, newest, published={"W": 32, "kernel": 7}, readings=READINGS),
     Brute(
         "PO-CRITICALKV", "critical-adakv", of_criticalkv(adakv, adaptive_shares),
         {"W": W, "kernel": KERNEL, "safeguard": SAFEGUARD}, W, newest,

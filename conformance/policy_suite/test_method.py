@@ -21,8 +21,11 @@ DRAWS = st.builds(
     keys=st.sampled_from(["normal", "normal", "long", *TYING]), values=st.sampled_from(["normal", "normal", "long"]),
     queries=st.sampled_from(["normal", "normal", "few values"]),
 )
-SMALL = [Draw(tokens, 1, tokens % 2, 1 + tokens // 7, 1 + tokens // 5, tokens // 2, tokens) for tokens in range(2, 14)]
-"""From small to large: the first of them that fails is shown."""
+SMALL = [
+    Draw(tokens, 1, tokens % 2, 1 + tokens // 7, 1 + tokens // 5, budget, tokens)
+    for tokens in range(2, 14) for budget in [tokens // 2 if tokens % 3 else 2 * LONG // 5]
+]
+"""From small to large: the first of them that fails is shown. A third has a budget of any size."""
 
 
 def with_small(test: Callable[..., None]) -> Callable[..., None]:

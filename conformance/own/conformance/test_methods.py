@@ -1,5 +1,6 @@
 """Published methods by name: what their equations admit, wrong readings, and what `--as` takes."""
 
+import inspect
 import random
 import re
 import shlex
@@ -33,8 +34,9 @@ from conformance.oracles.boxes import (
     surely,
 )
 from conformance.policy_suite import test_method
-from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, named
+from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, named, of_model
 from reference.policies import policy_from_score
+from reference.policies.names import POLICIES
 from reference.policies.protections import SinkAndRecent
 from spec.errors import SpecError
 from spec.policy import Needs, Observation, Policy
@@ -186,3 +188,88 @@ def test_tokens_that_tie_may_be_exchanged_in_a_last_choice_alone() -> None:
     assert not fits([0, 1], kept)
     with pytest.raises(Undecided):
         surely(kept)
+
+
+# Wrong readings, written before the suite saw them: a method, text of the module that makes it, and what stands there.
+PLANTED = [
+    ("snapkv", "group_mean(max_pool(past, kernel), len(view.k))", "max_pool(group_mean(past, len(view.k)), kernel)"),
+    ("snapkv", "group_mean(max_pool(past, kernel), len(view.k))", "group_mean(past, len(view.k))"),
+    ("snapkv", ".sum(axis=1)", "[:, -1]"),
+    ("snapkv", ".sum(axis=1)", ".max(axis=1)"),
+    ("snapkv", "SinkAndRecent(0, W)", "SinkAndRecent(0, W - 1)"),
+    ("h2o", "partial(recent_half, choose", "partial(top_tokens, choose"),
+    ("h2o", "view.softcap)", "view.softcap) / np.arange(view.k.shape[1], 0, -1)"),
+    ("h2o", "received(view.q,", "received(view.q[:, -1:],"),
+    ("h2o", "view.scaling, view.softcap)", "view.scaling, None)"),
+    ("tova", ".sum(axis=0, keepdims=True)", ".max(axis=0, keepdims=True)"),
+    ("tova", "SinkAndRecent(0, 0)", "SinkAndRecent(0, 1)"),
+    ("keydiff", "anchor = unit.mean(", "anchor = wide(view.k).mean("),
+    ("keydiff", "return -cosine", "return cosine"),
+    ("keydiff", "dot = (unit * anchor)", "dot = (wide(view.k) * anchor)"),
+    ("keydiff", ".mean(axis=1, keepdims=True)", ".mean(axis=(0, 1), keepdims=True)"),
+    ("knorm", "return -norm", "return norm"),
+    ("knorm", "np.sqrt((k * k).sum(axis=2))", "np.abs(k).sum(axis=2)"),
+    ("lagkv", " + lagkv_information(v[:, judged], lag)", ""),
+    ("lagkv", "parts[:, 1:]", "parts[:, :-1]"),
+    ("lagkv", "ddof=1", "ddof=0"),
+    ("lagkv", "-information", "information"),
+    ("morphkv", "group_mean(fused, len(view.k))", "fused.reshape(len(view.k), -1, fused.shape[1]).max(axis=1)"),
+    ("rkv", "lam * rkv_importance(view, W, kernel) - (1 - lam)", "(1 - lam) * rkv_importance(view, W, kernel) - lam"),
+    ("rkv", "group_maximum(logits, len(k))", "logits.reshape(len(k), -1, *logits.shape[1:]).mean(axis=1)"),
+    ("rkv", "for head in k])", "for head in k[:, :past]])"),
+    ("rkv", "max_pool(A.mean(axis=1), kernel)", "A.mean(axis=1)"),
+    ("rkv", "np.where(similar, columns, 0).max(axis=1)", "similar.argmax(axis=1)"),
+    ("chunkkv", "np.add.reduceat(members, offsets[:-1])", "np.add.reduceat(members, offsets[:-1]) / np.diff(offsets)"),
+    ("chunkkv", "[*range(0, past, c)", "[*([0] if past else []), *range(past % c or c, past, c)"),
+    ("adakv", "max_pool(past, kernel)", "past"),
+    ("adakv", "replace(host, budgets=Adaptive(safeguard))", "replace(host, budgets=Adaptive(0))"),
+    ("adakv", "replace(host, budgets=Adaptive(safeguard))", "host"),
+    ("vatp", "np.abs(wide(v)).sum(axis=2)", "np.sqrt((wide(v) ** 2).sum(axis=2))"),
+    ("cake", "A.mean(axis=1) + gamma", "A.sum(axis=1) + gamma"),
+    ("cake", "entropy = -(A", "entropy = (A"),
+    ("expected-attention", "np.arange(seen, seen + self.N_future)", "np.arange(seen - 1, seen - 1 + self.N_future)"),
+    ("streamingllm", "SinkAndRecent(N_sink, 0)", "SinkAndRecent(0, 0)"),
+    ("pyramidkv", "Pyramid(W, check", "Pyramid(0, check"),
+    ("caote", "np.divide(alpha * distance, rest", "np.divide(alpha * distance, np.ones_like(rest)"),
+    ("caote", "np.divide(alpha * distance", "np.divide(distance"),
+]
+
+
+EXPLAINED = [
+    ("snapkv", "max_pool", "average_pool", 'pooling="average"'),
+    ("h2o", "view.softcap)", "view.softcap) / np.arange(view.k.shape[1], 0, -1)", 'sums="mean"'),
+    ("h2o", "partial(recent_half, choose", "partial(top_tokens, choose", 'recent="none"'),
+    ("tova", "SinkAndRecent(0, 0)", "SinkAndRecent(0, 1)", 'last="kept"'),
+    ("keydiff", "anchor = unit.mean(", "anchor = wide(view.k).mean(", 'anchors="keys"'),
+    ("adakv", "max_pool", "average_pool", 'pooling="average"'),
+    ("chunkkv", "(members, offsets[:-1])", "(members, offsets[:-1]) / np.diff(offsets)", 'totals="mean"'),
+]
+
+
+def edited(name: str, old: str, new: str) -> Any:
+    """The maker of a policy, from the text of its module with other words in it."""
+    make = POLICIES[name].make
+    source = inspect.getsource(sys.modules[make.__module__])
+    assert old in source
+    unnamed = source.replace("from reference.policies.named import named", "named = lambda *_, **__: lambda make: make")
+    names: dict[str, Any] = {"__name__": make.__module__}
+    exec(unnamed.replace(old, new), names)
+    return names[make.__name__]
+
+
+@pytest.mark.parametrize(("name", "old", "new", "said"), EXPLAINED)
+def test_another_reading_is_named(name: str, old: str, new: str, said: str) -> None:
+    policy = edited(name, old, new)()
+    found = explanations(lambda inputs, B: decided(policy, inputs, B), Method(name))
+    assert any(said in one for one in found), found
+    judge(method_of(f"{name}({said})"), lambda inputs: policy)
+
+
+@pytest.mark.parametrize(("name", "old", "new"), PLANTED)
+def test_a_wrong_reading_does_not_conform(name: str, old: str, new: str) -> None:
+    cheap = {"N_future": 8} if name == "expected-attention" else {}
+    method, wrong = Method(name, cheap), edited(name, old, new)
+    with pytest.raises((AssertionError, SpecError), match=rf"not {re.escape(str(method))} with |budget = .*must hold"):
+        test_method.test_the_kept_sets_are_those_of_the_method(
+            method, subject(lambda inputs: wrong(**of_model(name, inputs), **cheap)), "float64", {str(method): []},
+        )
