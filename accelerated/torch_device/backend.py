@@ -5,6 +5,7 @@ from typing import Any
 
 from accelerated.torch_device.attention import expected_attention, largest_attention, received_attention
 from accelerated.torch_device.device import takes
+from accelerated.torch_device.nestedkv import anomaly_score, nestedkv_score
 from accelerated.torch_device.scores import SCORES, SCORES_OF_LAYERS
 from accelerated.torch_device.selection import adaptive_shares, best_tokens, competition_shares, kept_tokens
 from spec.backend import Backend
@@ -21,7 +22,16 @@ class _PolicyStages:
     best_tokens = staticmethod(best_tokens)
 
 
+class _NestedKVStages:
+    """NestedKV's score where the keys lie."""
+
+    anomaly_score = staticmethod(anomaly_score)
+
+
 TENSORS: Mapping[str, Callable[..., Any]] = {
-    **SCORES_OF_LAYERS, "top_units": kept_tokens, "Adaptive": adaptive_shares, "Competition": competition_shares,
+    **SCORES_OF_LAYERS, "nestedkv_score": nestedkv_score, "top_units": kept_tokens, "Adaptive": adaptive_shares,
+    "Competition": competition_shares,
 }
-BACKEND = Backend("torch", policies=_PolicyStages(), takes=takes, scores=SCORES, tensors=TENSORS)
+BACKEND = Backend(
+    "torch", policies=_PolicyStages(), nestedkv=_NestedKVStages(), takes=takes, scores=SCORES, tensors=TENSORS
+)

@@ -41,7 +41,7 @@ class DeviceChoices:
             SpecError: if the budget does not hold the protected tokens.
         """
         engine, found = self.method.engine, list[Chosen]()
-        if engine is None:
+        if engine is None or policy_on_device(policy, engine) is None:
             return False
         for row in observed.prompts:
             one = choose(policy, engine, self.method.budget, observed.prompt(row, policy.granularity))

@@ -1,9 +1,13 @@
 """Scores in torch: what each policy keeps by brute force, and how far a score of float32 is from the oracle's."""
 
+import math
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
@@ -13,7 +17,10 @@ import torch
 
 from accelerated.torch_device import scores
 from accelerated.torch_device.backend import BACKEND
+from accelerated.torch_device.selection import adaptive_shares, kept_tokens
+from conformance.assurance.mutants.edits import Edit, replaced
 from conformance.assurance.policy_cases import CASES
+from conformance.own.models_integration.session import test_device as sessions
 from conformance.strategies.numbers import keys
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
 from conformance.tolerances import scores_agree
@@ -81,6 +88,12 @@ def values(policy: Policy, inputs: Inputs) -> Any:
     return np.concatenate([found.values, *([] if found.second is None else [found.second])])
 
 
+def close(found: Any, want: Any) -> bool:
+    """Within 2^-15 of the row's largest score: a sum of half precision is at 2^-12 or more."""
+    scale = np.abs(want[np.isfinite(want)]).max(initial=0.0)
+    return np.allclose(found, want, rtol=0.0, atol=2.0**-15 * scale, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", TWINS)
 @pytest.mark.parametrize("seed", range(20))
 def test_tensors_are_scored_in_float32_where_they_are(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +102,10 @@ def test_tensors_are_scored_in_float32_where_they_are(name: str, seed: int, monk
     policy = CASES[name].policy(inputs)
     want = values(policy, of_type(inputs, lambda x: x.double().numpy()))
     found = values(with_twins(policy, BACKEND), inputs)
-    assert all(scores_agree(got, row, "float32") for got, row in zip(found, want.tolist(), strict=True))
+    assert all(close(got, row) for got, row in zip(found, want, strict=True))
     monkeypatch.setattr(scores, "FLOATS", 40)
     again = values(with_twins(policy, BACKEND), inputs)
-    assert all(scores_agree(got, row, "float32") for got, row in zip(again, found.tolist(), strict=True))
+    assert all(close(got, row) for got, row in zip(again, found, strict=True))
 
 
 def test_a_twin_has_the_name_and_the_arguments_of_a_function_of_the_reference() -> None:
@@ -119,3 +132,55 @@ def test_lengths_of_keys_say_nothing(kind: str, exponent: int) -> None:
     for score, precision in ((BACKEND.scores["keydiff_score"], kind), (keydiff_score, "float64")):
         pairs = zip(score(scaled), keydiff_score(view).tolist(), strict=True)
         assert all(scores_agree(got, row, precision) for got, row in pairs)
+
+
+@pytest.mark.spec("PO-TOP-UNITS")
+def test_of_ties_the_lower_index_is_kept() -> None:
+    """Scores of few values, protected tokens and tokens without a score among them; shares of none to all."""
+    rng = np.random.default_rng(1)
+    values = rng.integers(-1, 2, (40, 9)) / np.where(rng.random((40, 9)) < 0.2, np.nan, 1.0)
+    shares, pinned = rng.integers(0, 10, 40), rng.random((40, 9)) < 0.2
+    marks = kept_tokens(*(torch.from_numpy(part) for part in (values, shares, pinned)))
+    for row, share, held, found in zip(values.tolist(), shares, pinned, marks.tolist(), strict=True):
+        rank = [(not held[at], math.isnan(row[at]), -np.nan_to_num(row[at]), at) for at in range(9)]
+        assert [at for at in range(9) if found[at]] == sorted(at for *_, at in sorted(rank)[: max(share, sum(held))])
+
+
+@pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-WHOLE-SHARES")
+def test_equal_remainders_go_to_the_lower_heads() -> None:
+    """Three heads, all wins in the last one; a fifth of the tokens beyond one protected token each is even."""
+    values = torch.tensor([[math.nan, 0.0, 0.0, 0.0, 0.0, 0.0]] * 2 + [[math.nan, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    for free, shares in ((1, [1, 1, 2]), (3, [1, 1, 4]), (5, [1 + 1, 1, 1 + 4])):
+        assert adaptive_shares(values, free, 1, Fraction(1, 5)).tolist() == shares
+    assert adaptive_shares(values, 5, 1, 1).tolist() == [1 + 2, 1 + 2, 1 + 1]
+
+
+MUTANTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))
+
+
+def check(kind: str, name: str) -> None:
+    """One of this file's tests, or a session's, over its seeds."""
+    if kind == "ties":
+        test_of_ties_the_lower_index_is_kept()
+    elif kind == "shares":
+        test_equal_remainders_go_to_the_lower_heads()
+    elif kind == "padded":
+        sessions.test_padded_rows_that_are_chosen_on_the_device_are_those_of_the_host(name, 0.3)
+    else:
+        for seed in range(20):
+            if kind == "float32":
+                with pytest.MonkeyPatch.context() as patch:
+                    test_tensors_are_scored_in_float32_where_they_are(name, seed, patch)
+            elif kind == "kept":
+                test_kept_sets_are_those_of_brute_force(name, seed)
+            else:
+                test_kept_sets_that_are_chosen_on_the_device_are_those_of_brute_force(name, seed)
+
+
+@pytest.mark.law("the-proof-has-teeth")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_error_is_found(name: str) -> None:
+    kind, _, policy = MUTANTS[name]["check"].partition(" ")
+    edit = {key: text for key, text in MUTANTS[name].items() if key not in ("why", "check")}
+    with replaced(Edit(**edit)), pytest.raises((AssertionError, SpecError)):
+        check(kind, policy)

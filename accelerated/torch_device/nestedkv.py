@@ -1,0 +1,108 @@
+"""NestedKV's score in torch, where the keys are, in float64: a window is a difference of sums over the prompt.
+
+Workspace: a head's keys in float64, six times, and eight numbers in float64 for each token and head.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from accelerated.torch_device.device import download, on_device
+from spec.arrays import Matrix
+from spec.backend import NestedKVStages
+from spec.errors import SpecError
+from spec.parameters import NestedKVParameters
+from spec.policy import DeviceArray, LayerView
+from spec.validate import check_keys
+
+__all__ = ["anomaly_score", "nestedkv_score"]
+
+NEGLIGIBLE = 2.0**-16
+LARGEST_EXPONENT = 700.0
+
+
+def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Matrix:
+    """a* (H_kv, n) of one layer's keys (H_kv, n, d).
+
+    Implements: NK-SCORE
+
+    Raises:
+        SpecError: for keys of a wrong shape, type or value, and for a zero key.
+    """
+    if isinstance(k, np.ndarray):
+        check_keys(k)
+        # A type that is longer than float64 holds lengths that float64 does not.
+        if k.dtype.itemsize > 8:
+            k = np.ldexp(k, -np.frexp(np.abs(k).max(axis=2, keepdims=True))[1]).astype(np.float64)
+    elif not (isinstance(k, Tensor) and k.is_floating_point() and k.ndim == 3 and k.numel()):
+        raise SpecError("k", getattr(k, "shape", type(k).__name__), "must be floating-point keys (heads, tokens, d)")
+    keys = on_device(k)
+    _refuse(~torch.isfinite(keys).all(dim=2), keys, "must be finite, and is not")
+    _refuse((keys == 0).all(dim=2), keys, "a zero key has no direction")
+    found: Matrix = download(scores(keys, parameters), np.float64)
+    return found
+
+
+def _refuse(lost: Tensor, keys: Tensor, reason: str) -> None:
+    if bool(lost.any()):
+        head, token = lost.nonzero()[0].tolist()
+        key = keys[head, token]
+        raise SpecError("k", key[key.isfinite().int().argmin()].item(), f"{reason}: KV head {head}, token {token}")
+
+
+def nestedkv_score(view: LayerView, stages: NestedKVStages, parameters: NestedKVParameters) -> Tensor:
+    """The same of a layer, on the device; NaN for a zero key."""
+    return scores(on_device(view.k), parameters)
+
+
+def scores(k: Tensor, p: NestedKVParameters) -> Tensor:
+    """Implements: NK-BLEND, NK-SURPRISE, NK-ROUTE"""
+    a = min_max(torch.stack([anomalies(head, p) for head in k], dim=1))
+    gain = p.beta * gap(a, max(1, math.floor(p.p * a.shape[2])))
+    w = torch.exp(gain - (gain.amax(dim=0) - LARGEST_EXPONENT).clamp(min=0.0))
+    w = w * torch.tensor(p.w0, dtype=torch.float64, device=k.device)[:, None]
+    blended = ((w / w.sum(dim=0))[:, :, None] * a).sum(dim=0)
+    s = min_max(a.std(dim=0, correction=0))
+    s = (s - s.mean(dim=1, keepdim=True)).clamp(min=0.0)
+    alpha = torch.sigmoid(p.kappa * (s - p.tau))
+    return (1.0 - alpha) * blended + alpha * a.amax(dim=0)
+
+
+def anomalies(k: Tensor, p: NestedKVParameters) -> Tensor:
+    """-cos of the keys (n, d) of a head and their stable, episodic and current memory, (3, n).
+
+    Implements: NK-UNIT-KEYS, NK-STABLE, NK-EPISODIC, NK-CURRENT, NK-ANOMALY
+    """
+    n, unit = len(k), k.double() / k.abs().amax(dim=1, keepdim=True)
+    unit = unit / torch.linalg.vector_norm(unit, dim=1, keepdim=True)
+    b = min(max(n // p.blocks, p.b_min), p.b_max)
+    at = torch.arange(n, device=k.device)
+    blocks = pad(unit, (0, 0, 0, -n % b)).view(-1, b, k.shape[1]).sum(dim=1)
+    sizes = (n - b * torch.arange(len(blocks), device=k.device)).clamp(max=b)
+    window = torch.cumsum(unit, dim=0)
+    window[p.W :] -= window[: -p.W].clone()
+    means = (unit.mean(dim=0, keepdim=True), blocks / sizes[:, None], window / (at + 1).clamp(max=p.W)[:, None])
+    stable, episodic, current = (directed(mean) for mean in means)
+    return -torch.stack([(unit * memory).sum(dim=1) for memory in (stable, episodic[at // b], current)])
+
+
+def directed(mean: Tensor) -> Tensor:
+    """Means at length 1; zeros where a mean is negligible."""
+    length = torch.linalg.vector_norm(mean, dim=1, keepdim=True)
+    return torch.where(length > NEGLIGIBLE, mean / length, 0.0)
+
+
+def min_max(a: Tensor) -> Tensor:
+    """Implements: NK-MIN-MAX"""
+    above = a - a.amin(dim=-1, keepdim=True)
+    spread = above.amax(dim=-1, keepdim=True)
+    return torch.where(spread > NEGLIGIBLE, above / spread, torch.where(spread >= 0, 0.0, spread))
+
+
+def gap(a: Tensor, m: int) -> Tensor:
+    """Implements: NK-GAP"""
+    ordered = torch.sort(a, dim=2).values
+    return ordered[:, :, -m:].mean(dim=2) - ordered[:, :, :m].mean(dim=2)
