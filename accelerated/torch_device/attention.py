@@ -14,7 +14,7 @@ from accelerated.torch_device.device import default_device, download, upload
 from spec.arrays import IntVector, Matrix, Vector
 from spec.policy import DeviceArray
 
-__all__ = ["expected_attention", "largest_attention", "received", "received_attention"]
+__all__ = ["expected_attention", "expected_weights", "largest_attention", "received", "received_attention"]
 
 FLOATS = 2**26  # of a block's logits: 256 MiB
 
@@ -76,6 +76,15 @@ def expected_attention(
 
     Implements: PO-EXPECTED-ATTENTION
     """
+    found: Matrix = download(expected_weights(q, k, v, at, ahead, inv_freq, factor, scaling), np.float64)
+    return found
+
+
+def expected_weights(
+    q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector, factor: float,
+    scaling: float,
+) -> Tensor:
+    """The same on the device."""
     q, k, v = _on_device(q), _on_device(k), _on_device(v)
     pairs = upload(inv_freq, np.float64, q.device)
     turn = upload(at, np.float64, q.device)[:, None] * pairs
@@ -86,8 +95,7 @@ def expected_attention(
         z = [_expected_logits(own.float(), keys, cos, sin, R, scaling) for own in q[head * G : (head + 1) * G]]
         weights = torch.softmax(torch.stack(z), dim=1).mean(dim=0, dtype=torch.float64)
         found.append(weights * torch.linalg.vector_norm(v[head].double(), dim=1))
-    expected: Matrix = download(torch.stack(found), np.float64)
-    return expected
+    return torch.stack(found)
 
 
 def _expected_logits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, R: Tensor, scaling: float) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
+from accelerated.torch_device.attention import expected_weights
 from accelerated.torch_device.attention import received as attention_received
 from accelerated.torch_device.device import download, on_device
 from spec.arrays import Matrix
@@ -303,6 +304,7 @@ def tova_score(view: LayerView, received: object = None) -> Tensor:
 SCORES_OF_LAYERS: Mapping[str, Callable[..., Tensor]] = {
     score.__name__: score for score in (
         snapkv_score, adakv_score, knorm_score, caote_score, lagkv_score, keydiff_score, h2o_score, tova_score,
+        output_size, defensive_score, expected_weights,
     )
-}
+} | {"expected_attention": expected_weights}
 """By name: scores of a layer that stay on the device."""

@@ -1,11 +1,14 @@
 """Kept positions of layers, chosen where the layers' tensors are: the host waits once, for those of all layers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from models_integration.cache.continuation import Decision, Nothing, ObservedRows
 from models_integration.cache.device_compaction import Chosen, gather, read_retentions, settle
@@ -13,6 +16,9 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import ScorerRecords
 from models_integration.session.method import Method
 from reference.policies.budgets import Above, Adaptive, Competition
+from reference.policies.criticalkv import EPSILON, TwoScores, two_stages
+from reference.policies.defensivekv import Defensive
+from reference.policies.expected_attention import ExpectedAttention
 from reference.policies.names import with_twins
 from reference.policies.retain import tokens_of
 from reference.policies.scorers import LayerScorer
@@ -20,7 +26,7 @@ from reference.policies.selectors import top_tokens, top_units
 from spec.backend import Backend
 from spec.budget import Budget
 from spec.errors import SpecError
-from spec.policy import Observation, Policy, Running, Scores
+from spec.policy import LayerView, Observation, Policy, Running, Scorer, Scores, Selection
 
 __all__ = ["DeviceChoices", "choose", "policy_on_device"]
 
@@ -73,9 +79,10 @@ def policy_on_device(policy: Policy, engine: Backend) -> Policy | None:
     """A layerwise policy with scores on the device, if the number of tokens that it keeps depends on no score."""
     twin = with_twins(policy, replace(engine, scores=engine.tensors))
     selector = getattr(policy.selector, "func", policy.selector)
-    if twin is policy or selector not in (top_units, top_tokens) or isinstance(policy.budgets, Above):
+    if twin is policy or selector not in (top_units, top_tokens, two_stages) or isinstance(policy.budgets, Above):
         return None
-    return twin if isinstance(twin.scorer, LayerScorer) else None
+    scorer = twin.scorer.host if isinstance(twin.scorer, TwoScores) else twin.scorer
+    return twin if isinstance(scorer, LayerScorer | Defensive | ExpectedAttention) else None
 
 
 def choose(policy: Policy, engine: Backend, budget: Budget, one: Observation) -> Chosen | None:
@@ -84,18 +91,43 @@ def choose(policy: Policy, engine: Backend, budget: Budget, one: Observation) ->
     Raises:
         SpecError: if the budget does not hold the protected tokens.
     """
-    (view,), twin = one.layers.values(), policy_on_device(policy, engine)
+    ((layer, view),), twin = one.layers.items(), policy_on_device(policy, engine)
     if twin is None or not isinstance(view.k, Tensor):
         return None
-    assert isinstance(twin.scorer, LayerScorer)
-    values, protected = cast(Tensor, twin.scorer.score(view)), policy.protection(one.seen)
-    (g, n), pinned = values.shape, int(protected.sum())
+    B, protected = tokens_of(policy, budget, one.seen), policy.protection(one.seen)
+    values, pinned = _scores(twin.scorer, layer, view, B, one.seen), int(protected.sum())
+    g, n = values.shape
     held = torch.from_numpy(protected).to(values.device).expand(g, n)
     unscored, values = values.isnan() & ~held, values.masked_fill(held, torch.nan)
-    shares, kept = _shares(policy, engine, tokens_of(policy, budget, one.seen), values, pinned)
-    marks = engine.tensors["top_units"](values, shares, held).flatten()
-    first = torch.where(unscored.any(), unscored.flatten().int().argmax(), -1)
-    return Chosen(torch.argsort((~marks).int(), stable=True)[:kept], first[None], g, n)
+    shares, kept = _shares(policy, engine, B, values, pinned)
+    top: Callable[..., Tensor] = engine.tensors["top_units"]
+    if isinstance(twin.scorer, TwoScores):
+        share = cast("partial[Selection]", policy.selector).keywords["share"]
+        held = top(values, pinned + (shares - pinned) * share.numerator // share.denominator, held)
+        values = (values + EPSILON) * cast(Tensor, twin.scorer.size(view.v, twin.scorer.W_o[layer]))
+    marks = top(values, shares, held).flatten()
+    lost = torch.where(unscored.any(), unscored.flatten().int().argmax(), -1)
+    return Chosen(torch.argsort((~marks).int(), stable=True)[:kept], lost[None], g, n)
+
+
+def _scores(scorer: Scorer, layer: int, view: LayerView, B: int, seen: int) -> Tensor:
+    """Of a layer, by a scorer whose functions return tensors."""
+    if isinstance(scorer, TwoScores):
+        return _scores(scorer.host, layer, view, B, seen)
+    if isinstance(scorer, Defensive):
+        return cast(Tensor, scorer.score(view, scorer.W_o[layer], B, scorer.W, scorer.kernel))
+    if not isinstance(scorer, ExpectedAttention):
+        assert isinstance(scorer, LayerScorer)
+        return cast(Tensor, scorer.score(view))
+    sinks = scorer.N_sink
+    if view.k.shape[1] <= sinks:
+        return torch.full(view.k.shape[:2], torch.nan, device=view.k.device)
+    at = np.arange(max(seen - view.q.shape[1], sinks), seen)
+    weights = scorer.weigh(
+        view.q[:, view.q.shape[1] - len(at) :], view.k[:, sinks:], cast(Tensor, view.v)[:, sinks:], at,
+        np.arange(seen, seen + scorer.N_future), scorer.inv_freq, scorer.factor, view.scaling,
+    )
+    return pad(cast(Tensor, weights), (sinks, 0), value=torch.nan)
 
 
 def _shares(policy: Policy, engine: Backend, B: int, values: Tensor, pinned: int) -> tuple[Tensor, int]:
