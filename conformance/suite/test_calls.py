@@ -184,7 +184,7 @@ def test_bad_input_is_refused_by_name(backend: Backend, argument: str, change: d
      ("q", {"q": ones(3, N, 4)}), ("k", {"k": ones(2, N, 5)}), ("q", {"q": ones(4, N + 1, 4)})],
 )
 def test_the_first_stage_refuses_bad_tensors_itself(backend: Backend, argument: str, change: dict[str, Any]) -> None:
-    """A stage is a door of its own: a policy calls it without `prefill`."""
+    """A stage is an entry point: a policy calls it without `prefill`."""
     arguments = {**good(), **change}
     with unchecked(), refused(argument, arguments[argument]):
         backend.require_crystal().coattention(arguments["q"], arguments["k"], np.arange(N), TINY, 0.5, None)

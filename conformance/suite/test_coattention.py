@@ -97,7 +97,7 @@ def test_uniform_attention_lies_in_the_certified_box(
 def test_one_token_lies_in_the_certified_box(
     stages: CrystalStages, precision: str, inputs: AttentionInputs, alone: bool,
 ) -> None:
-    """No door asks for it, but the stage MUST take n = 1: no neighbour in its chunk, sources as ever."""
+    """No entry point asks for it, but the stage MUST take n = 1: no neighbour in its chunk, sources as ever."""
     first = -1 if alone else 0
     one = replace(inputs, q=inputs.q[:, -1:], k=inputs.k[:, first:], positions=inputs.positions[first:])
     found = one.run(stages)

@@ -134,7 +134,7 @@ def test_an_eviction_of_live_trunks_is_algorithm_1(
 @pytest.mark.spec("CC-REEVICT")
 @given(situation=situations())
 def test_a_second_eviction_changes_nothing(decoder: Backend, situation: Situation) -> None:
-    """The same tokens seen, nobody protected: the budget is met already."""
+    """The same tokens seen, none protected: the budget is met already."""
     state, p = situation
     nobody = np.zeros(len(state.D), dtype=np.bool_)
     once = breath.evict(state, nobody, p, decoder)

@@ -87,7 +87,7 @@ def other_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def broken_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the door, where three tokens are read."""
+    """After entry, when three tokens are read."""
     stock = RetainedCache.update
 
     def update(cache: RetainedCache, keys: Tensor, *others: Any, **options: Any) -> Any:

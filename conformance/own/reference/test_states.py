@@ -121,7 +121,7 @@ def test_live_tokens_protect_their_trunk(situation: Situation) -> None:
 @pytest.mark.spec("CC-BREATH-PROTECTED")
 @given(situation=situations())
 def test_who_is_safe_at_a_breath(situation: Situation) -> None:
-    """Nobody in the paper's form; without sink and window nobody in the other either."""
+    """No token in the paper's form; without sink and window no token in the other form."""
     state, p = situation
     for form in ("none", "sink+recent"):
         q = replace(p, breath_protection=form)

@@ -84,7 +84,7 @@ def brute_force(name: str, inputs: Inputs, live: Live, B: int) -> Live:
 @few
 @sequences
 def test_each_set_is_decided_over_what_it_stores(name: str, seed: int, B: int) -> None:
-    """A set that stores fewer tokens than its share keeps all, and nobody gets the rest."""
+    """A set that stores fewer tokens than its share keeps all, and no other set gets the rest."""
     inputs, live = drawn(seed, n=SEEN, L=2, heads=(2, 2)), stored(seed, 4)
     found = turned(POLICIES[name], inputs, live, Budget(count=B))
     assert sets(found) == brute_force(name, inputs, live, B)

@@ -96,7 +96,7 @@ def test_the_values_of_nestedkv_are_on_the_page() -> None:
      ("alpha_s", float("nan")), ("W", 2.0)],
 )
 def test_a_value_of_another_kind_is_refused(field: str, value: object) -> None:
-    """A record of parameters is a door."""
+    """A record of parameters checks its fields."""
     with pytest.raises(SpecError) as caught:
         NestedKVParameters(**{field: value})  # type: ignore[arg-type]
     assert caught.value.argument == field
@@ -174,7 +174,7 @@ def test_the_rows_hold_the_items_that_a_backend_must_serve() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_vectors_of_a_stage_check_items_of_its_row(stage: str) -> None:
-    """A vector may check less, or what the stage composes with the doors (prefill, decode_step, extend)."""
+    """A vector may check less, or what the stage composes with entry points (prefill, decode_step, extend)."""
     own = [items for (_, name), items in families().items() if name == stage]
     if stage not in ("prefill", "decode_step", "extend"):
         assert set(OPERATIONS[stage].items) <= {item for items in own for item in items}

@@ -138,7 +138,7 @@ def test_an_encrypted_object_of_the_version_before_is_foreign_and_stays(tmp_path
 
 
 def test_marks_of_one_tenant_are_not_alike(tmp_path: Path) -> None:
-    """Without the master key, nobody learns which objects have one tenant."""
+    """Without the master key the objects of one tenant cannot be told."""
     with opened(tmp_path) as archive:
         claims = [read_claim(path_of(tmp_path, archive.put(*chunk(seed)))) for seed in range(4)]
     (salt,) = [path.read_bytes() for path in (tmp_path / "keys").iterdir()]
@@ -248,7 +248,7 @@ def test_an_encrypted_object_tells_neither_tenant_nor_text_nor_length_nor_weight
 
 
 def test_the_same_text_has_another_key_under_another_salt_or_master(tmp_path: Path) -> None:
-    """So that nobody who guesses a text can look whether its key is there."""
+    """A guessed text does not show whether its key is there."""
     keys = []
     for at in range(3):
         master = MASTER if at < 2 else bytes(reversed(MASTER))

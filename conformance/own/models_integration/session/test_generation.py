@@ -228,7 +228,7 @@ def refused(model: PreTrainedModel, cache: Any, first: Tensor) -> None:
 
 @pytest.mark.law("a-cache-like-any-other")
 def test_a_text_is_compared_as_far_as_its_ids_are_known() -> None:
-    """Padding is nobody's token, rows change places, and what was taken back or read elsewhere does not count."""
+    """Padding is no token, rows change places, and what was taken back or read elsewhere does not count."""
     model = build("llama")
     rows = torch.cat([prompt(N), prompt(N, seed=8)])
     mask = torch.ones_like(rows)
