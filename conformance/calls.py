@@ -26,8 +26,6 @@ from spec.errors import SpecError
 from spec.policy import Selection
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
-__all__ = ["arrays_of", "held_to_rules", "traced"]
-
 Array = np.ndarray[Any, Any]
 Stage = Callable[..., Any]
 

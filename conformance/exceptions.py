@@ -20,8 +20,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["Exemption", "apply", "items_marked", "read", "refuse_unknown"]
-
 _GRAINS = ("item", "test", "vector")
 _TEXTS = ("kind", "reason", "issue")
 _OF_VECTORS = "test_vectors.py::test_the_backend_holds_a_vector_of_a_stage"

@@ -4,8 +4,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["items_of", "known_items"]
-
 _HEADING = re.compile(r"^### ([A-Z][A-Z0-9]*(?:-[A-Z0-9]+)+)[ \t]*$", re.MULTILINE)
 _NEXT_HEADING = re.compile(r"^#{1,3} ", re.MULTILINE)
 

@@ -2,7 +2,5 @@
 
 from pathlib import Path
 
-__all__ = ["DOCS", "ROOT", "SPEC"]
-
 ROOT = Path(__file__).resolve().parent.parent
 SPEC, DOCS = ROOT / "spec", ROOT / "docs"

@@ -40,11 +40,6 @@ if TYPE_CHECKING:
     from conformance.engine.process import Engine
     from spec.backend import Backend, BreathStages, CrystalStages, DiversityStages, NestedKVStages, PolicyStages
 
-__all__ = [
-    "NOT_OFFERED", "POSITIONS", "PROFILES", "judges", "known_vectors", "precision_of", "skip_without", "sparingly",
-    "spec_of", "subject_of",
-]
-
 POSITIONS = ("absolute", "renumbered")
 PROFILES = ("few", "dev", "ci", "nightly")
 FEW_EXAMPLES, CI_EXAMPLES = 12, 150

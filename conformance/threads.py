@@ -8,8 +8,6 @@ from typing import Any
 
 from conformance.calls import traced
 
-__all__ = ["in_turns", "side_by_side"]
-
 Stage = Callable[..., Any]
 Call = tuple[Any, ...]
 PATIENCE = 0.1  # seconds that a thread waits for its turn: the other one may wait for a lock that this one holds

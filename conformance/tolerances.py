@@ -15,14 +15,6 @@ from conformance.oracles import nestedkv, s1
 from spec.arrays import Vector
 from spec.parameters import NestedKVParameters
 
-__all__ = [
-    "BOUNDS", "MASKED_LOGITS", "MASKED_VISIBLE", "UNIT_ROUNDOFF", "Bound", "Interval", "attention_error", "close",
-    "cosine_error", "crystallization_radius", "decay_radius", "expected_error", "gamma", "head_mean_error",
-    "interval_radius", "key_cosine_error", "key_norm_error", "list_is_realisable", "moved_salience_radius",
-    "nestedkv_radius", "normalised_radius", "received_radius", "salience_radius", "scores_agree", "settled_radius",
-    "traced_radius", "turn_radius", "weight_error",
-]
-
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24}
 MASKED_LOGITS = 1e-4  # of the largest log-probability: engines sum float32 in other orders, some units of 1e-6
 MASKED_VISIBLE = 1e-2  # what masking must change, or a comparison with it says nothing

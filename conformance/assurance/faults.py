@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import strategies as st
 
-__all__ = ["CALLS", "FAULTS", "KILL", "SHORT", "WELL", "Fault", "Faults", "Killed", "faults"]
-
 CALLS = {
     os: (
         "open", "close", "read", "readv", "write", "writev", "pread", "pwrite", "fsync", "fdatasync", "sync", "replace",

@@ -28,10 +28,6 @@ from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters
 from spec.parameters import crystalcache as crystal_module
 from spec.parameters import nestedkv as nestedkv_module
 
-__all__ = [
-    "DATA", "EXPORTS", "FAMILIES", "PAGE", "PAGES", "exports", "filled", "for_programs", "main", "operations",
-]
-
 PAGE = SPEC / "implementing.md"
 DATA = SPEC / "implementing.json"
 EXPORTS = ROOT / "reference" / "policies" / "__init__.py"

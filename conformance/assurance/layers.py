@@ -13,8 +13,6 @@ from pathlib import Path
 
 from conformance.paths import ROOT
 
-__all__ = ["ALLOWED", "ROOMS", "SUITE", "forbidden_imports", "main"]
-
 PACKAGES = ("spec", "reference", "accelerated", "conformance", "models_integration", "kvspec")
 
 # The siblings that each package may import; inside accelerated, triton_gpu may also import numba_cpu.

@@ -11,28 +11,6 @@ from spec.budget import Budget
 from spec.policy import LayerView, Observation, Policy
 from spec.retention import Retention
 
-__all__ = [
-    "KERNEL",
-    "POLICIES",
-    "PROMPT",
-    "READ",
-    "SEEN",
-    "STEPS",
-    "TURN",
-    "Live",
-    "N",
-    "W",
-    "after_reading",
-    "after_records",
-    "decoded",
-    "kept_of",
-    "long",
-    "sets",
-    "shown",
-    "stored",
-    "turned",
-]
-
 PROMPT, STEPS = 8, 9
 
 

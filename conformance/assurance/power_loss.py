@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Disk", "recording"]
-
 PAGE = 4096
 
 

@@ -13,8 +13,6 @@ from conformance.assurance.layers import Module, module_of, read_modules
 from conformance.assurance.trace import Trace, read_tree
 from conformance.paths import ROOT
 
-__all__ = ["changed_files", "judging", "main"]
-
 SECONDS = 40
 PROFILE = ["-m", "pytest", "-q", "-x", "-n", "2", "--dist", "worksteal", "--kvspec-profile", "few"]
 

@@ -25,11 +25,6 @@ from conformance.assurance.proofs.coq.build import theorems
 from conformance.items import items_of
 from conformance.paths import ROOT
 
-__all__ = [
-    "IMPLEMENTING", "Documented", "Trace", "accept", "implementations",
-    "implementing", "main", "markers", "normative_hash", "read_lock", "read_tree", "stage_items", "vector_items",
-]
-
 IMPLEMENTING = ("spec", "reference", "accelerated")
 TRUSTED = ("spec", "reference")
 BACKENDS = ("accelerated/numba_cpu", "accelerated/triton_gpu")

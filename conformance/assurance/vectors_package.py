@@ -9,8 +9,6 @@ from conformance.paths import ROOT, SPEC
 from conformance.vectors import files
 from spec import SPEC_VERSION
 
-__all__ = ["contents", "main", "packed"]
-
 README = """# kvspec vectors {version}
 
 {tests} tests in {files} files: what published methods of KV-cache eviction must keep, for implementations in any

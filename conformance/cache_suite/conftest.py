@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["folder", "folder_of", "found_model", "renumbered", "run", "seed"]
-
 _given = pytest.StashKey[dict[str, str]]()
 """The folder of --kvspec-model by its family, or nothing."""
 

@@ -25,8 +25,6 @@ from conformance.cache_suite.oracle import Masked, UnknownRotation, check_rotati
 from conformance.checks.refusals import boundary
 from conformance.tolerances import MASKED_LOGITS, MASKED_VISIBLE
 
-__all__ = ["KINDS", "LENGTHS", "LONG", "PROMPT", "TINY", "WHOLE", "Kept", "Run", "check", "save_tiny"]
-
 PROMPT = 40
 """Tokens of a prompt: enough for sets that differ, few enough to look at; `LENGTHS` has others."""
 LENGTHS = (2, 65, 130, 600)

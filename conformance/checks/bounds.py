@@ -16,8 +16,6 @@ from spec.parameters import CrystalCacheParameters
 from spec.parameters.crystalcache import HeadsForm
 from spec.records import CoAttention, TrunkGraph, Trunks
 
-__all__ = ["BOUNDED", "Bound"]
-
 Judge = Callable[[Any, Any, Any, CrystalCacheParameters, str], Iterator[str]]
 STATE_FLOATS = "impact trunk_impact D weights mu sigma"
 

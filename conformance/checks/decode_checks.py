@@ -33,8 +33,6 @@ from spec.decode import DecodeState, check_state
 from spec.parameters import TINY, CrystalCacheParameters
 from spec.records import CoAttention
 
-__all__ = ["Life", "breath", "eviction", "forward", "model", "same_bits", "segment", "size_bounds", "state"]
-
 # Through a logarithm, an exponential or a root; the others are the same bits.
 BOUNDED = ("impact", "trunk_impact", "D", "weights")
 

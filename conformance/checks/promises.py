@@ -16,8 +16,6 @@ from spec.policy import LayerView, Policy
 from spec.promises import field_of
 from spec.retention import Granularity
 
-__all__ = ["PROPERTIES", "Judged", "Promise", "promised"]
-
 
 class Judged(Protocol):
     """A policy, which may depend on what the inputs have of a model, and what it protects."""

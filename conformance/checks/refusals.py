@@ -23,8 +23,6 @@ from conformance.engine.wire import printable
 from spec.backend import FAMILIES, Backend
 from spec.errors import SpecError
 
-__all__ = ["SubjectFailure", "boundary", "guarded", "refused", "tells", "unchecked"]
-
 NOT_ITS_OWN = frozenset({
     *sys.stdlib_module_names, "conformance", "spec", "reference", "numpy", "torch", "transformers", "jaxtyping",
     "beartype", "numba", "_pytest", "pytest", "hypothesis",

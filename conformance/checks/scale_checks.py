@@ -15,22 +15,6 @@ from spec.arrays import BoolVector, IntMatrix, IntVector, Matrix, Vector
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, TrunkGraph, Trunks
 
-__all__ = [
-    "DECIDED",
-    "D",
-    "boxed",
-    "chosen",
-    "decided",
-    "degrees",
-    "exact",
-    "is_power_of_two",
-    "neighbours",
-    "pairs",
-    "salience",
-    "upper",
-    "weights",
-]
-
 DECIDED = 0.95  # of the places of all lists, that no value inside the certified box fills otherwise
 SHOWN = 3  # complaints of one kind: a thousand wrong rows say no more
 

@@ -18,11 +18,6 @@ from spec.arrays import BoolVector, IntMatrix, IntVector, Matrix, Vector
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, CrystalRetention, Dissolution, TrunkGraph, Trunks
 
-__all__ = [
-    "coattention", "dense", "dissolution", "edges_of", "eviction", "graph", "impact", "retention", "score",
-    "trunk_lists", "trunks",
-]
-
 
 def trunk_lists(trunks: Trunks) -> list[s2.Trunk]:
     """The trunks as lists of positions."""

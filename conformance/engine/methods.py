@@ -20,8 +20,6 @@ from spec.budget import Budget
 from spec.parameters import NestedKVParameters
 from spec.policy import LayerView, Observation, Policy, Selection
 
-__all__ = ["FAMILY", "SHARED", "answered", "arguments_of", "method_ops"]
-
 FAMILY = "methods"
 _DECODING = frozenset({"every", "slack", BACKEND})
 """Constants that decide nothing at the end of a prompt."""

@@ -11,8 +11,6 @@ from functools import cache
 
 from spec.backend import FAMILIES
 
-__all__ = ["OPS", "PARAMETERS", "RECORDS", "Array", "Op", "array_of", "stages"]
-
 PARAMETERS = ("crystalcache", "nestedkv")
 
 

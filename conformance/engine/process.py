@@ -23,20 +23,6 @@ from spec import SPEC_VERSION
 from spec.backend import Backend
 from spec.errors import SpecError
 
-__all__ = [
-    "HELLO_SECONDS",
-    "PROTOCOL",
-    "Engine",
-    "EngineCrash",
-    "EngineError",
-    "EngineFailure",
-    "EngineGarbage",
-    "EngineTimeout",
-    "Hello",
-    "ask_method",
-    "backend_of",
-]
-
 PROTOCOL = 1
 PRECISIONS = ("float64", "float32")
 HELLO_SECONDS = 10.0

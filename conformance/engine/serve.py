@@ -19,8 +19,6 @@ from spec import SPEC_VERSION
 from spec.backend import FAMILIES, Backend, resolve
 from spec.errors import SpecError
 
-__all__ = ["answer", "main"]
-
 
 def answer(backend: Backend, precision: str, line: str) -> str:
     """The answer to a request, as a line without its end; an error without an id to a line that has none."""

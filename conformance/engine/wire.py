@@ -18,10 +18,6 @@ from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.policy import Selection
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
-__all__ = [
-    "Check", "Json", "as_it_is", "checked", "decode", "encode", "number", "parsed", "printable", "sizes", "told",
-]
-
 Json: TypeAlias = Any
 Check: TypeAlias = Callable[[Array, Any], Any]
 """What becomes of a value that was read: itself, or a ValueError where it is not of its type."""

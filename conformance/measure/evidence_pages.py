@@ -21,8 +21,6 @@ from models_integration.studies.evidence.controls import FULL
 from models_integration.studies.evidence.rules import PARTS, Claim, load_rules
 from reference.statistics import mcnemar
 
-__all__ = ["PAGES", "TABLES", "main", "stale", "written"]
-
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "docs" / "results" / "smollm2"
 PAGES = (ROOT / "README.md", HOME / "README.md", HOME / "erratum.md")

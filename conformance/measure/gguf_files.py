@@ -13,8 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec.arrays import Matrix
 
-__all__ = ["BLOCK", "as_blocks", "from_blocks", "tiny_llama", "write_gguf", "write_wheel"]
-
 BLOCK = 32
 """Values that share a scale and a minimum in Q4_1."""
 SPECIAL = ("<unk>", "<s>", "</s>")

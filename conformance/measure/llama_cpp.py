@@ -33,8 +33,6 @@ from models_integration.policies.methods import policy_from_name
 from models_integration.policies.tokenizer_values import sentence_ends
 from spec.retention import Retention
 
-__all__ = ["check_close", "difference", "masked", "move_away", "opened"]
-
 LATER = 48
 """Tokens of the text that are read one by one behind the eviction."""
 MOVED, REFILLED, FREED = "moved away", "freed and filled by another sequence", "freed"

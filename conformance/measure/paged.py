@@ -25,8 +25,6 @@ from models_integration.model.published_weights import located
 from models_integration.policies.methods import policy_from_name
 from models_integration.policies.tokenizer_values import sentence_ends
 
-__all__ = ["Load", "greedy", "pool", "served"]
-
 
 @dataclass(frozen=True)
 class Load:

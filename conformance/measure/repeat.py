@@ -36,8 +36,6 @@ from models_integration.tasks import place
 from spec.parameters import CrystalCacheParameters
 from spec.policy import LayerView
 
-__all__ = ["BOUND", "Repeated", "main", "recorded", "repeated", "sets"]
-
 BOUND = 1e-4
 """Largest difference of two log-likelihoods of an answer, nats."""
 POLICIES = ("fullcache", "blind", "crystalcache", "streamingllm", "knorm", "keydiff", "snapkv", "chunkkv", "nestedkv")

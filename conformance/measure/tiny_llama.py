@@ -3,8 +3,6 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-__all__ = ["ENDS", "VOCABULARY", "tiny_llama"]
-
 VOCABULARY = 131
 ENDS = frozenset(range(3, VOCABULARY, 9))
 LAYERS, HEADS, KV_HEADS, CHANNELS, INNER = 3, 4, 2, 12, 64

@@ -15,8 +15,6 @@ from conformance.methods.policies import (
 )
 from conformance.oracles.boxes import fsum
 
-__all__ = ["BRUTES", "adakv"]
-
 
 def adakv(layer: Layer, W: int, kernel: int, pooling: str = "max") -> list[Score]:
     """Mean over the window and the group, then pool."""

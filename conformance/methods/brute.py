@@ -21,12 +21,6 @@ from conformance.vectors.files import Json
 from reference.policies.names import POLICIES
 from spec.policy import LayerView, Policy, Repeat
 
-__all__ = [
-    "BLOCK", "C_CHUNK", "FUTURE", "HALF", "KERNEL", "LAG", "N_SINK", "REHEARSED", "SAFEGUARD", "SEED", "SINK",
-    "Brute", "W", "both_ends", "by_layer", "from_vector", "layers_of", "newest", "newest_half", "plain",
-    "rehearsed", "shared", "sinks",
-]
-
 W, KERNEL, C_CHUNK, SINK, FUTURE, LAG, BLOCK = 3, 3, 4, NESTED.N_sink, 5, 4, 4
 REHEARSED: dict[str, Any] = {"template": TEMPLATE, "N_sink": SINK, "N_recent": W, "chunk": 5, "overlap": 2}
 SAFEGUARD = Fraction(1, 5)

@@ -9,8 +9,6 @@ from conformance.methods.policies import Layer, Score, groups, last_rows, padded
 from conformance.oracles.boxes import Box, fsum, largest, log
 from conformance.strategies.policy_inputs import Inputs, Kept
 
-__all__ = ["BRUTES", "preference", "preferred_shares", "scores"]
-
 
 def variance(xs: Sequence[Any]) -> Any:
     """With divisor one less than their number; of one number 0."""

@@ -7,8 +7,6 @@ from conformance.methods.brute import Brute, by_layer
 from conformance.methods.policies import Layer, Row, Score, groups, last_rows
 from conformance.oracles.boxes import fsum, sqrt
 
-__all__ = ["BRUTES", "caote", "caote_error"]
-
 
 def caote_error(alpha: Row, values: Sequence[Row]) -> list[float]:
     """The change of the output when one token goes and the others are renormalised, done literally."""

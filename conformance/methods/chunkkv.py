@@ -4,8 +4,6 @@ from conformance.methods.brute import C_CHUNK, Brute, W, newest, plain
 from conformance.methods.policies import Score, accumulated, chunk_selection, last_rows, window
 from conformance.strategies.policy_inputs import Inputs, Kept
 
-__all__ = ["BRUTES", "chunkkv", "described"]
-
 
 def chunkkv(inputs: Inputs, B: int, c: int, W: int, N_reuse: int = 1, totals: str = "sum") -> Kept:
     """By the attention of the last W queries; N_reuse layers have the set of their first."""

@@ -19,8 +19,6 @@ from conformance.methods.policies import (
 from conformance.oracles.boxes import dot, fsum, largest, leaves
 from conformance.strategies.policy_inputs import Inputs, Kept
 
-__all__ = ["BRUTES", "defensive"]
-
 
 def defensive(layer: Layer, W_o: Sequence[Sequence[Row]], W: int, kernel: int, B: int) -> list[Score]:
     """Worst case, prior, output share, and the first stage at the layer's largest score."""

@@ -6,8 +6,6 @@ from conformance.methods.policies import Layer, Row, Score, groups, normalise, t
 from conformance.oracles.boxes import cos, dot, fsum, leaves, sin, sqrt
 from conformance.strategies.policy_inputs import Inputs, Kept
 
-__all__ = ["BRUTES", "expected_attention", "rotate"]
-
 
 def rotate(x: Row, position: float, inv_freq: Row, factor: float) -> list[float]:
     half = len(inv_freq)

@@ -4,8 +4,6 @@ from conformance.methods.brute import Brute, W, by_layer, newest, newest_half, p
 from conformance.methods.policies import Layer, Score, accumulated, top, window
 from conformance.strategies.policy_inputs import Inputs, Kept
 
-__all__ = ["BRUTES", "described", "h2o", "rows"]
-
 
 def rows(inputs: Inputs, B: int, sums: str = "all", recent: str = "half") -> list[Score]:
     """The newest half of B has no score."""

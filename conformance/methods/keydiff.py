@@ -5,8 +5,6 @@ from conformance.methods.brute import Brute, by_layer
 from conformance.methods.policies import Layer, Score
 from conformance.oracles.boxes import dot, fsum, sqrt
 
-__all__ = ["BRUTES", "keydiff"]
-
 
 def keydiff(layer: Layer, anchors: str = "directions") -> list[Score]:
     found: list[Score] = []

@@ -5,8 +5,6 @@ from conformance.methods.brute import Brute, by_layer
 from conformance.methods.policies import Layer, Score
 from conformance.oracles.boxes import dot, sqrt
 
-__all__ = ["BRUTES", "knorm"]
-
 
 def knorm(layer: Layer) -> list[Score]:
     return [[-sqrt(dot(key, key)) for key in head] for head in layer["k"]]

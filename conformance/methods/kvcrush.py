@@ -7,8 +7,6 @@ from conformance.methods.policies import crushed
 from conformance.methods.snapkv import snapkv
 from conformance.strategies.policy_inputs import Inputs, Kept
 
-__all__ = ["BRUTES"]
-
 
 def kept(
     inputs: Inputs, B: int, W: int, kernel: int, block: int, share: Fraction, anchor: str = "alternating",

@@ -13,8 +13,6 @@ from conformance.oracles.boxes import dot, fsum, largest, leaves, sqrt
 from conformance.strategies.policy_inputs import Inputs, Kept, repeats
 from spec.policy import Rehearsal
 
-__all__ = ["BRUTES", "chunks", "full_heads", "global_shares", "head_means", "scores", "sinks_and_newest"]
-
 
 def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None) -> list[Score]:
     """Per KV head the most that any query of a repeat gives to each key of its chunk; with W_o as KVzip+ weighs it."""

@@ -7,8 +7,6 @@ from conformance.methods.brute import LAG, SINK, Brute, by_layer, sinks
 from conformance.methods.policies import Layer, Row, Score, normalise
 from conformance.oracles.boxes import Box, fsum, largest, least, places, sqrt
 
-__all__ = ["BRUTES", "lagkv", "lagkv_information"]
-
 
 def lagkv_information(rows: Sequence[Row], reference: Sequence[Row]) -> list[float]:
     """Of one partition under the next: min-max by its channels, deviation over channels, softmax over tokens."""

@@ -26,10 +26,6 @@ from reference.policies.names import BACKEND, check_name, constants_of, constant
 from spec.errors import SpecError
 from spec.policy import Policy
 
-__all__ = [
-    "METHOD_ITEMS", "Decide", "Method", "asked", "explanations", "method_of", "on_backend", "rounded", "span_of",
-]
-
 Decide = Callable[[Inputs, int], Kept]
 METHODS: Mapping[str, Brute] = {one.name: one for one in brutes()}
 METHOD_ITEMS = frozenset(one.item for one in METHODS.values())

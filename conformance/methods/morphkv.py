@@ -5,8 +5,6 @@ from conformance.methods.brute import Brute, W, by_layer, newest
 from conformance.methods.policies import Layer, Score, groups, last_rows, padded, window
 from conformance.oracles.boxes import fsum, largest
 
-__all__ = ["BRUTES", "morphkv"]
-
 
 def morphkv(layer: Layer, W: int, fusion: str) -> list[Score]:
     """Per key before the window, the sum or the largest of each head's last queries, as a mean over the group."""

@@ -16,8 +16,6 @@ from conformance.strategies.policy_inputs import Inputs, Kept
 from spec.parameters import NESTEDKV, NestedKVParameters
 from spec.policy import Policy
 
-__all__ = ["BRUTES", "kept", "tokens"]
-
 
 def tokens(r: str, N: int) -> int:
     """Tokens that stay where the decimal share r goes, counted up from nothing."""

@@ -11,11 +11,6 @@ from typing import Any
 
 from conformance.oracles.boxes import Answer, Box, Undecided, dot, exp, fsum, largest, places, surely, tanh
 
-__all__ = [
-    "accumulated", "adaptive_shares", "asked", "best_blocks", "best_units", "chunk_selection", "chunk_totals",
-    "competition_shares", "crushed", "epicache", "pool", "pyramid_shares", "top", "two_stages", "weights", "window",
-]
-
 Row = Sequence[float]
 Layer = dict[str, Any]
 Score = list[float | None]

@@ -10,8 +10,6 @@ from conformance.methods.policies import Score, pyramid_shares, top
 from conformance.methods.snapkv import READINGS, snapkv
 from conformance.strategies.policy_inputs import Inputs, Kept
 
-__all__ = ["BRUTES"]
-
 
 def pyramid(score: Callable[..., list[Score]]) -> Callable[..., Kept]:
     """The shares of layers lie on a line."""

@@ -16,8 +16,6 @@ from conformance.methods.policies import (
 )
 from conformance.oracles.boxes import dot, fsum, largest, sqrt
 
-__all__ = ["BRUTES", "rkv", "rkv_redundancy"]
-
 
 def rkv(layer: Layer, W: int, kernel: int, lam: float) -> list[Score]:
     """Importance and redundancy of the keys before the last W."""

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from conformance.oracles.diversity import Row, cosine
 from conformance.oracles.sums import added
 
-__all__ = ["schedule", "signatures", "toward_mean", "unit"]
-
 
 def unit(u: Row) -> list[float]:
     """Eq. 1: u over its length plus 1e-8."""

@@ -5,8 +5,6 @@ from conformance.methods.brute import KERNEL, Brute, W, by_layer, newest
 from conformance.methods.policies import Layer, Score, groups, last_rows, padded, pool, weights, window
 from conformance.oracles.boxes import fsum
 
-__all__ = ["BRUTES", "READINGS", "snapkv"]
-
 
 def snapkv(layer: Layer, W: int, kernel: int, pooling: str = "max", softmax: str = "all") -> list[Score]:
     """Sum over the window, pool per query head, mean over the group."""

@@ -3,8 +3,6 @@
 from conformance.methods.brute import SINK, Brute, sinks
 from conformance.strategies.policy_inputs import Inputs, Kept
 
-__all__ = ["BRUTES"]
-
 
 def kept(inputs: Inputs, B: int, N_sink: int) -> Kept:
     n = inputs.n

@@ -5,8 +5,6 @@ from conformance.methods.brute import Brute, by_layer
 from conformance.methods.policies import Layer, Score, last_rows
 from conformance.oracles.boxes import fsum
 
-__all__ = ["BRUTES", "tova"]
-
 
 def tova(layer: Layer, last: str = "free") -> list[Score]:
     rows, n = last_rows(layer, 1), len(layer["k"][0])

@@ -9,8 +9,6 @@ from conformance.methods.policies import Score, top
 from conformance.oracles.boxes import around
 from conformance.strategies.policy_inputs import Inputs, Kept
 
-__all__ = ["BRUTES", "joined", "score", "statistics", "z_score"]
-
 Row = Sequence[float]
 BOUND = 2.0**13
 """TA-RANKING: 2^15 units roundoff of the row's largest score, in units of `boxes`."""

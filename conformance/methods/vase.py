@@ -19,8 +19,6 @@ from conformance.methods.policies import (
 from conformance.oracles.boxes import dot, fsum, largest, least, log, surely
 from conformance.strategies.policy_inputs import Inputs
 
-__all__ = ["BRUTES", "attention", "kept", "philox", "ranges", "uniforms", "vase"]
-
 WORD = 2**64
 
 

@@ -21,8 +21,6 @@ from conformance.methods.snapkv import READINGS, snapkv
 from conformance.oracles.boxes import dot, fsum, leaves, surely
 from conformance.strategies.policy_inputs import Inputs, Kept
 
-__all__ = ["BRUTES", "critical", "output_sizes", "two_stages", "vatp"]
-
 Projection = Sequence[Sequence[Row]]
 
 

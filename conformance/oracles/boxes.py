@@ -15,31 +15,6 @@ from typing import Any, TypeAlias, Union
 
 import numpy as np
 
-__all__ = [
-    "DOUBLE",
-    "SINGLE",
-    "Answer",
-    "Box",
-    "Number",
-    "Undecided",
-    "around", "cos",
-    "dot",
-    "exp",
-    "fits",
-    "fsum",
-    "largest",
-    "least",
-    "leaves",
-    "log",
-    "ordered",
-    "places",
-    "rounding",
-    "sin",
-    "sqrt",
-    "surely",
-    "tanh",
-]
-
 DOUBLE, SINGLE = 2.0**-51, 2.0**-22
 """Units of the arithmetic of a subject: four times its unit roundoff."""
 FUNCTION = 4.0

@@ -12,12 +12,6 @@ from conformance.oracles.s1 import Edge, Rows
 from conformance.oracles.sums import added
 from spec.parameters import CrystalCacheParameters
 
-__all__ = [
-    "Model", "Pair", "Trunk", "active", "add_segment", "after_forward", "append", "before_eviction", "breath",
-    "decay", "decode_step", "degrees", "edgeless_D", "eta", "evict", "hebb", "in_windows", "inverse_norm",
-    "join_chunk", "join_tail", "keep", "protected", "pulses", "raise_D", "resonance", "settle",
-]
-
 Pair = frozenset[int]
 
 

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 from conformance.oracles.sums import added
 
-__all__ = ["alpha", "cosine"]
-
 Row = Sequence[float]
 
 

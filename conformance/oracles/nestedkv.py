@@ -9,11 +9,6 @@ from typing import Any, NamedTuple
 
 from conformance.oracles.boxes import dot, exp, fsum, largest, least, log, norm, ordered, sqrt
 
-__all__ = [
-    "Trace", "anomaly", "blended", "block_of", "deltas", "gate", "mean", "memories", "min_max", "rectified",
-    "routed", "scores", "surprise", "traced", "unit",
-]
-
 Row = Sequence[float]
 TINY = Fraction(1, 2**16)
 

@@ -7,8 +7,6 @@ from fractions import Fraction
 from conformance.oracles import s1, s2, s3, s4, s5, s6
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["Prefill", "prefill"]
-
 
 @dataclass(frozen=True)
 class Prefill:

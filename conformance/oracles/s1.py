@@ -8,11 +8,6 @@ from typing import TypeAlias
 
 from spec.parameters import CrystalCacheParameters
 
-__all__ = [
-    "Block", "Edge", "Rows", "Segment", "attention", "coattention", "cosine", "edges", "float32", "head_mean",
-    "log_sum_exp", "row_normalise", "salience", "strongest",
-]
-
 Rows: TypeAlias = list[list[float]]
 Block: TypeAlias = list[Rows]
 Edge: TypeAlias = tuple[int, int, float]

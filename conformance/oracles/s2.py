@@ -9,10 +9,6 @@ from conformance.oracles.s1 import Edge
 from conformance.oracles.sums import added
 from spec.parameters import CrystalCacheParameters
 
-__all__ = [
-    "Trunk", "first5", "interface_weights", "last5", "median_strength", "merges", "sentences", "split", "trunks",
-]
-
 # A sentence or a trunk is the list of its positions.
 Trunk = list[int]
 

@@ -7,8 +7,6 @@ from conformance.oracles.s2 import Trunk
 from conformance.oracles.sums import added
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["counts", "impact", "rarity", "rarity_of", "token_impact", "trunk_impact", "unit_trunk_impact"]
-
 
 def counts(token_ids: Sequence[int]) -> list[int]:
     """Eq. 20."""

@@ -8,8 +8,6 @@ from conformance.oracles.s2 import Trunk
 from conformance.oracles.sums import added
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["cross_weights", "crystallization", "degree", "trunk_weight", "unpruned_weight", "weight_matrix"]
-
 
 def cross_weights(E: Sequence[Edge], g_a: Trunk, g_b: Trunk) -> list[float]:
     """Eq. 24: the multiset W_ab, additive over both orientations, in the order of E."""

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["normalised_impact", "score"]
-
 
 def normalised_impact(M_bar: Sequence[float], alive: Sequence[int], epsilon: float) -> dict[int, float]:
     """Eq. 28 over the unprotected trunks."""

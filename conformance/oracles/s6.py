@@ -9,11 +9,6 @@ from fractions import Fraction
 from conformance.oracles.s2 import Trunk
 from spec.parameters import CrystalCacheParameters
 
-__all__ = [
-    "Eviction", "allocate", "backfill", "closed_form", "dissolve", "effective_budget", "evict", "keep_count",
-    "protected", "reserve", "tier_allocate", "tier_counts", "tokens",
-]
-
 
 @dataclass(frozen=True)
 class Eviction:

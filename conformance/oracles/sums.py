@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-__all__ = ["added"]
-
 
 def added(terms: Iterable[float]) -> float:
     """From left to right, each step rounded; `sum` of newer Pythons compensates."""

@@ -1,7 +1,5 @@
 """The laws that tests of the integration judge where no single item of the specification does: name and sentence."""
 
-__all__ = ["LAWS"]
-
 LAWS = {
     "eviction-equals-masking": "The output equals that of the full cache with the evicted tokens masked.",
     "decided-as-the-reference":

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-__all__ = ["started"]
-
 # Loaded once, by the server: what the processes do.
 WORK = [
     f"conformance.own.models_integration.{room}"

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from conformance.strategies.policy_inputs import Inputs
     from spec.policy import Policy
 
-__all__ = ["explained", "judged_policy", "keeps"]
-
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """What the tests of a file are about must be given."""

@@ -12,11 +12,6 @@ from spec.budget import Budget, parse_budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters
 
-__all__ = [
-    "csr_of_matrix", "decode_parameters", "ends", "flags", "frozen_state", "graphs", "inverse_norms", "random_state",
-    "sixteenths", "states",
-]
-
 ENDS = frozenset({2, 7})
 
 

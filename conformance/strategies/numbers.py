@@ -17,45 +17,6 @@ from hypothesis import strategies as st
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
 
-__all__ = [
-    "ALPHABET",
-    "CHUNK",
-    "CLOSE",
-    "CROSS",
-    "DEGREES",
-    "EVICTED_SIZE",
-    "EVICTED_TRUNKS",
-    "HEADS_SUMMED",
-    "HOT_TOKENS",
-    "INTRA",
-    "KV_HEADS",
-    "LIVE_SIZE",
-    "LIVE_TRUNKS",
-    "NEAR",
-    "NESTED",
-    "PROMPT_TOKENS",
-    "S1_TOKENS",
-    "SPECIAL",
-    "TEXT_TOKENS",
-    "TRUNK",
-    "TYPES",
-    "TYPE_PAIRS",
-    "Numbers",
-    "Words",
-    "ablations",
-    "close",
-    "end_masks",
-    "forms",
-    "keys",
-    "mixed",
-    "of_type",
-    "seeds",
-    "sentence_ends",
-    "small_parameters",
-    "special",
-    "token_ids",
-]
-
 # S1's oracle takes H n^2 d steps of plain Python: 0.1 s at 26 tokens of 16 heads; 26 cross two to six chunks.
 S1_TOKENS = 26
 # Every head of every token draws its keys by itself: 80 permutations at 20 tokens of 4 heads.

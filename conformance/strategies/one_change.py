@@ -16,8 +16,6 @@ from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import NESTEDKV, TINY
 from spec.records import CoAttention, Trunks
 
-__all__ = ["CALLS", "LARGE", "Calls"]
-
 TINIEST = 2.0**-1074
 
 

@@ -17,11 +17,6 @@ from spec.plugins import find_plugin
 from spec.policy import LayerView, Observation, Policy, Rehearsal, Repeat
 from spec.retention import Granularity, Retention
 
-__all__ = [
-    "KINDS", "TEMPLATE", "Inputs", "Kept", "altered", "calibrated", "decided", "drawn", "groups_of", "identity",
-    "named", "observation", "of_model", "repeats", "resized", "retained",
-]
-
 Kept = list[list[int]]
 """Kept positions of each kept set."""
 Array = np.ndarray[Any, Any]

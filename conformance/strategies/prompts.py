@@ -22,18 +22,6 @@ from spec.backend import CrystalStages
 from spec.parameters import TINY, CrystalCacheParameters
 from spec.records import CoAttention
 
-__all__ = [
-    "GROUPS",
-    "AttentionInputs",
-    "Prompt",
-    "attention_inputs",
-    "budget_fractions",
-    "hot_sets",
-    "later_segments",
-    "prompts",
-    "random_prompt",
-]
-
 GROUPS = (1, 2, 4, 7, 8)
 HOT = 2048.0  # exp(-HOT) is 0 in every floating type
 

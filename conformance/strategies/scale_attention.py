@@ -16,8 +16,6 @@ from conformance.strategies.prompts import AttentionInputs, Prompt, frozen
 from spec.arrays import IntMatrix, IntVector
 from spec.parameters import PAPER, CrystalCacheParameters
 
-__all__ = ["ENDS", "RANKS", "Shape", "addressed", "laddered", "text_of"]
-
 SURE = 1024.0  # the margin of a logit: exp(-SURE) is 0 in every floating type
 VOCABULARY = 151_936  # of Qwen2.5: more than 2^16 ids
 ENDS = frozenset({13, 30, 65_536 + 13, 131_072 + 30})  # two of them are the other two modulo 2^16

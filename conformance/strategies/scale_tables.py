@@ -14,22 +14,6 @@ from spec.decode import DecodeState, LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, Trunks
 
-__all__ = [
-    "FAR_IDS",
-    "Eviction",
-    "Lists",
-    "blocks_of_edges",
-    "csr",
-    "eviction",
-    "hub",
-    "lists",
-    "network",
-    "of_sizes",
-    "some_ends",
-    "state_at",
-    "two_blocks",
-]
-
 
 @dataclass(frozen=True)
 class Lists:

@@ -22,11 +22,6 @@ from spec.backend import CrystalStages
 from spec.parameters import TINY, CrystalCacheParameters
 from spec.records import CoAttention, Dissolution, Trunks
 
-__all__ = [
-    "CORNERS", "EvictionProblem", "Text", "coattentions", "corners", "degrees", "dyadic_impacts", "evictions",
-    "partitions", "random_evictions", "record", "texts",
-]
-
 # Draws an integer in [low, high]; the third argument names it.
 Integer = Callable[[int, int, str], int]
 

@@ -4,8 +4,6 @@ import os
 
 import pytest
 
-__all__ = ["compiled"]
-
 # Variables that turn a compiled backend into an interpreted one, which takes hours for what takes seconds.
 INTERPRETERS = ("TRITON_INTERPRET", "NUMBA_DISABLE_JIT")
 

@@ -14,11 +14,6 @@ from spec.decode import DecodeState, LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.records import CoAttention, Edges, Trunks
 
-__all__ = [
-    "RECORDS", "Item", "call", "edges_of", "fields_of", "flags", "floats", "integers", "named", "plain", "record",
-    "results", "state_of", "table_of", "weights_of",
-]
-
 Item = Callable[[Any, CrystalCacheParameters], Mapping[str, object]]
 
 

@@ -9,8 +9,6 @@ import numpy as np
 from conformance.strategies.numbers import Numbers, mixed
 from conformance.vectors.files import Json
 
-__all__ = ["expanded", "is_compact", "mismatches", "summary"]
-
 BLOCKS, SMALLEST = 16, 32  # a summary has at most so many blocks, of at least so many values
 NAN_BITS, NAN_STEP = np.uint64(0x7FF8_0000_0000_0000), np.uint64(2**63)  # what a digest reads where there is NaN
 

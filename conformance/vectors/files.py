@@ -11,11 +11,6 @@ from typing import Any, TypeAlias
 from conformance.paths import SPEC
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
 
-__all__ = [
-    "HOME", "Json", "Results", "decoded", "nestedkv_parameters", "parameters_of", "path_of", "published", "stages",
-    "stored",
-]
-
 Json: TypeAlias = Any
 Results: TypeAlias = Mapping[str, Json]
 

@@ -10,10 +10,6 @@ from conformance.oracles.decode import Model, Pair, Trunk
 from conformance.oracles.s6 import tokens
 from conformance.vectors.files import Json
 
-__all__ = [
-    "CHAIN", "STATE", "WAITING", "WEIGHTS", "budget_of", "csr_of", "model_of", "pairs_of", "results_of", "state",
-]
-
 WEIGHTS = ("indptr", "indices", "weights")
 STATE = (
     "seen", "step", "positions", "offsets", "impact", "inverse_norms", "trunk_impact", "D", *WEIGHTS, "ids", "counts",

@@ -18,8 +18,6 @@ from spec.budget import parse_budget
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
 
-__all__ = ["FAMILIES", "STAGES", "Stage", "attention_inputs", "prompt"]
-
 Stage = Callable[[Backend, Any, CrystalCacheParameters], Mapping[str, object]]
 BY_NAME = {kind.__name__: of for kind, of in RECORDS.items()}
 ON_DEVICE = ("q", "k")

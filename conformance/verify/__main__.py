@@ -22,8 +22,6 @@ from conformance.verify.runs import judged, prepared, selected
 from conformance.verify.subject import Subject
 from spec.errors import BackendUnavailable, SpecError
 
-__all__ = ["main", "run", "seeded", "written"]
-
 LONGEST_LINE = 4000
 """Letters of a line that somebody else may have written: an engine, or a certificate."""
 

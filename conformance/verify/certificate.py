@@ -24,12 +24,6 @@ from conformance.verify.subject import Subject
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 
-__all__ = [
-    "CERTIFIED", "COMPARED", "GREEN", "KEEPS", "PARTIAL", "PASSED", "QUICK", "RED", "SCHEMA", "YELLOW", "badge",
-    "certificate", "converted", "differences", "entries_of", "excepted", "judged_by", "new_failures",
-    "of_another_version", "read", "repeated", "scope", "write", "written",
-]
-
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 

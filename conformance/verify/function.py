@@ -11,8 +11,6 @@ from spec.errors import SpecError
 if TYPE_CHECKING:
     from conformance.verify.request import Request
 
-__all__ = ["Verdict", "verify"]
-
 
 @dataclass(frozen=True)
 class Verdict:

@@ -21,21 +21,6 @@ from conformance.paths import SPEC
 from conformance.plugin import NOT_OFFERED, precision_of, spec_of
 from spec.backend import FAMILIES
 
-__all__ = [
-    "ABSTAINED",
-    "COMPOSED",
-    "PROMISES",
-    "STATES",
-    "Outcome",
-    "Recorder",
-    "Verdicts",
-    "families",
-    "families_of",
-    "must",
-    "outcomes_of",
-    "verdicts_of",
-]
-
 COMPOSED = "compositions"
 """Where items stand that no family has: doors and compositions, the same code for every engine, on its stages."""
 

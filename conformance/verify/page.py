@@ -9,8 +9,6 @@ from typing import Any
 from conformance.verify.certificate import COMPARED, PARTIAL, PASSED, QUICK, excepted, scope
 from conformance.verify.outcomes import ABSTAINED, COMPOSED, PROMISES, Verdicts, must
 
-__all__ = ["by_family", "headline", "junit", "markdown", "page", "summary"]
-
 _LINES, _WIDTH, _MOST = 6, 150, 12
 
 

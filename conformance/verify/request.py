@@ -12,8 +12,6 @@ from typing import NoReturn
 from conformance.plugin import POSITIONS, PROFILES
 from spec.errors import SpecError
 
-__all__ = ["ENGINES", "KINDS", "PRECISIONS", "PROFILE", "Request", "parsed", "parser"]
-
 ENGINES = ("backend", "command")
 KINDS = (*ENGINES, "policy", "cache")
 """Of subjects."""

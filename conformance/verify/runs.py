@@ -23,8 +23,6 @@ from conformance.verify.request import ENGINES, Request
 from conformance.verify.subject import OF_KIND, Subject
 from spec.errors import SpecError
 
-__all__ = ["Progress", "judged", "prepared", "selected"]
-
 SUITE = ROOT / "conformance" / "suite"
 SCALE = SUITE / "test_scale_*.py"
 SUITES = {"policy": SUITE.with_name("policy_suite"), "cache": SUITE.with_name("cache_suite")}

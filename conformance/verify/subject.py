@@ -21,8 +21,6 @@ from spec.backend import BUILT_IN, ENTRY_POINTS, FAMILIES, resolve
 from spec.errors import BackendUnavailable, SpecError
 from spec.plugins import find_plugin, target_of
 
-__all__ = ["OF_KIND", "Subject", "digest_of", "of_backend", "of_cache", "of_command", "of_policy"]
-
 CACHES = "kvspec.caches"
 OURS = "reference.policies:names"
 

@@ -17,8 +17,6 @@ from reference.statistics import Interval
 from reference.triattention import distance_score, joined, z_scores
 from spec.policy import Scores
 
-__all__ = ["DIVERSITY_ITEMS", "INJECTION_ITEMS", "NESTEDKV_ITEMS", "cosines", "vocabulary"]
-
 Result = Mapping[str, object]
 
 

@@ -32,8 +32,6 @@ from spec.budget import parse_budget
 from spec.parameters import CrystalCacheParameters
 from spec.records import Dissolution
 
-__all__ = ["BY_ITEM", "ITEMS"]
-
 
 def interface(i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:
     sides = trunks.interface(tuple(i["current"]), tuple(i["sentence"]))

@@ -37,8 +37,6 @@ from reference.policies.selectors import best_blocks, fill_units, top_units
 from spec.budget import Budget
 from spec.policy import Budgets, Cadence, LayerView, Observation, Policy, Rehearsal, Running, Scores, Selection
 
-__all__ = ["POLICY_ITEMS", "kept"]
-
 Result = Mapping[str, object]
 
 

@@ -31,8 +31,6 @@ from conformance.assurance.mutants.results import run
 from conformance.assurance.mutants.sites import mutants_of_tree, sample
 from conformance.assurance.mutants.worker import CHECKED
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, list or accept."""

@@ -17,8 +17,6 @@ from typing import Any
 
 from spec.errors import SpecError
 
-__all__ = ["ORIGINAL", "Edit", "function_of", "replace_code", "replace_module", "replaced"]
-
 PACKAGES = ("spec", "reference", "accelerated")
 ORIGINAL = "original"
 """What edited source calls to reach the right function."""

@@ -15,8 +15,6 @@ from conformance.assurance import trace
 from conformance.assurance.mutants.sites import Mutant, module_name, source_files
 from conformance.items import items_of
 
-__all__ = ["Judges", "Selection", "read_code", "test_modules"]
-
 MODULE = "<module>"
 OTHERS = (
     "conformance/measure", "conformance/own/conformance", "conformance/own/accelerated/triton",

@@ -13,8 +13,6 @@ from conformance.assurance.mutants.results import Trial
 from conformance.assurance.mutants.sites import Mutant, compiled, digest, known_signatures
 from conformance.assurance.mutants.worker import file_of, marked
 
-__all__ = ["trials"]
-
 
 def trials(root: Path, mutants: Sequence[Mutant], judges: Judges) -> list[Trial]:
     """Return what is tried of each: the tests of its function's items, with the changed module in the process."""

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 
-__all__ = ["Change", "Signatures", "changes", "signatures"]
-
 Change = tuple[str, ast.AST]  # operator, what stands there instead
 Signatures = dict[str, list[str]]  # types of a function's positional parameters, by its name
 

@@ -15,12 +15,6 @@ from conformance.assurance.mutants.sites import Mutant
 from conformance.assurance.mutants.worker import Suite, collected
 from reference.statistics import wilson
 
-__all__ = [
-    "LIST", "PROFILES", "Explanation", "Result", "Trial", "append", "explanations", "forget", "problems", "read",
-    "run", "table",
-]
-
-
 FILE = "results.jsonl"
 PROFILES = ("dev", "ci")  # the cheap one first
 

@@ -14,19 +14,6 @@ from types import CodeType
 
 from conformance.assurance.mutants.operators import Place, Signatures, changes, signatures
 
-__all__ = [
-    "SUBJECTS",
-    "Mutant",
-    "compiled",
-    "digest",
-    "known_signatures",
-    "module_name",
-    "mutants_of",
-    "mutants_of_tree",
-    "sample",
-    "source_files",
-]
-
 # What is mutated, and the backend under whose name its tests run.
 SUBJECTS = {"reference": "numpy", "accelerated/numba_cpu": "numba"}
 

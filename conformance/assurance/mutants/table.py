@@ -10,8 +10,6 @@ from typing import Any
 from conformance.assurance.mutants.edits import Edit, function_of
 from spec.errors import SpecError
 
-__all__ = ["KINDS", "MUTANTS", "ROWS", "TABLE", "WrittenMutant", "read_rows", "sized_mutants"]
-
 ROWS = Path(__file__).resolve().parent / "rows"
 EDITS = ("find", "start", "body")
 

@@ -21,8 +21,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["NotJudged", "Suite", "Verdict", "collected", "file_of", "judges_any_backend", "marked"]
-
 MEMORY = 16 << 30  # bytes of address space
 PAUSE, IDLE = 0.2, 60.0  # seconds between looks at a fork, and without any processor time before it counts as hung
 AFTER_AN_ERROR = 60  # tests that may still find an assertion to fail

@@ -19,8 +19,6 @@ from conformance.assurance.trace import LOCK, read_lock
 from conformance.paths import ROOT
 from spec import SPEC_VERSION
 
-__all__ = ["accept", "changed", "judging_files", "page", "trials", "verdict_line"]
-
 KILLED = Path(__file__).resolve().parent / "killed.lock"
 # Whose tests are not about the reference, or are about this package.
 OTHERS = (

@@ -6,11 +6,6 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 
-__all__ = [
-    "bands", "code", "cosines", "cuts", "entropy", "first_tokens", "fused", "held", "most_deviating", "moved", "placed",
-    "quantised_region", "rebase_angles", "scale_of", "shift_angles", "sink_mass", "turned", "wrapped",
-]
-
 Matrix = Sequence[Sequence[float]]
 
 

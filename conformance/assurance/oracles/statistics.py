@@ -5,8 +5,6 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-__all__ = ["bootstrap", "cluster_bootstrap", "mcnemar", "power", "wilson"]
-
 
 def mcnemar(b: int, c: int) -> Fraction:
     """Count the sign patterns at least as uneven as the one that was seen, from the distribution by convolution."""

@@ -8,8 +8,6 @@ import z3
 
 from conformance.assurance.proofs.source import Term
 
-__all__ = ["Claim", "Verdict", "decide"]
-
 OUTCOMES = {"unsat": "proved", "sat": "refuted"}
 TIMEOUT_MS = 20_000
 SMALL = (4, 12, 64)  # a counterexample is easier to read where its numbers are small

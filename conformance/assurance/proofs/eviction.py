@@ -8,8 +8,6 @@ from z3 import And, If, Implies, Ints, Or, Real, ToReal
 from conformance.assurance.proofs.claims import Claim
 from conformance.assurance.proofs.source import Code, Term, largest
 
-__all__ = ["claims"]
-
 STEP = "reference/crystalcache/dissolution.py:allocate_step"
 KEEP_COUNT = "reference/crystalcache/dissolution.py:keep_count"
 CUT = "reference/crystalcache/protection.py:cut"

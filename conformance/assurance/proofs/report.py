@@ -32,8 +32,6 @@ from conformance.assurance.proofs.shapes import (
 from conformance.assurance.proofs.source import Code
 from conformance.assurance.proofs.words import PACKED, UNPACKED
 
-__all__ = ["EDITS", "NOT_READ", "Edit", "all_claims", "edited_claims", "main", "source_claims"]
-
 
 class Edit(NamedTuple):
     """`old` becomes `new` in the function at `place`, and the lemma of this name falls."""

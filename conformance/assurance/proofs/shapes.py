@@ -8,8 +8,6 @@ from z3 import And, Bool, Exists, If, Implies, Int, Ints, Real, ToReal
 from conformance.assurance.proofs.claims import Claim
 from conformance.assurance.proofs.source import Code, Term, largest, least
 
-__all__ = ["claims"]
-
 TOKENS = "spec/budget.py:Budget.tokens"
 EFFECTIVE = "reference/crystalcache/protection.py:effective_budget"
 PROTECTED = "reference/crystalcache/protection.py:protected_trunks"

@@ -14,9 +14,6 @@ import z3
 
 from conformance.paths import ROOT
 
-__all__ = ["Code", "NotUnderstood", "Reading", "Run", "Term"]
-
-
 # A z3 term, a Python int or bool, or a tuple of terms.
 Term: TypeAlias = Any
 

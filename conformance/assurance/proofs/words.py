@@ -8,8 +8,6 @@ from z3 import And, BitVec, BitVecVal, Extract, Implies, Ints, Or, SignExt
 from conformance.assurance.proofs.claims import Claim
 from conformance.assurance.proofs.source import Code, Term
 
-__all__ = ["claims"]
-
 NUMBA_CLOSED = "accelerated/numba_cpu/dissolution.py:kept_tokens"
 TRITON_CLOSED = "accelerated/triton_gpu/dissolution.py:kept_tokens"
 NUMBA_SPLIT = "accelerated/numba_cpu/trunks.py:split"

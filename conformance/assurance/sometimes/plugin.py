@@ -19,8 +19,6 @@ from conformance.plugin import profile_of, subject_of
 if TYPE_CHECKING:
     from spec.backend import Backend
 
-__all__ = ["ENOUGH", "SUITE", "expected", "watched", "whole"]
-
 SUITE = ROOT / "conformance" / "suite"
 ENOUGH = 100
 """A process looks for a state until it has met it so often."""

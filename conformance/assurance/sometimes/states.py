@@ -13,8 +13,6 @@ import numpy as np
 
 from conformance.oracles.s2 import interface_weights
 
-__all__ = ["DERIVED", "REFUSALS", "STATES"]
-
 State = tuple[str, Callable[[Any], Any]]
 SMALL = 64
 """Tokens of the longest segment whose interfaces are all looked at."""

@@ -25,8 +25,6 @@ from conformance.paths import ROOT
 from conformance.verify.request import parser as verify
 from models_integration.cli.app import app
 
-__all__ = ["GROUPS", "found_in", "main"]
-
 
 def _pages(*patterns: str) -> Iterator[Passage]:
     return chain.from_iterable(of_page(path) for pattern in patterns for path in sorted(ROOT.glob(pattern)))

@@ -19,10 +19,6 @@ from proselint.tools import LintFile
 
 from conformance.paths import ROOT
 
-__all__ = [
-    "MARK", "Offence", "Passage", "of_docstrings", "of_errors", "of_help", "of_markdown", "of_page", "offences",
-]
-
 LONGEST = 25
 """Words of a sentence."""
 MARK = "X"

@@ -7,11 +7,6 @@ from typing import Any
 from conformance.oracles.s1 import Edge
 from conformance.oracles.s4 import cross_weights
 
-__all__ = [
-    "compact", "cut", "dissolved_D", "edge_list", "kv_bytes", "observed_layer", "pairs", "renewed_D", "rows_of",
-    "score", "trunk_lists",
-]
-
 
 def kv_bytes(L: int, H_kv: int, d: int, n: int, batch: int, b: int) -> int:
     """Eq. 4, counted layer by layer and head by head."""

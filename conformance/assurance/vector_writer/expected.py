@@ -20,8 +20,6 @@ from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
 from conformance.vectors.files import Json, Results
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["OPERATIONS"]
-
 NAN = math.nan
 NEIGHBOURS = ["index", "weight"]
 

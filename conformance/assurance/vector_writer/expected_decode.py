@@ -10,8 +10,6 @@ from conformance.vectors.files import Json, Results
 from conformance.vectors.models import budget_of, csr_of, model_of, pairs_of, results_of
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["DECODE_OPERATIONS"]
-
 
 def key_norms(i: Json, p: CrystalCacheParameters) -> Results:
     return {"inverse_norms": [decode.inverse_norm(list(keys)) for keys in zip(*i["k"], strict=True)]}

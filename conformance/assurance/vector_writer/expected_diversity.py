@@ -12,8 +12,6 @@ from conformance.methods.knorm import knorm
 from conformance.oracles import diversity as alpha
 from conformance.vectors.files import Json
 
-__all__ = ["DIRECT", "RESULTS"]
-
 OFFSETS = [1 << e for e in range(17)]
 
 

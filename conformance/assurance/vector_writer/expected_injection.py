@@ -9,8 +9,6 @@ from conformance.assurance.oracles import injection, statistics
 from conformance.assurance.vector_writer.operation import Operation, direct
 from conformance.vectors.files import Json
 
-__all__ = ["OPERATIONS"]
-
 SYSTEM = [(True, "<|im_start|>"), (False, "system\nYou are a helpful assistant."), (True, "<|im_end|>"), (False, "\n")]
 USER, END = [(True, "<|im_start|>"), (False, "user\n")], [(True, "<|im_end|>")]
 # Prefix, suffix, hidden parts: from Sections 3.5 and 3.6 and Appendix A.

@@ -16,8 +16,6 @@ from spec.arrays import IntMatrix, Matrix
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
 
-__all__ = ["LARGE_OPERATIONS", "made", "shortened", "unsure"]
-
 LONG = 64  # values of a result that is written as it is
 NEAR_TIE = 2.0**-40
 

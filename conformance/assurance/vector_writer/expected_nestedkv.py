@@ -10,8 +10,6 @@ from conformance.methods.nestedkv import tokens
 from conformance.oracles import nestedkv as oracle
 from conformance.vectors.files import Json, nestedkv_parameters
 
-__all__ = ["DIRECT", "RESULTS"]
-
 
 def memories(i: Json, which: int) -> Json:
     p = nestedkv_parameters(i)

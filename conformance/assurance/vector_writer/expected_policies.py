@@ -15,8 +15,6 @@ from conformance.methods.snapkv import snapkv
 from conformance.methods.vase import uniforms
 from conformance.vectors.files import Json
 
-__all__ = ["DIRECT", "RESULTS"]
-
 Shares = Callable[[list[oracle.Score], int], Sequence[int]]
 HALF = Fraction(1, 2)
 

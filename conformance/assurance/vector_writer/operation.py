@@ -9,8 +9,6 @@ from conformance.vectors.codec import call, results
 from conformance.vectors.files import Json, Results
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["Operation", "direct", "encoded"]
-
 
 @dataclass(frozen=True)
 class Operation:

@@ -19,8 +19,6 @@ from conformance.vectors.compact import expanded, is_compact
 from conformance.vectors.files import Json, decoded, parameters_of
 from spec import SPEC_VERSION
 
-__all__ = ["built", "differences", "main", "notes", "repeated", "text_of", "written"]
-
 WIDTH = 118
 BITS = 20  # of the grid of a long result, where a draft names none
 HEADER = [

@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Kind", "edges_like", "first_layer", "numpy_s1", "torch_s1"]
-
 Floats = NDArray[np.float32]
 Kind = str  # "mixed" or "peaky"
 

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-__all__ = ["ROUTES", "Heads", "variable_length"]
-
 H_KV, G, D = 8, 4, 128
 
 

@@ -21,8 +21,6 @@ from models_integration import CrystalCache, RetainedCache
 from models_integration.model.cache_argument import CACHE
 from spec.parameters import PAPER
 
-__all__ = ["Row", "first_layer_keys", "streamed"]
-
 PIECE, BUDGET = 200, 512
 PARAMETERS = replace(PAPER, C=256)
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from conformance.paths import DOCS, ROOT
 
-__all__ = ["SUBJECTS", "main", "page"]
-
 HERE, OUT, LOGS = Path(__file__).resolve().parent, DOCS / "results" / "certificates", ROOT / "results" / "certificates"
 ENGINE = Path("build", "engine")
 

@@ -12,8 +12,6 @@ from importlib.metadata import version
 
 from conformance.paths import DOCS
 
-__all__ = ["Defect", "defects", "main", "said"]
-
 PAGE = DOCS / "upstream.md"
 FIELDS = ("Package", "Prints", "Expected", "Change")
 _SECTION = re.compile(r'^### ([^\n]+)\n\n```py\n"""\n(.*?)"""\n(.*?)^```$', re.MULTILINE | re.DOTALL)

@@ -15,8 +15,6 @@ from conformance.measure.families.run import Outcome, outcomes
 from conformance.paths import DOCS
 from models_integration.studies.report import progress_bar
 
-__all__ = ["main"]
-
 PAGE = DOCS / "results" / "families.md"
 
 

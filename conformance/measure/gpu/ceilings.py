@@ -10,8 +10,6 @@ from conformance.measure.gpu.measure import median_ms
 from conformance.measure.gpu.report import Report
 from conformance.measure.gpu.scale import Scale
 
-__all__ = ["ceilings"]
-
 LANES, STEPS = 1024, 128
 
 

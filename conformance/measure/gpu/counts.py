@@ -19,8 +19,6 @@ from models_integration.session.method import Method
 from reference.policies.names import BACKEND, POLICIES, constants_of, families_of
 from spec.backend import resolve
 
-__all__ = ["constants", "deep_llama", "host_reads", "method_on", "peak", "text"]
-
 LAYERS, TOKENS, BUDGET, VOCABULARY = 12, 2_048, 0.3, 131
 SHORT = 256
 H_KV, D = 2, 16

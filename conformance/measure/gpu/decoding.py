@@ -18,8 +18,6 @@ from conformance.measure.gpu.report import Report, Table
 from conformance.measure.gpu.scale import Scale
 from models_integration.model.cache_argument import CACHE
 
-__all__ = ["batched", "decoding", "policies", "ragged"]
-
 BUDGETS = (0.5, 0.25, 0.1)
 OF_HEADS = ("adakv", "snapkv", "nestedkv")
 ROWS = 8

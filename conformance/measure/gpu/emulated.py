@@ -20,8 +20,6 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
-__all__ = ["DEVICE", "DeviceTensor", "HostReads", "on_device"]
-
 
 class _Hook(_DummyPrivateUse1Hook):
     """torch.accelerator finds no such device: what runs beside goes on as before."""

@@ -22,8 +22,6 @@ from spec.backend import Backend, CrystalStages, resolve
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, CrystalRetention
 
-__all__ = ["coattention_complaints", "following", "generation", "kept_complaints"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -16,8 +16,6 @@ from accelerated.triton_gpu.device import default_device
 from spec.backend import Backend, CrystalStages
 from spec.records import CoAttention
 
-__all__ = ["PartTimeout", "Watch", "limit", "median_ms", "peak_bytes", "say", "synchronize"]
-
 START = time.perf_counter()
 
 

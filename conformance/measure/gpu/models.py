@@ -12,8 +12,6 @@ from spec.arrays import IntVector
 from spec.backend import Backend
 from spec.records import CrystalRetention
 
-__all__ = ["Subject", "subject"]
-
 
 class Subject:
     """A causal model of transformers: `prompt(n)`, `forward` with a full cache, `generate` under CrystalCache."""

@@ -9,8 +9,6 @@ from conformance.measure.gpu.report import Report, Table
 from conformance.measure.gpu.scale import Scale
 from spec.backend import resolve
 
-__all__ = ["profile"]
-
 COLUMNS = ("length", "whose", "Forward", "S_i", "CoAttn", "M_i fin.", "Trunks", "Graph + D", "Evict", "End-to-end")
 TOTALS = ("length", "whose", "CC overhead", "Forward + CC", "CC % of (Fwd + CC)", "CC % of end-to-end")
 # Table 12, seconds on an H100 NVL: COLUMNS from Forward on, then TOTALS from CC overhead on.

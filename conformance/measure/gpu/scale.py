@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
 
-__all__ = ["DRY", "FULL", "Scale"]
-
 ON_DEVICE = "accelerated.triton_gpu.backend:ON_DEVICE"
 
 

@@ -17,8 +17,6 @@ from models_integration.archive.splice import Chunk, computed, splice
 from models_integration.model.cache_argument import CACHE
 from models_integration.model.rotation import Rotary, frequencies_at, recognise
 
-__all__ = ["paged", "splices"]
-
 CHUNKS = (1, 3, 5)
 QUESTION = 32
 """Tokens behind the chunks."""

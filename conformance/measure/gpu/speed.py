@@ -16,8 +16,6 @@ from conformance.measure.gpu.models import Subject
 from conformance.measure.gpu.report import Report, Table
 from conformance.measure.gpu.scale import Scale
 
-__all__ = ["first_layer", "routes", "s1", "whole_prefill"]
-
 Tensor = torch.Tensor
 MATCH = 10.0  # what a match adds to a logit
 

@@ -12,8 +12,6 @@ from conformance.measure.gpu.report import Report
 from conformance.measure.gpu.scale import Scale
 from conformance.paths import ROOT
 
-__all__ = ["conformance"]
-
 WORKERS = 8  # compiling is the larger part of the time, and each worker compiles on a core of its own
 
 

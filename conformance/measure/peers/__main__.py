@@ -12,8 +12,6 @@ from conformance.measure.peers.inputs import SMALL, Inputs, drawn
 from conformance.measure.peers.presses import PRESSES, VERSION, kept_by_press
 from conformance.paths import DOCS
 
-__all__ = ["main"]
-
 INPUTS = 200
 PAGE = DOCS / "peers.md"
 MOST = {"PyramidKV": 120}

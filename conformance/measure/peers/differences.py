@@ -30,8 +30,6 @@ from spec.budget import Budget
 from spec.policy import LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
-__all__ = ["FLOORED", "OURS", "READINGS", "TRUNCATED", "needed"]
-
 Kept = list[list[int]]
 Array = np.ndarray[Any, Any]
 

@@ -12,8 +12,6 @@ from reference.policies.attention import unrotated
 from reference.policies.kvzip import rehearsal_chunks
 from spec.policy import LayerView, Rehearsal, Repeat
 
-__all__ = ["SMALL", "Constants", "Inputs", "Rehearsed", "drawn", "positions_of", "threshold"]
-
 D = 8
 RATIOS = ("0.1", "0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.75", "0.8", "0.9")
 Array = np.ndarray[Any, Any]

@@ -13,8 +13,6 @@ import torch
 from conformance.measure.peers.inputs import Constants, Inputs, Rehearsed, positions_of, threshold
 from reference.policies.attention import observed_attention
 
-__all__ = ["PRESSES", "VERSION", "Make", "kept_by_press", "scores_by_press"]
-
 VERSION = version("kvpress")
 logging.getLogger("kvpress").setLevel(logging.ERROR)  # KVzip's press warns each time that it is made
 Array: TypeAlias = np.ndarray[Any, Any]

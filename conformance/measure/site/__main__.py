@@ -11,8 +11,6 @@ from conformance.measure.site import item_pages
 from conformance.measure.site.item_pages import gathered
 from conformance.paths import ROOT
 
-__all__ = ["foreign", "main", "write"]
-
 # The pages keep the places that they have in the checkout, so that their links stay right.
 SOURCES = ("*.md", "docs/**/*", "spec/*.md", "spec/vectors/README.md", "conformance/assurance/proofs/coq/README.md",
            "conformance/assurance/proofs/floats/README.md")

@@ -24,8 +24,6 @@ from conformance.assurance.trace import (
 from conformance.items import items_of
 from conformance.paths import ROOT, SPEC
 
-__all__ = ["Evidence", "Function", "Marked", "gathered", "index", "linked", "page"]
-
 
 @dataclass(frozen=True)
 class Function:

@@ -10,8 +10,6 @@ from conformance.oracles.scale.stages import Columns, pair_weights, pairs
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["activation", "hebbian", "inverse_norms", "pulses", "resonance", "rows_of", "segment_graph"]
-
 Rows = list[list[tuple[int, float]]]
 Weights = tuple[IntVector, IntVector, Vector]
 

@@ -9,8 +9,6 @@ import numpy as np
 from spec.arrays import IntMatrix, IntVector, Matrix, Vector
 from spec.parameters import CrystalCacheParameters
 
-__all__ = ["Ranked", "Scored", "coattention", "log_sum_exp"]
-
 # Candidates that are remembered behind the last place of a list: more than these never tie in the lane's inputs.
 BEHIND = 16
 

@@ -9,8 +9,6 @@ from conformance.oracles.scale.decode import Rows, Weights, rows_of
 from spec.arrays import BoolVector, Cube, IntVector, Matrix, Vector
 from spec.parameters import NestedKVParameters
 
-__all__ = ["Traced", "attended", "cosines_with", "diverse", "expected", "left", "nestedkv", "whole_units"]
-
 SMALL = 2.0**-16
 
 

@@ -12,12 +12,6 @@ from conformance.oracles.sums import added
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 
-__all__ = [
-    "Columns", "Dissolved", "Pairs", "counts", "crystallization", "degrees", "dissolve", "edge_columns", "in_order",
-    "interface_sums", "moments", "normalised_impact", "pair_weights", "pairs", "protected", "rarity", "score",
-    "sentences", "token_impact", "trunk_impact", "trunks",
-]
-
 INTERFACE = 5  # tokens on either side, Eq. 16
 
 

@@ -18,8 +18,6 @@ from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
 from spec.validate import check_attention_inputs, check_lse
 
-__all__ = ["BACKEND", "WRONG", "float32_backend"]
-
 Array: TypeAlias = np.ndarray[Any, Any]
 Distortion: TypeAlias = Callable[[Array, Array], tuple[Array, Array]]
 

@@ -14,8 +14,6 @@ import pytest
 
 from conformance.paths import ROOT
 
-__all__ = ["SELECTED", "main"]
-
 SUITE = ROOT / "conformance" / "suite"
 SELECTED: Mapping[str, Sequence[str]] = {
     "TIES": ["test_diversity.py::test_two_of_three"],

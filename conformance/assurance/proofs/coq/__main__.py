@@ -24,8 +24,6 @@ from conformance.assurance.proofs.coq.planted import planted
 from conformance.assurance.proofs.coq.vectors import check_vectors
 from spec.errors import SpecError
 
-__all__ = ["main"]
-
 
 def check() -> int:
     """Compile everything and judge the engine.

@@ -10,32 +10,6 @@ from pathlib import Path
 
 from conformance.paths import ROOT
 
-__all__ = [
-    "BUILD",
-    "ENGINE",
-    "FILES",
-    "HERE",
-    "INSTALL",
-    "MODEL",
-    "OVER_THE_REALS",
-    "REALS",
-    "ProofFailure",
-    "Theorem",
-    "affected",
-    "assumed",
-    "checked",
-    "compile_all",
-    "compile_engine",
-    "fresh",
-    "missing",
-    "rests_on",
-    "run_coq",
-    "stated",
-    "surprises",
-    "theorems",
-    "unsafe",
-]
-
 HERE = Path(__file__).resolve().parent
 BUILD = ROOT / "build" / "coq"
 ENGINE = BUILD / "engine"

@@ -21,8 +21,6 @@ from spec.backend import Backend, resolve
 from spec.errors import SpecError
 from spec.validate import check_diversity
 
-__all__ = ["ITEMS", "MODELLED", "main"]
-
 MODELLED = {
     "crystal.trunks": {"merge": "fixed", "trunk_impact": "mean"},
     "crystal.dissolve": {"allocation": "cut", "coverage": (0.0).hex()},

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from conformance.paths import ROOT
 
-__all__ = ["LISTS_TOO_LONG", "judge"]
-
 SUITE = "conformance/suite"
 QUICK = tuple(f"{SUITE}/test_{name}.py" for name in (
     "trunks", "dissolution", "score", "diversity", "policy_stages", "vectors",

@@ -37,8 +37,6 @@ from conformance.engine.process import EngineFailure
 from conformance.paths import ROOT
 from spec.errors import SpecError
 
-__all__ = ["ROWS", "Found", "Planted", "found_by", "planted", "read_rows"]
-
 ROWS = HERE / "planted.toml"
 PACKAGES = ("spec", "reference", "accelerated", "conformance")
 TWINS = frozenset({

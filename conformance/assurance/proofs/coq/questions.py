@@ -17,8 +17,6 @@ from conformance.assurance.proofs.coq.three_way import Question, Side
 from conformance.strategies.trunks import random_evictions, record
 from spec.parameters import TINY
 
-__all__ = ["ITEMS", "STAGES", "questions"]
-
 Json: TypeAlias = Any
 Random: TypeAlias = random.Random
 FAR = 2**62

@@ -30,8 +30,6 @@ from spec.errors import SpecError
 from spec.parameters import TINY, CrystalCacheParameters
 from spec.policy import Scores
 
-__all__ = ["Question", "Side", "differences", "extracted", "in_reference", "independent"]
-
 Json: TypeAlias = Any
 Answer: TypeAlias = Callable[[Json, CrystalCacheParameters], Any]
 

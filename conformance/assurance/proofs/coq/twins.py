@@ -24,8 +24,6 @@ from conformance.vectors.files import published
 from conformance.vectors.subject import STAGES
 from spec.backend import resolve
 
-__all__ = ["main", "proofs", "vectors"]
-
 
 def proofs() -> Iterator[str]:
     """Lemmas of z3's that the sources no longer have."""

@@ -14,8 +14,6 @@ from conformance.vectors.compact import expanded, is_compact, mismatches
 from conformance.vectors.files import decoded, parameters_of, published
 from spec.parameters import PAPER
 
-__all__ = ["check_vectors", "written"]
-
 LARGEST = 5000
 """Numbers in a vector that the kernel is asked about; beyond, only the engine is."""
 

@@ -6,8 +6,6 @@ import sys
 from conformance.assurance.proofs.floats.gappa import PROOFS, README, missing, proved, rewritten, stale
 from conformance.assurance.proofs.floats.search import CASES, worst
 
-__all__ = ["main"]
-
 INPUTS = 1000
 """As many as README.md's figures are of."""
 

@@ -13,8 +13,6 @@ from flint import arb, ctx, fmpq
 
 from conformance.oracles.sums import added
 
-__all__ = ["Ball", "Undecided", "exact", "hostile"]
-
 ctx.prec = 400
 
 

@@ -12,8 +12,6 @@ import numpy as np
 
 from conformance import tolerances
 
-__all__ = ["INSTALL", "PROOFS", "README", "Proof", "figure", "missing", "proved", "rewritten", "stale"]
-
 README = Path(__file__).with_name("README.md")
 MOVES = 1.25
 """By how much another machine's exponentials and logarithms may move a figure."""

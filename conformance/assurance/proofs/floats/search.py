@@ -21,8 +21,6 @@ from reference.crystalcache.activation import inverse_key_norms
 from reference.nestedkv import anomaly_score
 from spec.parameters import PAPER, NestedKVParameters
 
-__all__ = ["CASES", "Case", "worst"]
-
 U = 2.0**-53
 LARGE = 2.0**200  # so that an error below the normal numbers is not lost
 Draw = np.random.Generator

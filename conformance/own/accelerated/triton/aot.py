@@ -35,8 +35,6 @@ from accelerated.triton_gpu import (
 from accelerated.triton_gpu.launch import AttentionTiles, Shape
 from spec.parameters import NESTEDKV
 
-__all__ = ["Compiled", "Job", "compile_job", "jobs", "main"]
-
 FLOATS = {"factor", "unit", "share", "tau", "bound", "low", "high", "epsilon"}
 _TYPES = {
     "*fp32": "LSE TOP LOG PEAK WEIGHT A COLUMN SALIENCE INVERSE BLOCK STABLE ANOMALY",

@@ -5,8 +5,6 @@ from importlib.util import find_spec
 
 import pytest
 
-__all__ = ["require_packages", "require_runtime"]
-
 
 def require_packages() -> None:
     """Skip the module where torch or triton is not installed."""

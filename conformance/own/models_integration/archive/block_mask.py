@@ -12,8 +12,6 @@ from transformers.cache_utils import DynamicCache
 
 from conformance.own.models_integration.session.families import prepare
 
-__all__ = ["FAMILIES", "REFUSED", "ROTATIONS", "Chunks", "Oracle", "block_masked", "build", "ids"]
-
 VOCABULARY = 131
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -20,8 +20,6 @@ from models_integration.archive.store import Archive
 from models_integration.cache.atomic_file import TEMPORARY
 from models_integration.model.identity import ModelIdentity
 
-__all__ = ["MODEL", "OPERATIONS", "Case", "blobs", "chunk", "damage", "killed", "path_of"]
-
 MODEL = ModelIdentity("weights", "float32", "rotation", "config", "bfloat16")
 
 

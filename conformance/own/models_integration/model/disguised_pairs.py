@@ -14,8 +14,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_expe
 
 from conformance.own.models_integration.model.identity_pairs import made
 
-__all__ = ["DISGUISED", "EQUAL", "EXCHANGED"]
-
 Change = Callable[[Any], object]
 _MLP, _UP = "model.layers.0.mlp", "model.layers.0.mlp.up_proj"
 

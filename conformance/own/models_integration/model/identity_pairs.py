@@ -17,8 +17,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from conformance.own.models_integration.session.families import prepare
 
-__all__ = ["CHANGES", "FIELDS", "HOOKS", "SAME", "UNREADABLE", "LoRA", "made"]
-
 _SIZES: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-__all__ = ["Expected", "HeadSets", "Masked", "MaskedModel", "Row", "Sets"]
-
 Sets = list[list[list[int]]]
 """Stored positions of one row, by full-attention layer and KV head."""
 HeadSets = Mapping[int, Sequence[Sequence[int]]]

@@ -56,8 +56,6 @@ from spec.parameters import TINY
 from spec.records import CrystalRetention
 from spec.retention import Granularity, Retention
 
-__all__ = ["MAX_TOKENS", "POLICIES", "Judge", "RunningCache", "chosen", "flat", "ids_of", "mask_of", "retentions"]
-
 MAX_TOKENS = 150
 """Of a row: the oracle's forward is over all of them."""
 BREATHING = replace(TINY, T_breath=4)

@@ -21,8 +21,6 @@ from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.cache.snapshot import load_cache, save_cache
 from models_integration.model.rotation import recognise
 
-__all__ = ["N", "differing", "gapped", "lived", "parts", "same", "save_until_killed"]
-
 N = 64
 
 
