@@ -195,7 +195,9 @@ def _with(mask: Tensor | None, visible: Tensor, query: Tensor, key: Tensor) -> T
 
 
 def _accepts_positions(model: Any) -> bool:
-    """Whether a model takes position ids, by itself or for its decoder."""
+    """Whether a model takes position ids, by itself or for its decoder, and does not number behind its padding's id."""
+    if any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules()):
+        return False
     own = inspect.signature(model.forward).parameters
     if "position_ids" in own or not any(one.kind is one.VAR_KEYWORD for one in own.values()):
         return "position_ids" in own

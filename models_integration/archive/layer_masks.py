@@ -14,7 +14,7 @@ from models_integration.attention.handover import check_readable
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import attention_modules, decoder_of, describe
+from models_integration.model.architecture import attention_modules, decoder_inputs, decoder_of, describe
 from models_integration.model.cache_argument import cache_name, with_one_cache
 from models_integration.session.inputs import OPEN, accepted, check_forward, later_span
 from spec.errors import SpecError
@@ -67,6 +67,7 @@ def _agreeing(
 ) -> Callable[..., tuple[tuple[()], dict[str, object]]]:
     """Before a forward of the decoder: its inputs agree with the cache, and those that it needs are there."""
     names, own_name = tuple(inspect.signature(decoder.forward).parameters), cache_name(decoder)
+    inputs = decoder_inputs(decoder)
 
     def agreeing(
         _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object],
@@ -79,7 +80,7 @@ def _agreeing(
         if span.padded:
             raise SpecError("attention_mask", "zeros", "padding is not served inside layer_masks")
         others = {name: value for name, value in arguments.items() if name != "past_key_values"}
-        return (), {**accepted(span.defaults, names), **others, own_name: cache}
+        return (), {**accepted(span.defaults, inputs), **others, own_name: cache}
 
     return agreeing
 

@@ -31,7 +31,8 @@ from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Repeat
 
 __all__ = [
-    "OTHER_TENSORS", "Attended", "Recorder", "Repeated", "Watcher", "flash_attention", "observing", "untraced",
+    "OTHER_TENSORS", "Attended", "Recorder", "Repeated", "Watcher", "flash_attention", "observing", "reads_attention",
+    "untraced",
 ]
 
 P = ParamSpec("P")
@@ -60,6 +61,11 @@ _UNKNOWN_TO_THE_SPEC = {"s_aux": "attention sinks inside the softmax", "position
 # Heads that the kernel takes as they are: others are padded first, by torch, on CUDA.
 _CUDA_WIDTHS = range(8, 257, 8)
 _KERNELS = {"cpu": "_scaled_dot_product_flash_attention_for_cpu", "cuda": "_scaled_dot_product_flash_attention"}
+
+
+def reads_attention(needs: Needs) -> bool:
+    """Whether a scorer reads queries, of this prompt or of its repeat: attention weights follow from them."""
+    return needs.layers != "none" and (needs.query_rows != 0 or needs.rehearsal is not None)
 
 
 class Watcher(Protocol):
@@ -125,7 +131,7 @@ class Recorder:
             SpecError: for a dtype or an attention that the specification does not cover.
         """
         for name, what in _UNKNOWN_TO_THE_SPEC.items():
-            if layer.options.get(name) is not None:
+            if layer.options.get(name) is not None and reads_attention(self.needs):
                 raise SpecError("model", type(module).__name__, f"{what} is not served")
         q = layer.query.detach()
         if q.dtype not in _DTYPES:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models_integration.attention.capture import OTHER_TENSORS, Attended, observing
+from models_integration.attention.capture import OTHER_TENSORS, Attended, observing, reads_attention
 from models_integration.attention.recurrence import check_turns
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
 from models_integration.cache.positions import EMPTY, StoredRows
@@ -34,6 +34,7 @@ _BY_SLOT = "its attention depends on the distance of slots, as with ALiBi: evict
 LATENTS = (
     "it stores one latent for all heads (MLA): use a policy that keeps one set for the model or for each layer"
 )
+_SINKS = "its attention has sinks, which this policy does not read: use keydiff, knorm, lagkv or streamingllm"
 _OWN_POSITIONS = "it numbers positions by its own rule: the positions that kvspec passes would be different"
 _OWN_MASK = "it makes its own attention mask"
 
@@ -45,8 +46,8 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
 
     Raises:
         SpecError: for a model with a layer that stores nothing of what it reads, or whose attention is handed other
-            tensors than its cache returned, or without the layer that is observed; for a rehearsal's template with an
-            id that is not the model's.
+            tensors than its cache returned or has sinks, or without the layer that is observed; for a rehearsal's
+            template with an id that is not the model's.
     """
     asked = () if needs.rehearsal is None else needs.rehearsal.template or ()
     for token_id in (token_id for part in asked for token_id in part):
@@ -55,6 +56,8 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
     handed = _handed(architecture)
     if handed.idle:
         raise SpecError("model", architecture.name, handed.idle)
+    if architecture.sinks and reads_attention(needs):
+        raise SpecError("model", architecture.name, _SINKS)
     if architecture.latent and granularity is Granularity.HEAD:
         raise SpecError("model", architecture.name, LATENTS)
     as_stored = handed.keys and (handed.values or not needs.values)

@@ -5,7 +5,7 @@ for all of them.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +46,31 @@ def ragged_attention(
         row, head = divmod(segment, layer.heads)
         asked = query[row : row + 1, head * G : (head + 1) * G]
         mask = masks.of(layer.head_rows(segment), keys.shape[2], layer.padded_seen, row)
-        outputs.append(_attended(stock, module, asked, keys, values, mask, options))
+        own, given = _of_heads(module, head * G, (head + 1) * G, options)
+        outputs.append(_attended(stock, own, asked, keys, values, mask, given))
     rows = [torch.cat(outputs[first : first + layer.heads], dim=2) for first in range(0, len(outputs), layer.heads)]
     return torch.cat(rows)
+
+
+class _SinksOfHeads:
+    """An attention module as some of its heads read it: with the sinks of those heads."""
+
+    def __init__(self, module: nn.Module, sinks: Tensor) -> None:
+        self._module, self.sinks = module, sinks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _of_heads(
+    module: nn.Module, first: int, stop: int, options: Mapping[str, Any],
+) -> tuple[nn.Module, Mapping[str, Any]]:
+    """The module and options for query heads first to stop alone: each head has a sink of its own, if it has one."""
+    sinks = getattr(module, "sinks", None)
+    if not isinstance(sinks, Tensor):
+        return module, options
+    own = sinks[first:stop]
+    return cast(nn.Module, _SinksOfHeads(module, own)), {**options, "s_aux": own}
 
 
 def _attended(

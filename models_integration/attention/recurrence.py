@@ -20,6 +20,7 @@ __all__ = ["check_recurrence", "check_turns"]
 
 _TOKENS, _PADDING = 8, 3
 
+_NUMBERS = "its decoder numbers positions itself, padding included: pass rows of equal length"
 _TURN = "its recurrent layers lose their state when several tokens follow others: read later text token by token"
 _PADDED = "its recurrent layers read padding as tokens: pass rows of equal length"
 _PADDED_TURN = "its recurrent layers read padding as tokens after a first forward: pass rows of equal length"
@@ -43,7 +44,7 @@ def check_recurrence(architecture: Architecture, arguments: Mapping[str, object]
         isinstance(cache, RetainedCache) and seen > 0 and not bool(cache.is_token.all())
     )
     if padded and not architecture.takes_positions:
-        raise SpecError("attention_mask", "zeros", "its decoder takes no position_ids: pass rows of equal length")
+        raise SpecError("attention_mask", "zeros", _NUMBERS)
     if not architecture.recurrent:
         return
     if seen and several:

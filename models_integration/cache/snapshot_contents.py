@@ -16,7 +16,7 @@ from models_integration.cache.ragged_layer import HEADS
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.sliding_layer import state_tensors
 from models_integration.cache.tensor_file import Damaged
-from models_integration.model.architecture import Architecture, of_layer
+from models_integration.model.architecture import Architecture
 from models_integration.model.isolated_forward import isolated_forward, read_tokens
 from spec.decode import DecodeState
 
@@ -59,7 +59,7 @@ def check_contents(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], a
     for name, state in states.items():
         shape = (_batch(manifest, tensors), *state.shape[1:])
         _check_tensor(name, tensors[name], shape, str(state.dtype).removeprefix("torch."), None)
-    _check_layers(manifest, tensors, architecture, layers, sample)
+    _check_layers(manifest, tensors, layers, sample)
     _check_known(manifest, tensors, architecture.vocabulary)
 
 
@@ -87,11 +87,10 @@ def check_states_fit(
 
 
 def _sample(architecture: Architecture) -> RetainedCache:
-    """A cache that has read three tokens, if the configuration alone does not give the shapes of its tensors."""
+    """A cache that has read three tokens: its tensors have the shapes that the model stores."""
     cache = RetainedCache(architecture.config)
-    if architecture.recurrent or architecture.latent:
-        with isolated_forward(architecture):
-            read_tokens(architecture, cache, 3)
+    with isolated_forward(architecture):
+        read_tokens(architecture, cache, 3)
     return cache
 
 
@@ -175,8 +174,7 @@ def _batch(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
 
 
 def _check_layers(
-    manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], architecture: Architecture, layers: Sequence[Any],
-    sample: RetainedCache,
+    manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], layers: Sequence[Any], sample: RetainedCache,
 ) -> None:
     """The keys and values of all layers are of one batch and one text."""
     batch, columns, tokens, stored = _batch(manifest, tensors), set[int](), list[Tensor](), list[Tensor]()
@@ -184,7 +182,8 @@ def _check_layers(
     for index, (layer, numbers) in enumerate(zip(layers, manifest["layers"], strict=True)):
         if not numbers:
             continue
-        heads, *widths = _heads(architecture, index, sample.layers[index])
+        read: Any = sample.layers[index]
+        heads, widths = read.keys.shape[1], (read.keys.shape[3], read.values.shape[3])
         shape: tuple[int, ...] = (batch, heads, _slots(index, tensors))
         filled = None
         if "evicted" in numbers:
@@ -272,19 +271,6 @@ def _check_tensor(name: str, found: Tensor, wanted: tuple[int, ...], dtype: str,
     if filled is not None:
         finite = finite.all(dim=3).all(dim=1) | ~filled.to(finite.device)
     _require(bool(finite.all()), f"{name} holds NaN or infinity")
-
-
-def _heads(architecture: Architecture, index: int, sample: Any) -> tuple[int, int, int]:
-    """KV heads of a layer, and channels of each head's keys and values."""
-    if sample.is_initialized:
-        return sample.keys.shape[1], sample.keys.shape[3], sample.values.shape[3]
-    module, config = architecture.attention[index], architecture.config
-    names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
-    heads = next(found for name in names if (found := of_layer(config, name, index)))
-    stated = [getattr(module, name, None) for name in ("head_dim", "head_size")]
-    d = next((found for found in (*stated, of_layer(config, "head_dim", index)) if found), None)
-    d = d or of_layer(config, "hidden_size", index) // of_layer(config, "num_attention_heads", index)
-    return heads, d, getattr(module, "v_head_dim", None) or d
 
 
 def _check_known(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], vocabulary: int) -> None:

@@ -18,8 +18,8 @@ from spec.errors import SpecError
 from spec.policy import Needs
 
 __all__ = [
-    "BUSY", "FULL", "Architecture", "attention_modules", "by_layer", "check_free", "check_positions", "decoder_of",
-    "describe", "device_of", "layer_types", "of_layer", "restored_rotation", "unwrapped",
+    "BUSY", "FULL", "Architecture", "attention_modules", "by_layer", "check_free", "check_positions", "decoder_inputs",
+    "decoder_of", "describe", "device_of", "layer_types", "of_layer", "restored_rotation", "unwrapped",
 ]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -61,7 +61,9 @@ class Architecture:
     latent: bool
     """Whether full-attention layers store one latent for all heads (MLA)."""
     takes_positions: bool
-    """Whether the decoder takes position ids."""
+    """Whether the decoder is passed position ids: see `decoder_inputs`."""
+    sinks: tuple[int, ...]
+    """Indices of the full-attention layers whose softmax has a sink for each head."""
     known_positions: bool
     """Whether keys are known to hold the positions of their tokens: rotated, or from a table."""
     vocabulary: int
@@ -131,9 +133,10 @@ def describe(model: PreTrainedModel) -> Architecture:
     parts = _parts(decoder, set(attention.values()))
     recurrent, latent = any(kind in RECURRENT for kind in types), _has_latents(config)
     known = recurrent or _keeps_positions(decoder)
+    sinks = tuple(index for index in full if getattr(attention[index], "sinks", None) is not None)
     return Architecture(
         type(model).__name__, decoder, config, attention, full, recurrent, latent,
-        "position_ids" in signature(decoder.forward).parameters, known, vocabulary, parts,
+        "position_ids" in decoder_inputs(decoder), sinks, known, vocabulary, parts,
     )
 
 
@@ -200,6 +203,15 @@ def attention_modules(decoder: nn.Module) -> dict[int, nn.Module]:
         # A layer's attention to an encoder comes after its attention to itself.
         modules.setdefault(cast(int, module.layer_idx), module)
     return {index: module for index, module in modules.items() if index not in keyless}
+
+
+def decoder_inputs(decoder: nn.Module) -> set[str]:
+    """Names of the inputs that kvspec may add to a forward.
+
+    RoBERTa and its kin number positions themselves, behind the id of their padding: position ids from 0 would be wrong.
+    """
+    numbers = any(hasattr(part, "create_position_ids_from_input_ids") for part in decoder.modules())
+    return set(signature(decoder.forward).parameters) - ({"position_ids"} if numbers else set())
 
 
 @contextmanager
@@ -328,8 +340,6 @@ def _refuse_attention(
         return "its layers have no layer_idx: recurrent layers store no keys and values"
     if sorted(attention) != [index for index, kind in enumerate(types) if kind not in (*RECURRENT, *STORELESS)]:
         return f"its {config.num_hidden_layers} layers do not have one attention module each"
-    if any(hasattr(module, "sinks") for module in attention.values()):
-        return "attention sinks inside the softmax are not served"
     if any("cache_offset" in signature(module.forward).parameters for module in attention.values()):
         return "its layers run several times and keep a cache for each time, which is not served"
     if not all(getattr(part, "is_causal", True) for part in (config, *attention.values())):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover
 from models_integration.cache.retained_cache import RetainedCache, check_adoptable
-from models_integration.model.architecture import describe, unwrapped
+from models_integration.model.architecture import decoder_inputs, describe, unwrapped
 from models_integration.model.cache_argument import cache_name, with_one_cache
 from models_integration.session.forwards import Forward, end_step, reading, step, unusable_after_failure
 from models_integration.session.generate import NO_CALL, call_under_way
@@ -91,6 +91,7 @@ class Session:
         check_mode(self._architecture, {})
         check_handover(self._architecture, method.policy.scorer.needs, method.policy.granularity)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
+        self._inputs = decoder_inputs(self._architecture.decoder)
         self._cache_name = cache_name(self._architecture.decoder)
         self._call = NO_CALL
         self._block = ""
@@ -181,7 +182,7 @@ class Session:
             layers = () if watcher is None else watcher.layers
             forward.undo.enter_context(observing(self._architecture, cache, watcher, layers))
         others = {name: value for name, value in forward.arguments.items() if name != "past_key_values"}
-        return (), {**accepted(forward.defaults, self._names), **others, self._cache_name: cache}
+        return (), {**accepted(forward.defaults, self._inputs), **others, self._cache_name: cache}
 
     def _begin_call(self, decoder: nn.Module) -> None:
         """Note which call of generate a forward is part of, if any."""

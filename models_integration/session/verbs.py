@@ -22,7 +22,7 @@ from models_integration.attention.recurrence import check_recurrence
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.sliding_layer import copy_layers
-from models_integration.model.architecture import check_free, describe
+from models_integration.model.architecture import check_free, decoder_inputs, describe
 from models_integration.model.cache_argument import cache_name
 from models_integration.session.inputs import (
     ONE_FORWARD,
@@ -90,11 +90,12 @@ def _forward(
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     """The logits, of the last columns alone where the model can tell them apart."""
-    names = dict(inspect.signature(model.forward).parameters)
-    if any(one.kind is one.VAR_KEYWORD for one in names.values()):  # the model hands on what its decoder takes
-        names |= inspect.signature(observed.architecture.decoder.forward).parameters
+    parameters, own = inspect.signature(model.forward).parameters, decoder_inputs(observed.architecture.decoder)
+    names = set(parameters)
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):  # the model hands on what its decoder takes
+        names |= own
     arguments: dict[str, Any] = {
-        "input_ids": input_ids, "attention_mask": attention_mask, **accepted(span.defaults, names),
+        "input_ids": input_ids, "attention_mask": attention_mask, **accepted(span.defaults, own & names),
         cache_name(model): observed.cache,
     }
     if "logits_to_keep" in names:

@@ -85,6 +85,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16], "attn_layers": ["local", "lsh"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8},
+    "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
 

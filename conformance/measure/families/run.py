@@ -38,9 +38,12 @@ POLICIES: dict[str, Callable[[], RetentionPolicy]] = {
     "model": lambda: StreamingLLM(0.4, N_sink=2),
     "reads attention": lambda: CrystalCache(0.5, frozenset(range(3, VOCABULARY, 9)), TINY, backend="numpy"),
     "per layer": lambda: Published("chunkkv", 0.4, c=3, W=4),
-    "per head": lambda: Published("adakv", 0.4, W=4),
+    "per head": lambda: Published("keydiff", 0.4),
 }
-"""By what they keep a set for, and whether they read attention. Each reads a prompt and 20 steps."""
+"""By what they keep a set for, and whether they read attention: the first and the last read none.
+
+Each reads a prompt and 20 steps.
+"""
 
 Comparison = tuple[float, float]
 """The worst difference from the oracle, and how far eviction has moved the last step."""

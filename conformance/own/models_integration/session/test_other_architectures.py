@@ -24,6 +24,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     JambaConfig,
     JambaForCausalLM,
     Lfm2Config,
@@ -81,9 +83,17 @@ OTHER_POSITIONS: dict[str, Callable[[], Any]] = {
     "ctrl": lambda: CTRLLMHeadModel(CTRLConfig(**_PLAIN, dff=48)),
     "gptj": lambda: GPTJForCausalLM(GPTJConfig(**_PLAIN, rotary_dim=8)),
     "bert": lambda: BertLMHeadModel(BertConfig(**_SIZES, is_decoder=True)),
+    "roberta": lambda: RobertaForCausalLM(RobertaConfig(**{**_SIZES, "pad_token_id": 1, "is_decoder": True})),
     "bart": lambda: BartForCausalLM(BartConfig(
         vocab_size=131, d_model=32, encoder_layers=2, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48,
         is_decoder=True, is_encoder_decoder=False,
+    )),
+}
+# Attention with a sink for each head in its softmax.
+SINKS: dict[str, Callable[[], Any]] = {
+    "gpt_oss": lambda: GptOssForCausalLM(GptOssConfig(
+        **{**_SIZES, "num_hidden_layers": 2}, head_dim=8, num_local_experts=2, num_experts_per_tok=1,
+        layer_types=["sliding_attention", "full_attention"], sliding_window=16,
     )),
 }
 LOSES_ITS_STATE = "its recurrent layers lose their state when several tokens follow others"
@@ -91,7 +101,11 @@ LOSES_ITS_STATE = "its recurrent layers lose their state when several tokens fol
 
 def build(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return prepare({**MODELS, **LATENT, **OTHER_POSITIONS}[name]())
+    model = prepare({**MODELS, **LATENT, **OTHER_POSITIONS, **SINKS}[name]())
+    for module in model.modules():
+        if isinstance(sinks := getattr(module, "sinks", None), Tensor):
+            sinks.data = torch.arange(len(sinks)) - 1.0  # each head has a sink of its own, as large as its logits
+    return model
 
 
 def jamba() -> PreTrainedModel:
@@ -128,6 +142,18 @@ def test_a_conversation_equals_the_masked_model(name: str, policy: str) -> None:
             check_conversation(build(name), policy)
     else:
         check_conversation(build(name), policy)
+
+
+@pytest.mark.parametrize("policy", ["streamingllm", "keydiff", "lagkv"])
+def test_policies_that_read_no_attention_serve_sinks(policy: str) -> None:
+    check_conversation(build("gpt_oss"), policy)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("policy", ["crystalcache", "snapkv", "tova"])
+def test_policies_that_read_attention_refuse_sinks(policy: str) -> None:
+    with pytest.raises(SpecError, match="its attention has sinks, which this policy does not read: use keydiff"):
+        check_conversation(build("gpt_oss"), policy)
 
 
 @pytest.mark.law("decided-as-the-reference")
@@ -248,17 +274,8 @@ def test_a_model_that_loses_its_state_takes_steps_and_no_turns() -> None:
 def test_rows_of_different_lengths_need_position_ids() -> None:
     model, mask = build("bart"), torch.ones(1, N, dtype=torch.int64)
     mask[0, :3] = 0
-    with METHODS["streamingllm"]()(model), pytest.raises(SpecError, match="its decoder takes no position_ids"):
+    with METHODS["streamingllm"]()(model), pytest.raises(SpecError, match="its decoder numbers positions itself"):
         at_once(model, prompt(N), RetainedCache(model.config), attention_mask=mask)
-
-
-@pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize("pad", [0, 1])
-def test_a_model_that_numbers_positions_from_its_padding_id_is_refused(pad: int) -> None:
-    """RoBERTa's first position is pad_token_id + 1: position ids from 0 would change every logit."""
-    config = RobertaConfig(**{**_SIZES, "pad_token_id": pad, "is_decoder": True})
-    with pytest.raises(SpecError, match="numbers positions by its own rule"):
-        METHODS["streamingllm"]()(prepare(RobertaForCausalLM(config)))
 
 
 def test_a_padded_row_is_observed_at_its_positions() -> None:

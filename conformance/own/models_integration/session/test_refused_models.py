@@ -93,10 +93,6 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "recurrent, RWKV": (
         lambda: made("RwkvForCausalLM", vocab_size=61, hidden_size=32, num_hidden_layers=2), "recurrent",
     ),
-    "sinks in the softmax": (
-        lambda: made("GptOssForCausalLM", **_GROUPED, head_dim=8, num_local_experts=2, rope_parameters=None),
-        "sinks inside the softmax",
-    ),
     "all layers slide, Mistral": (
         lambda: made("MistralForCausalLM", **_GROUPED, sliding_window=16), "no full-attention layer",
     ),
