@@ -61,8 +61,8 @@ class Method:
     @cached_property
     def constants(self) -> dict[str, Any]:
         """What the brute force takes but readings: published values, else those of the tests, which a model decides."""
-        there = {name: self.brute.published.get(name) or value for name, value in self.brute.small.items()}
-        found = {name: self.given.get(name, value) for name, value in there.items()}
+        known = {name: value for name, value in self.brute.published.items() if value is not None}
+        found = {name: {**self.brute.small, **known, **self.given}[name] for name in self.brute.small}
         if changed := {name: self.given[name] for name in _fields(self.brute) & self.given.keys()}:
             found["parameters"] = replace(found["parameters"], **changed)
         return found

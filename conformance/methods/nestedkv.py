@@ -8,8 +8,8 @@ from typing import Any
 
 from conformance.methods.brute import SINK, Brute, by_layer, shared, sinks
 from conformance.methods.keydiff import keydiff
-from conformance.methods.policies import competition_shares, top
-from conformance.oracles.boxes import leaves
+from conformance.methods.policies import best, competition_shares, top
+from conformance.oracles.boxes import leaves, surely
 from conformance.oracles.nestedkv import Row, scores
 from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import Inputs, Kept
@@ -28,10 +28,11 @@ def tokens(r: str, N: int) -> int:
 def kept(rows: Sequence[Row], B: int, p: Any) -> list[list[int]]:
     """A layer's kept sets: sinks at infinity, each head's quota of its own best, then the best pairs of the layer."""
     pinned = [[math.inf if i < p.N_sink else x for i, x in enumerate(row)] for row in rows]
-    order = [sorted(range(len(row)), key=lambda i, row=row: (-row[i], i)) for row in pinned]  # type: ignore[misc]
-    chosen = {(h, i) for h, best in enumerate(order) for i in best[: int(p.alpha_s * B // 1)]}
-    pairs = sorted((-x, h, i) for h, row in enumerate(pinned) for i, x in enumerate(row) if (h, i) not in chosen)
-    chosen |= {(h, i) for _, h, i in pairs[: len(rows) * min(B, len(rows[0])) - len(chosen)]}
+    own = [surely(best(range(len(row)), row, int(p.alpha_s * B // 1))) for row in pinned]
+    chosen = {(h, i) for h, tokens in enumerate(own) for i in tokens}
+    pairs = [(h, i) for h, row in enumerate(pinned) for i in range(len(row)) if (h, i) not in chosen]
+    more = best(range(len(pairs)), [pinned[h][i] for h, i in pairs], len(rows) * min(B, len(rows[0])) - len(chosen))
+    chosen |= {pairs[at] for at in surely(more)}
     return [sorted(i for g, i in chosen if g == h) for h in range(len(rows))]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import reduce
 
-from hypothesis import example, given, reject
+from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 
 from conformance.checks.refusals import boundary
@@ -13,6 +13,8 @@ from conformance.policy_suite.test_promises import LONG, SHORT, TYING, Draw
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 MOST_LISTED = 40
+LONG_SPAN = 100
+"""Tokens of a window; beyond, an input has one and no more: all attention of 300 tokens takes a second."""
 Subject = Callable[[Method, Inputs, int], Kept]
 
 DRAWS = st.builds(
@@ -34,11 +36,13 @@ def with_small(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @with_small
+@settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(draw=DRAWS)
 def test_the_kept_sets_are_those_of_the_method(
     method: Method, keeps: Subject, precision: str, explained: dict[str, list[str]], draw: Draw,
 ) -> None:
-    inputs = rounded(draw.inputs(span_of(method), 1))
+    span = span_of(method)
+    inputs = rounded(draw._replace(times=min(draw.times, 1 + LONG_SPAN // (1 + span))).inputs(span, 1))
     floor = method.floor(inputs)
     B = floor + draw.budget % (max(1, inputs.n - floor) + 2)
     unit = DOUBLE if precision == "float64" else SINGLE
