@@ -18,15 +18,16 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.rotation import frequencies_at, recognise
 from models_integration.policies.methods import CustomPolicy, RetentionPolicy, prefill
-from reference.injection.wrappers import FORMS, Vocabulary, wrap
+from reference.injection.wrappers import FORMS, Marker, Vocabulary, marker_id, wrap
 from reference.policies.protections import protecting
 from spec.errors import SpecError
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
-__all__ = ["Injected", "Library", "retained", "vocabulary_of"]
+__all__ = ["Injected", "Library", "recommended_form", "retained", "vocabulary_of"]
 
 IDS, KEPT = "token_ids", "kept"
+_E_WRAPPERS = ("markers", "markers_phi3", "markers_deepseek")
 
 
 class Injected(NamedTuple):
@@ -43,6 +44,20 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
         lambda text: tokenizer(text, add_special_tokens=False).input_ids,
         lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)),
     )
+
+
+def recommended_form(vocabulary: Vocabulary) -> str:
+    """The E-wrapper of Appendix A whose markers are tokens of the model; "raw" for a model without such markers."""
+    def has_markers(name: str) -> bool:
+        try:
+            for part in (*FORMS[name].prefix, *FORMS[name].suffix):
+                if isinstance(part, Marker):
+                    marker_id(part, vocabulary)
+        except SpecError:
+            return False
+        return True
+
+    return next(filter(has_markers, _E_WRAPPERS), "raw")
 
 
 def retained(

@@ -31,9 +31,9 @@ def put(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file to store as one chunk.")],
     wrapper: Annotated[
         str,
-        typer.Option(help=f"Tokens of the chat template around the text: {', '.join(FORMS)}. Every marker must be one"
-                     " token of the model."),
-    ] = "raw",
+        typer.Option(help=f"Tokens of the chat template around the text: {', '.join(FORMS)}. auto: the shortest wrapper"
+                     " with markers of the model, which the paper recommends; raw if the model has none of them."),
+    ] = "auto",
     codec: Annotated[
         str,
         typer.Option(help=f"Codec: {', '.join(CODECS)}. All except none store 8-bit integers. per_head: the values of a"
@@ -48,6 +48,9 @@ def put(
         str | None,
         typer.Option(help="Budget of --policy: a fraction (0.5, 50%) or a number of tokens. Default: 0.5."),
     ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Calibration file of `kvspec calibrate`, if --policy needs one.")
+    ] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
@@ -60,7 +63,7 @@ def put(
     from models_integration.studies.subject import Loading
 
     loading = Loading(model, backend, device, dtype, attn)
-    run_put(text, wrapper, codec, upper, policy, budget, loading, tenant, folder, master_key)
+    run_put(text, wrapper, codec, upper, policy, budget, calibration, loading, tenant, folder, master_key)
 
 
 @archive.command()
@@ -99,6 +102,10 @@ def inject(
     ask: Annotated[str, typer.Option(help="Text to read after the chunks.")],
     session: Annotated[str, typer.Option(help="Text to read before the chunks.")] = "",
     new_tokens: Annotated[int, typer.Option(help="Largest number of tokens to generate, greedily.")] = 24,
+    text: Annotated[
+        bool, typer.Option("--text", help="Also answer with the chunks read as text, and print the time to the first"
+                           " token of both answers.")
+    ] = False,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
@@ -110,7 +117,7 @@ def inject(
     from models_integration.studies.subject import Loading
 
     loading = Loading(model, "numpy", device, dtype, attn)
-    run_inject(keys, ask, session, new_tokens, loading, tenant, folder, master_key)
+    run_inject(keys, ask, session, new_tokens, text, loading, tenant, folder, master_key)
 
 
 @archive.command()

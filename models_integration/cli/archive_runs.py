@@ -1,6 +1,10 @@
 """What the commands of `kvspec archive` do."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import typer
@@ -8,9 +12,10 @@ import typer
 from models_integration.archive.errors import NoSuchChunk
 from models_integration.archive.keyring import Keyring, read_master
 from models_integration.archive.layer_masks import layer_masks
-from models_integration.archive.library import Library, vocabulary_of
+from models_integration.archive.library import Library, recommended_form, vocabulary_of
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cli.checks import calibration_of
 from models_integration.model.cache_argument import cache_name
 from models_integration.studies.subject import Loading, Subject
 from spec.errors import SpecError
@@ -20,7 +25,7 @@ __all__ = ["run_forget", "run_gc", "run_get", "run_inject", "run_list", "run_put
 
 def run_put(
     text: Path, wrapper: str, codec: str, upper: bool, policy: str | None, budget: str | None,
-    loading: Loading, tenant: str, folder: Path, master_key: Path | None,
+    calibration: Path | None, loading: Loading, tenant: str, folder: Path, master_key: Path | None,
 ) -> None:
     """Store one text file."""
     try:
@@ -29,7 +34,10 @@ def run_put(
         raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
     if policy is None and budget is not None:
         raise SpecError("budget", budget, "needs --policy, which keeps so much")
-    subject = loading.subject()
+    statistics = calibration_of([policy] if policy else [], calibration)
+    subject = replace(loading.subject(), calibration=statistics)
+    if wrapper == "auto":
+        wrapper = recommended_form(vocabulary_of(subject.tokenizer))
     method = None if policy is None else subject.policy(policy, budget or "0.5")
     ids = _plain_ids(subject, chunk)
     if not ids:
@@ -66,10 +74,10 @@ def run_list(tenant: str | None, folder: Path, master_key: Path | None) -> None:
 
 
 def run_inject(
-    keys: list[str], ask: str, session: str, new_tokens: int, loading: Loading, tenant: str, folder: Path,
+    keys: list[str], ask: str, session: str, new_tokens: int, text: bool, loading: Loading, tenant: str, folder: Path,
     master_key: Path | None,
 ) -> None:
-    """Answer behind spliced chunks."""
+    """Print the answer after spliced chunks; with `text`, also the answer after their text, and both times."""
     if new_tokens < 1:
         raise SpecError("new_tokens", new_tokens, "must be at least 1")
     subject = loading.subject()
@@ -77,21 +85,45 @@ def run_inject(
     if not after:
         raise SpecError("ask", ask, "must hold at least one token")
     subject.check_positions("session", len(before), len(after) + new_tokens)
-    cache = RetainedCache(subject.model.config.get_text_config(decoder=True))
     with _existing(folder, master_key) as archive:
-        if before:
-            _next_token(subject, cache, before)
         library = _library(archive, subject, tenant)
+        cache, start = _session(subject, before), perf_counter()
         library.inject(cache, keys, room=len(after) + new_tokens)
+        answer = _answer(subject, cache, after, new_tokens, start)
+        if not text:
+            print(answer.text)
+            return
+        ids = [token for key in keys if (chunk := library.get(key)) for token in chunk.visible]
+    as_text = _answer(subject, _session(subject, before), [*ids, *after], new_tokens, perf_counter())
+    for name, one in (("inserted", answer), ("as text", as_text)):
+        print(f"{name}, {1000 * one.seconds:.1f} ms to the first token: {one.text}")
+
+
+class _Answer(NamedTuple):
+    text: str
+    seconds: float
+    """To the first token."""
+
+
+def _session(subject: Subject, ids: Sequence[int]) -> RetainedCache:
+    cache = RetainedCache(subject.model.config.get_text_config(decoder=True))
+    if ids:
+        _next_token(subject, cache, ids)
+    return cache
+
+
+def _answer(subject: Subject, cache: RetainedCache, ids: Sequence[int], new_tokens: int, start: float) -> _Answer:
+    """The greedy answer after `ids`; the clock began at `start`."""
     answer: list[int] = []
     with layer_masks(subject.model, cache):
-        token = _next_token(subject, cache, after)
+        token = _next_token(subject, cache, ids)
+        seconds = perf_counter() - start
         while token not in subject.stop_ids:
             answer.append(token)
             if len(answer) == new_tokens:
                 break
             token = _next_token(subject, cache, [token])
-    print(str(subject.tokenizer.decode(answer)).strip())
+    return _Answer(str(subject.tokenizer.decode(answer)).strip(), seconds)
 
 
 def run_verify(folder: Path, master_key: Path | None) -> None:
@@ -140,8 +172,8 @@ def _plain_ids(subject: Subject, text: str) -> list[int]:
     return ids
 
 
-def _next_token(subject: Subject, cache: RetainedCache, ids: list[int]) -> int:
-    given = torch.tensor([ids], device=subject.model.device)
+def _next_token(subject: Subject, cache: RetainedCache, ids: Sequence[int]) -> int:
+    given = torch.tensor([list(ids)], device=subject.model.device)
     with torch.no_grad():
         logits = subject.model(input_ids=given, use_cache=True, **{cache_name(subject.model): cache}).logits
     return int(logits[0, -1].argmax())

@@ -19,7 +19,7 @@ from conformance.own.models_integration.archive.block_mask import ROTATIONS, blo
 from conformance.own.models_integration.archive.test_splice import BOUND, QUERY, SYSTEM, read
 from conformance.own.models_integration.session.families import relative
 from models_integration.archive.errors import NoSuchChunk, OtherDtype, OtherFrequencies, WrongModel
-from models_integration.archive.library import Library
+from models_integration.archive.library import Library, recommended_form
 from models_integration.archive.retrieval import dense, lexical, measured, reranked, retrieved
 from models_integration.archive.store import Archive
 from models_integration.model.rotation import plain_layers, prefilled
@@ -38,6 +38,17 @@ PARTS = [ids(7, 3), ids(6, 5)]
 def archive(quick_path: Path) -> Iterator[Archive]:
     with Archive(quick_path) as opened:
         yield opened
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize(("markers", "form"), [
+    ({"<|im_start|>": [7], "<|im_end|>": [8], "<|end|>": [9]}, "markers"),
+    ({"<|im_end|>": [8], "<|end|>": [9]}, "markers_phi3"),
+    ({"<｜User｜>": [5], "<｜end▁of▁sentence｜>": [6]}, "markers_deepseek"), ({"<|end|>": [9, 9]}, "raw"),
+])
+def test_the_recommended_wrapper_has_markers_of_the_model(markers: dict[str, list[int]], form: str) -> None:
+    others = {name: [1, 2] for name in ("<|im_start|>", "<|im_end|>", "<|end|>", "<｜User｜>", "<｜end▁of▁sentence｜>")}
+    assert recommended_form(vocabulary({**others, **markers})) == form
 
 
 @pytest.mark.law("a-splice-equals-a-block-mask")

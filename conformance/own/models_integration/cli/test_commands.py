@@ -155,6 +155,9 @@ def test_a_fact_is_put_listed_got_and_answered(keys: list[str], tmp_path: Path) 
     assert archived("inject", *keys, *here, *asked) == f"{FACTS[0].strip()}\n"
     assert archived("inject", *reversed(keys), *here, *asked) == f"{FACTS[0].strip()}\n"
     assert "7492" not in archived("inject", keys[1], *here, *asked)
+    both = archived("inject", *keys, *here, *asked, "--text").splitlines()
+    for line, name in zip(both, ("inserted", "as text"), strict=True):
+        assert re.fullmatch(rf"{name}, \d+\.\d ms to the first token: {re.escape(FACTS[0].strip())}", line)
     assert archived("verify", *here) == "2 objects read\n"
     os.utime(next((tmp_path / "a").glob(f"objects/*/{keys[1]}.*")), (1, 1))
     removed = archived("gc", "--limit", "20000", *here)
@@ -193,6 +196,13 @@ def test_what_a_policy_keeps_is_put_and_answered(keys: list[str], tmp_path: Path
     assert "policy = 'nobody'" in str(error)
     error = refused("put", str(tmp_path / "0.txt"), "--policy", "snapkv", "--budget", "1.5", *here)
     assert "budget" in str(error)
+    error = refused("put", str(tmp_path / "0.txt"), "--policy", "triattention", *here)
+    assert "calibration" in str(error)
+    file = str(tmp_path / "c.npz")
+    made = CliRunner().invoke(app, ["calibrate", str(tmp_path / "0.txt"), "--tokens", "8", "--out", file])
+    assert made.exit_code == 0, made.output
+    again = archived("put", str(tmp_path / "0.txt"), "--policy", "triattention", "--calibration", file, *here)
+    assert again.strip() not in (kept, *keys)
 
 
 @pytest.mark.law("one-line-with-the-way-out")
