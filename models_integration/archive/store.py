@@ -128,11 +128,11 @@ class Archive(AbstractContextManager["Archive"]):
             raise ArchiveError(f"the chunk {key} was removed by another process while it was put")
         return key
 
-    def get(self, key: str, tenant: str, model: ModelIdentity | None = None) -> Stored | None:
+    def get(self, key: str, tenant: str, model: ModelIdentity | None = None, use: bool = True) -> Stored | None:
         """A chunk of the tenant, proved; None where there is none, or where its bytes are not those written.
 
         A damaged object is moved to `quarantine`. With `model`, another model's chunk is refused. Another tenant's key
-        is a miss by its digits alone, whether or not there is such an object.
+        is a miss by its digits alone, whether or not there is such an object. Without `use`, `gc` does not count it.
 
         Raises:
             SpecError: for what is no tenant's name.
@@ -150,13 +150,14 @@ class Archive(AbstractContextManager["Archive"]):
         try:
             stored = self._objects.read(key, tenant)
         except FileNotFoundError:
-            return self.get(key, tenant, model) if self._restored(key) else None
+            return self.get(key, tenant, model, use) if self._restored(key) else None
         except Damaged:
             if self._was_replaced(key, file):
-                return self.get(key, tenant, model)
+                return self.get(key, tenant, model, use)
             self._quarantine(key, file)
             return None
-        self._files.touch(key)
+        if use:
+            self._files.touch(key)
         if model is not None:
             check_model(stored.manifest.model, model)
         return stored

@@ -31,8 +31,8 @@ def put(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file to store as one chunk.")],
     wrapper: Annotated[
         str,
-        typer.Option(help=f"Tokens of the chat template around the text: {', '.join(FORMS)}. auto: the shortest wrapper"
-                     " with markers of the model, which the paper recommends; raw if the model has none of them."),
+        typer.Option(help=f"Tokens of the chat template around the text: auto, {', '.join(FORMS)}. Default: auto, the"
+                     " shortest wrapper with markers of the model. A model without markers gets raw."),
     ] = "auto",
     codec: Annotated[
         str,
@@ -94,6 +94,32 @@ def list_chunks(
     from models_integration.cli.archive_runs import run_list
 
     run_list(tenant, folder, master_key)
+
+
+@archive.command()
+def find(
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="Question or words to look for.")],
+    top: Annotated[int, typer.Option(help="Number of chunks to print.")] = 3,
+    dense: Annotated[
+        str, typer.Option(help="Sentence encoder whose ranking is fused with that of BM25: 'wordllama' (pip install"
+                          " 'kvspec[wordllama]'), or a folder with a model. Default: BM25 alone.")
+    ] = "",
+    rerank: Annotated[
+        Path | None, typer.Option(help="Folder with a cross-encoder, which orders the best 50 chunks again.")
+    ] = None,
+    model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
+    tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
+) -> None:
+    """Print keys and texts of the chunks that answer a question best, by BM25, an encoder and a cross-encoder.
+
+    Rankings are fused by reciprocal ranks (k = 60). Chunks that share no word with the query come last. Chunks of other
+    models are left out. The search reads all chunks and does not count as a use of them.
+    """
+    from models_integration.cli.archive_runs import run_find
+    from models_integration.studies.subject import Loading
+
+    loading = Loading(model, "numpy", device, dtype, attn)
+    run_find(query, top, dense, rerank, loading, tenant, folder, master_key)
 
 
 @archive.command()

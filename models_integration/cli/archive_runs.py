@@ -1,6 +1,6 @@
 """What the commands of `kvspec archive` do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 import typer
 
-from models_integration.archive.errors import NoSuchChunk
+from models_integration.archive.errors import ForeignVersion, NoSuchChunk, OtherDtype, OtherFrequencies, WrongModel
 from models_integration.archive.keyring import Keyring, read_master
 from models_integration.archive.layer_masks import layer_masks
-from models_integration.archive.library import Library, recommended_form, vocabulary_of
+from models_integration.archive.library import IDS, Library, recommended_form, vocabulary_of
+from models_integration.archive.retrieval import dense, lexical, reranked, retrieved, static
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cli.checks import calibration_of
@@ -20,8 +21,10 @@ from models_integration.model.cache_argument import cache_name
 from models_integration.studies.subject import Loading, Subject
 from spec.errors import SpecError
 
-__all__ = ["run_forget", "run_gc", "run_get", "run_inject", "run_list", "run_put", "run_verify"]
+__all__ = ["run_find", "run_forget", "run_gc", "run_get", "run_inject", "run_list", "run_put", "run_verify"]
 
+_CANDIDATES = 50
+"""Chunks of each ranking that are fused."""
 
 def run_put(
     text: Path, wrapper: str, codec: str, upper: bool, policy: str | None, budget: str | None,
@@ -71,6 +74,38 @@ def run_list(tenant: str | None, folder: Path, master_key: Path | None) -> None:
         for entry in archive.entries(tenant):
             about = "encrypted" if entry.tenant is None else f"{entry.tokens} tokens  {entry.tenant}"
             print(f"{entry.key}  {entry.bytes} bytes  {about}")
+
+
+def run_find(
+    query: str, top: int, encoder: str, rerank: Path | None, loading: Loading, tenant: str, folder: Path,
+    master_key: Path | None,
+) -> None:
+    """Print the best chunks."""
+    if top < 1:
+        raise SpecError("top", top, "must be at least 1")
+    subject = loading.subject()
+    with _existing(folder, master_key) as archive:
+        texts = dict(_texts(archive, subject, tenant))
+    rankers = [lexical(texts)]
+    if encoder:
+        rankers.append(static(texts) if encoder == "wordllama" else dense(texts, Path(encoder)))
+    found = retrieved(query, rankers, max(top, _CANDIDATES))
+    if rerank is not None:
+        found = reranked(texts, rerank)(query, found)
+    for key in found[:top]:
+        print(f"{key}  {' '.join(texts[key].split())}")
+
+
+def _texts(archive: Archive, subject: Subject, tenant: str) -> Iterator[tuple[str, str]]:
+    """Keys and texts of the tenant's chunks that the model can read."""
+    for entry in archive.entries(tenant):
+        try:
+            stored = archive.get(entry.key, tenant, subject.identity, use=False)
+        except (ForeignVersion, OtherDtype, OtherFrequencies, WrongModel):
+            continue
+        if stored is not None:
+            about = stored.manifest
+            yield entry.key, str(subject.tokenizer.decode(stored.tensors[IDS][about.start : about.stop].tolist()))
 
 
 def run_inject(

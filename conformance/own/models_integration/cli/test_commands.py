@@ -158,6 +158,11 @@ def test_a_fact_is_put_listed_got_and_answered(keys: list[str], tmp_path: Path) 
     both = archived("inject", *keys, *here, *asked, "--text").splitlines()
     for line, name in zip(both, ("inserted", "as text"), strict=True):
         assert re.fullmatch(rf"{name}, \d+\.\d ms to the first token: {re.escape(FACTS[0].strip())}", line)
+    used = (tmp_path / "a").glob("objects/*/*")
+    before = {path: path.stat().st_mtime_ns for path in used}
+    found = archived("find", "Which code has Project Aurora?", *here, "--top", "2").splitlines()
+    assert found == [f"{key}  {fact.strip()}" for key, fact in zip(keys, FACTS, strict=True)]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
     assert archived("verify", *here) == "2 objects read\n"
     os.utime(next((tmp_path / "a").glob(f"objects/*/{keys[1]}.*")), (1, 1))
     removed = archived("gc", "--limit", "20000", *here)
