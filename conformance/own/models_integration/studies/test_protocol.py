@@ -173,7 +173,7 @@ def test_facts_are_in_three_texts_each_split_before_any_run(value: str) -> None:
 IN_STEPS = [one.name for one in list_policies() if one.decode_time]
 SERVED = [name for name in NAMES if not name.startswith(tuple(DIVERSE + name for name in IN_STEPS))]
 """Those that select one by one in each decode step take minutes."""
-LENGTH, BUDGETS, MOST = 220, (150, 180), 4
+LENGTH, BUDGETS, MOST = 220, (150, 180), 6
 BREATH = "crystalcache(decode=true)"
 Kept = Sequence[list[int]]
 
@@ -206,7 +206,7 @@ def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(subject: Subject, 
     """Bit for bit; slots are counted alike. Cells differ, else the comparison would say nothing."""
     sample = replace(draw_sample(task, subject.tokenizer, LENGTH, 1, 9), max_new_tokens=MOST)
     presented = place(sample, placement)
-    names = [*(SERVED if placement == "after" else SERVED[::4]), BREATH]
+    names = [*(name for name in SERVED if placement == "after" or not name.startswith(DIVERSE)), BREATH]
     before, found = len(presented.prompt_ids) - presented.dropped_slots, told(subject, sample, presented, names)
     for (name, B), (given, kept) in found.items():
         expected, sets = answer(subject.model, subject.policy(name, int(B)), presented, MOST, subject.stop_ids)
@@ -217,7 +217,7 @@ def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(subject: Subject, 
         assert given["mean_cache"] == pytest.approx(expected.mean_cache), name
         assert given["answer_slots"] == pytest.approx(expected.mean_cache - np.mean(given["kept"])), name
     assert {name for name, _ in found} == set(names)
-    assert len({str(kept) for _, kept in found.values()}) > len(names) / 2
+    assert len({str(kept) for _, kept in found.values()}) > len(SERVED) / 2
     assert len({given["answer"] for given, _ in found.values()}) > 2
 
 
