@@ -43,10 +43,7 @@ def test_a_zero_key_is_refused_by_name(nestedkv_stages: NestedKVStages, head: in
 
 
 @pytest.mark.spec("NK-SCORE")
-@pytest.mark.parametrize("k", [
-    np.zeros((2, 3)), np.full((1, 2, 2), np.nan), np.ones((1, 2, 2), int), "k",
-    np.full((1, 2, 2), np.longdouble(1.7e308) * 2),
-])
+@pytest.mark.parametrize("k", [np.zeros((2, 3)), np.full((1, 2, 2), np.nan), np.ones((1, 2, 2), int), "k"])
 def test_keys_of_a_wrong_kind_are_refused(nestedkv_stages: NestedKVStages, k: Any) -> None:
     with refused("k", k):
         nestedkv_stages.anomaly_score(k, NESTED)

@@ -60,7 +60,9 @@ SUBJECTS: dict[str, Subject] = {
     "kvpress-gathered": Subject(
         "cache", "kvpress_caches:gathered", "on Gemma 3 a question of several tokens is read without causality",
     ),
-    "kvpress-masked": Subject("cache", "kvpress_caches:masked", "nothing is freed"),
+    "kvpress-masked": Subject(
+        "cache", "kvpress_caches:masked", "nothing is freed; all failures are of 70 tokens read at once",
+    ),
     **{
         f"kvpress-{name.replace('_', '-')}": Subject("policy", f"kvpress_policies:{name}", "", ("--profile", "dev"))
         for name in PRESSES

@@ -7,6 +7,7 @@ that take their kept sets along, are of the methods' nature. Chunks and a pyrami
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from conformance.measure.peers.inputs import SMALL, Inputs
 from conformance.measure.peers.presses import PRESSES, VERSION, kept_by_press, scores_by_press
 from reference.policies.budgets import even
 from reference.policies.protections import SinkAndRecent
-from spec.arrays import BoolVector, IntVector
+from spec.arrays import BoolVector, IntVector, Matrix
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Observation, Policy, Promises, Scores, Selection
 from spec.retention import Granularity
@@ -42,7 +43,9 @@ class PressScorer:
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         views = list(observation.layers.values())
         inputs = [_shown(view, at, len(views)) for at, view in enumerate(views)]
-        values = np.concatenate([_asked(scores_by_press, self.press, one) for one in inputs])
+        whole = observation.B is not None and observation.seen <= observation.B  # a press scores nothing then
+        score = _unscored if whole else partial(_asked, scores_by_press, self.press)
+        values = np.concatenate([score(one) for one in inputs])
         return Scores(values.astype(np.float64), np.arange(observation.seen + 1), carry=inputs)
 
 
@@ -57,6 +60,10 @@ class PressSelector:
         ratio = max(0.0, 1 - int(budgets[0]) / len(protected))
         sets = [own for one in inputs for own in _asked(kept_by_press, self.press, one.at(repr(ratio)))]
         return Selection(np.concatenate([*map(_positions, sets)]), np.cumsum([0, *map(len, sets)]))
+
+
+def _unscored(inputs: Inputs) -> Matrix:
+    return np.zeros(inputs.k.shape[:2])
 
 
 def _positions(kept: Sequence[int]) -> IntVector:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import kvpress  # type: ignore[import-not-found]
 import numpy as np
@@ -62,10 +63,27 @@ def kept_by_press(make: Make, inputs: Inputs, eager: bool) -> list[list[int]]:
         shown = {"hidden_states": hidden, "past_key_values": stored, "cache_position": torch.arange(inputs.n)}
         press.forward_hook(module, [], shown, [])
         return unmasked(module, inputs)
-    found, _ = press.compress(module, hidden, keys, *others)
+    found, places = gathered_by(press, module, hidden, keys, *others)
     if module.masked_key_indices is not None:
         return unmasked(module, inputs)
-    return [sorted(head.tolist()) for head in positions_of(found[0].numpy(), inputs.k)]
+    if found is keys:
+        return [[*range(inputs.n)] for _ in inputs.k]
+    if places is None:
+        places = positions_of(found[0].numpy(), inputs.k)
+    return [sorted(head.tolist()) for head in places]
+
+
+def gathered_by(press: Any, module: Any, hidden: Any, keys: Any, *others: Any) -> tuple[Any, Any]:
+    """The keys that a press keeps, and their places (H_kv, kept); None where it gathers none."""
+    gather, taken = torch.Tensor.gather, list[Any]()
+
+    def recorded(x: Any, dim: int, index: Any) -> Any:
+        taken.extend([index] if x is keys else [])
+        return gather(x, dim, index)
+
+    with patch.object(torch.Tensor, "gather", recorded):
+        found, _ = press.compress(module, hidden, keys, *others)
+    return found, taken[-1][0, :, :, 0].numpy() if taken else None
 
 
 def unmasked(module: Any, inputs: Inputs) -> list[list[int]]:

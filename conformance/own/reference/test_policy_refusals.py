@@ -14,6 +14,7 @@ from conformance.methods import brutes
 from conformance.methods.brute import Brute
 from conformance.strategies.policy_inputs import decided, drawn, observation
 from reference import policies
+from reference.backend import BACKEND
 from reference.policies.adakv import with_adaptive_budgets
 from reference.policies.attention import received_attention
 from reference.policies.budgets import Adaptive, Competition, Pyramid, pyramidkv_official
@@ -27,6 +28,7 @@ from reference.policies.vatp import with_value_norms
 from spec.backend import Backend
 from spec.budget import Budget
 from spec.errors import BackendUnavailable, SpecError
+from spec.parameters import NESTEDKV
 from spec.policy import LayerView, Policy, Scores
 
 pytestmark = pytest.mark.usefixtures("reference_items")
@@ -98,6 +100,12 @@ def test_a_zero_key_has_no_direction() -> None:
     k[1, 2] = 0.0
     with pytest.raises(SpecError, match="KV head 1, token 2"):
         keydiff_score(LayerView(k, k, None, 1.0, None))
+
+
+@pytest.mark.spec("NK-SCORE")
+def test_a_key_that_float64_does_not_hold_is_refused() -> None:
+    with pytest.raises(SpecError, match="must be finite"):
+        BACKEND.require_nestedkv().anomaly_score(np.full((1, 2, 2), 2 * np.longdouble(1.7e308)), NESTEDKV)
 
 
 @pytest.mark.spec("PO-KEYDIFF")
