@@ -14,7 +14,7 @@ from models_integration.attention.handover import check_readable
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import attention_modules, decoder_inputs, decoder_of, describe
+from models_integration.model.architecture import attention_modules, decoder_inputs, decoders_of, describe
 from models_integration.model.cache_argument import cache_name, with_one_cache
 from models_integration.session.inputs import OPEN, accepted, check_forward, later_span
 from spec.errors import SpecError
@@ -46,7 +46,7 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
         raise SpecError("attn_implementation", model.config._attn_implementation, "must be sdpa or eager")
     if not ragged and not all(layer.rows.shared for layer in cache.full_layers):
         raise SpecError("past_key_values", "rows that differ", "can be read inside a policy's context only")
-    decoder = decoder_of(model)
+    decoder, text = decoders_of(model)
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     with ExitStack() as undo:
         agreeing = untraced(_agreeing(decoder, cache, vocabulary))
@@ -57,7 +57,7 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
             undo.enter_context(observing(architecture, cache))
         else:
             undo.enter_context(cache.in_context())
-            for module in attention_modules(decoder).values():
+            for module in attention_modules(text).values():
                 undo.callback(module.register_forward_pre_hook(_masked(cache), with_kwargs=True).remove)
         yield
 

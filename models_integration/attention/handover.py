@@ -80,8 +80,11 @@ def _check_positions(architecture: Architecture) -> None:
     key = architecture.config._attn_implementation, Granularity.MODEL
     if key in known:
         return
-    if architecture.takes_positions and not any("inv_freq" in name for name, _ in architecture.decoder.named_buffers()):
+    rotated = any("inv_freq" in name for name, _ in architecture.decoder.named_buffers())
+    if architecture.takes_positions and (architecture.wraps or not rotated):
         _check_numbering(architecture)
+    if architecture.wraps:
+        _check_causal(architecture)
     if architecture.known_positions:
         known.add(key)
         return
@@ -111,6 +114,23 @@ def _check_numbering(architecture: Architecture) -> None:
         raise SpecError("model", architecture.name, f"it cannot read {_TOKENS} tokens: {error}") from error
     if not states_agree(ours, own):
         raise SpecError("model", architecture.name, _OWN_POSITIONS)
+
+
+def _check_causal(architecture: Architecture) -> None:
+    """Later tokens do not change what earlier ones store.
+
+    Raises:
+        SpecError: otherwise, as with PaliGemma, whose prompts attend in both directions.
+    """
+    try:
+        with isolated_forward(architecture):
+            fewer, more = (
+                read_tokens(architecture, RetainedCache(architecture.config), tokens) for tokens in (_TOKENS, _SEEN)
+            )
+    except FORWARD_ERRORS as error:
+        raise SpecError("model", architecture.name, f"it cannot read {_SEEN} tokens: {error}") from error
+    if not states_agree(more[:, :_TOKENS], fewer):
+        raise SpecError("model", architecture.name, "its attention is not causal")
 
 
 def _after_eviction(architecture: Architecture, gather: bool) -> Tensor:

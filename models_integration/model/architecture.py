@@ -19,7 +19,7 @@ from spec.policy import Needs
 
 __all__ = [
     "BUSY", "FULL", "Architecture", "attention_modules", "by_layer", "check_free", "check_positions", "decoder_inputs",
-    "decoder_of", "describe", "device_of", "layer_types", "of_layer", "restored_rotation", "unwrapped",
+    "decoder_of", "decoders_of", "describe", "device_of", "layer_types", "of_layer", "restored_rotation", "unwrapped",
 ]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -66,6 +66,8 @@ class Architecture:
     """Indices of the full-attention layers whose softmax has a sink for each head."""
     known_positions: bool
     """Whether keys are known to hold the positions of their tokens: rotated, or from a table."""
+    wraps: bool
+    """Whether the decoder takes images or sound too, and passes embeddings to a text model."""
     vocabulary: int
     parts: tuple[Part, ...]
     """The attention modules, and the modules between the decoder and them."""
@@ -120,9 +122,9 @@ def describe(model: PreTrainedModel) -> Architecture:
     config = model.config.get_text_config(decoder=True)
     decoder = decoder_of(model)
     types = layer_types(config)
-    attention = attention_modules(decoder)
+    attention = attention_modules(_text_decoder(model))
     reason = (
-        _refuse_wrapper(model, config, decoder) or _refuse_embeddings(model) or _refuse_config(config)
+        _refuse_embeddings(model) or _refuse_config(config)
         or _refuse_alibi(config, decoder) or _refuse_layers(config, types)
         or _refuse_attention(config, decoder, attention, types) or _refuse_implementation(config, attention.values())
     )
@@ -132,16 +134,28 @@ def describe(model: PreTrainedModel) -> Architecture:
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     parts = _parts(decoder, set(attention.values()))
     recurrent, latent = any(kind in RECURRENT for kind in types), _has_latents(config)
-    known = recurrent or _keeps_positions(decoder)
+    wraps = decoder is not _text_decoder(model)
+    known = recurrent or (not wraps and _keeps_positions(decoder))
     sinks = tuple(index for index in full if getattr(attention[index], "sinks", None) is not None)
     return Architecture(
         type(model).__name__, decoder, config, attention, full, recurrent, latent,
-        "position_ids" in decoder_inputs(decoder), sinks, known, vocabulary, parts,
+        "position_ids" in decoder_inputs(decoder), sinks, known, wraps, vocabulary, parts,
     )
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The module of a model that maps ids to hidden states."""
+    """The module of a model that maps ids to hidden states: of a model that takes images too, what embeds both."""
+    config = model.config
+    wraps = type(config.get_text_config(decoder=True)) is not type(config) and not config.is_encoder_decoder
+    return model.base_model if wraps else _text_decoder(model)
+
+
+def decoders_of(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
+    """`decoder_of` a model, and the text model inside, to which it may pass embeddings."""
+    return decoder_of(model), _text_decoder(model)
+
+
+def _text_decoder(model: PreTrainedModel) -> nn.Module:
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     # Some models call their last projection so.
     return decoder if any(True for _ in decoder.children()) else model.base_model
@@ -170,7 +184,7 @@ def check_free(model: PreTrainedModel) -> None:
     Raises:
         SpecError: otherwise: what it reads would be that policy's.
     """
-    if decoder_of(model) in BUSY:
+    if any(decoder in BUSY for decoder in decoders_of(model)):
         raise SpecError("model", type(model).__name__, "is inside a context already: contexts do not nest")
 
 
@@ -304,13 +318,6 @@ def _refuse_alibi(config: PretrainedConfig, decoder: nn.Module) -> str | None:
     if getattr(config, "alibi", False) or any("alibi" in name for name in dir(type(decoder))):
         return "ALiBi is not served: its bias follows from the distance of slots, which eviction changes"
     return None
-
-
-def _refuse_wrapper(model: PreTrainedModel, config: PretrainedConfig, decoder: nn.Module) -> str | None:
-    if config is model.config or model.config.is_encoder_decoder:
-        return None
-    name = type(decoder).__name__
-    return f"it passes embeddings, not input_ids, to its {name}: use text = model.get_decoder() and policy(text)"
 
 
 def _refuse_embeddings(model: PreTrainedModel) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from models_integration.cache.history import calls_of_generate, columns_of
-from models_integration.model.architecture import decoder_of
+from models_integration.model.architecture import decoders_of
 from models_integration.session.inputs import ONE_FORWARD
 from spec.errors import SpecError
 
@@ -60,7 +60,7 @@ def call_under_way(decoder: nn.Module, last: Call) -> Call:
         SpecError: at the first forward of a call that would use the cache in a way that is not served.
     """
     for call in calls_of_generate():
-        if decoder_of(call["self"]) is decoder:
+        if decoder in decoders_of(call["self"]):
             return last if call["generation_config"] is last.config else _begun(call)
     return NO_CALL
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.capture import untraced
 from models_integration.cache.history import calls_of_generate
-from models_integration.model.architecture import BUSY, check_free, decoder_of
+from models_integration.model.architecture import BUSY, check_free, decoders_of
 from models_integration.model.cache_argument import for_generate
 from models_integration.session.generate import check_call
 from spec.errors import SpecError
@@ -89,7 +89,7 @@ class Hold:
         """Whether another thread is in a generate that keeps no hooks."""
         known = get_ident(), self._caller
         others = (frame for thread, frame in sys._current_frames().items() if thread not in known)
-        return any(decoder_of(call["self"]) is self._decoder for one in others for call in calls_of_generate(one))
+        return any(self._decoder in decoders_of(call["self"]) for one in others for call in calls_of_generate(one))
 
     def _use(self) -> None:
         with self._state:
@@ -103,8 +103,9 @@ class Hold:
             reason = "generate is running on it in another thread: join that thread first"
             raise SpecError("model", type(self._model).__name__, reason)
         with ExitStack() as hooks:
-            BUSY.add(self._decoder)
-            hooks.callback(BUSY.discard, self._decoder)
+            for decoder in decoders_of(self._model):
+                BUSY.add(decoder)
+                hooks.callback(BUSY.discard, decoder)
             hooks.enter_context(hooked(self._decoder, self._before, self._after))
             hooks.callback(self._close)
             self._hooks = hooks.pop_all()

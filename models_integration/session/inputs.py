@@ -32,6 +32,9 @@ _EMBEDDINGS = (
     " that a wrapper passes are not served"
 )
 
+# Arguments of text, and the end of names of those that tell text (0) from images.
+_TEXT, _KINDS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"), "token_type_ids"
+
 DecoderOutput: TypeAlias = BaseModelOutputWithPast | tuple[Tensor, ...]
 
 
@@ -69,6 +72,21 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object]) -> N
             raise SpecError("output_attentions", True, "heads that store different tokens have no weights of one shape")
         check_readable(architecture, cache)
     check_recurrence(architecture, arguments, cache)
+    if architecture.wraps:
+        _check_text_alone(arguments)
+
+
+def _check_text_alone(arguments: Mapping[str, object]) -> None:
+    """No images, video or sound come with the ids.
+
+    Raises:
+        SpecError: for any.
+    """
+    for name, value in arguments.items():
+        given = isinstance(value, (Tensor, dict, list, tuple)) and name not in _TEXT
+        kinds_of_text = isinstance(value, Tensor) and name.endswith(_KINDS) and not bool(value.any())
+        if given and not kinds_of_text:
+            raise SpecError(name, "given", "policies read text alone: leave images, video and sound out")
 
 
 def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> Arguments:

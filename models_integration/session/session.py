@@ -182,6 +182,8 @@ class Session:
             layers = () if watcher is None else watcher.layers
             forward.undo.enter_context(observing(self._architecture, cache, watcher, layers))
         others = {name: value for name, value in forward.arguments.items() if name != "past_key_values"}
+        if self._architecture.wraps:  # all zeros: text alone
+            others = {name: value for name, value in others.items() if not name.endswith("token_type_ids")}
         return (), {**accepted(forward.defaults, self._inputs), **others, self._cache_name: cache}
 
     def _begin_call(self, decoder: nn.Module) -> None:

@@ -22,7 +22,7 @@ from spec.errors import SpecError
 KNOWN = {family.name: family for family in families()}
 looped = pytest.mark.skipif("dory" not in KNOWN, reason="Dory is in transformers since 5.24")
 REFUSED = {
-    "gpt_neo": "layer_idx", "bloom": "ALiBi", "mpt": "ALiBi", "dory": "run several times", "fuyu": "passes embeddings",
+    "gpt_neo": "layer_idx", "bloom": "ALiBi", "mpt": "ALiBi", "dory": "run several times",
     "mamba2": "nothing to evict", "musicgen": "several codebooks",
     "mllama": r"layers \[1, 3\] store nothing", "gemma3n_text": "share one cache",
 }
@@ -34,7 +34,7 @@ def test_every_name_of_transformers_has_a_family() -> None:
 
 
 # Gemma 4 has other widths and KV heads in its full-attention layers than in those that slide.
-@pytest.mark.parametrize("name", ["llama", "gemma4_text", "gpt_bigcode", "qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("name", ["llama", "gemma4_text", "gpt_bigcode", "qwen3_5", "nemotron_h", "gemma3"])
 def test_a_family_that_holds(name: str) -> None:
     found = list(outcomes(KNOWN[name]))
     assert [one.verdict for one in found] == ["holds"] * len(COLUMNS), found

@@ -70,6 +70,9 @@ def check_served(architecture: Architecture, method: Any) -> None:
     layers = architecture.config.num_hidden_layers
     if len(architecture.full_layers) < layers:
         raise SpecError("model", architecture.name, "its sliding-window or recurrent layers have no pages")
+    if architecture.wraps:
+        reason = "it takes images too, and pages store text: use text = model.get_decoder() and policy(text)"
+        raise SpecError("model", architecture.name, reason)
     if architecture.latent:
         raise SpecError("model", architecture.name, "it stores one latent for all heads (MLA), and pages store heads")
     policy, rule = method.policy, method.continuation

@@ -105,9 +105,6 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "attention that sees the future": (lambda: made("LlamaForCausalLM", **_GROUPED, is_causal=False), "not causal"),
     "another attention implementation": (flex, "attn_implementation is 'flex_attention'"),
-    "images too": (
-        wrapper, r"embeddings, not input_ids, to its LlamaModel: use text = model.get_decoder\(\) and policy",
-    ),
     "no transformers model": (lambda: nn.Linear(2, 2), "must be a transformers PreTrainedModel"),
 }
 
@@ -142,6 +139,21 @@ def test_a_wrapper_s_language_model_is_served() -> None:
         with pytest.raises(SpecError, match=r"inputs_embeds = 'given': .* the policy's own model with input_ids"):
             whole(input_ids=prompt(40))
         model(input_ids=prompt(40))
+    assert run.kept is not None
+    assert len(run.kept) == 20
+
+
+def test_a_model_that_takes_images_reads_text_alone() -> None:
+    whole: Any = prepare(wrapper())
+    zeros, images = torch.zeros(1, 40, dtype=torch.int64), torch.zeros(1, 3, 16, 16)
+    with METHODS["crystalcache"]()(whole) as run, torch.no_grad():
+        for one in (whole, whole.get_decoder()):
+            with pytest.raises(SpecError, match="contexts do not nest"), METHODS["crystalcache"]()(one):
+                pass
+        for name, given in (("pixel_values", images), ("mm_token_type_ids", zeros + 1)):
+            with pytest.raises(SpecError, match=f"{name} = 'given': policies read text alone"):
+                whole.model(input_ids=prompt(40), **{name: given})
+        whole.model(input_ids=prompt(40), token_type_ids=zeros)
     assert run.kept is not None
     assert len(run.kept) == 20
 
