@@ -18,13 +18,18 @@ from models_integration.cli.options import (
     Workers,
     names_of,
 )
+from spec.errors import SpecError
 
 __all__ = ["paper"]
+
+INJECTION = "injection"
+"""The paper without policies, whose study has sessions of archived chunks."""
 
 
 def paper(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Paper: crystalcache, diversity or nestedkv, or a file (.toml).")
+        str, typer.Argument(metavar="NAME", help="Paper: crystalcache, diversity, injection or nestedkv. Or a file"
+                            " (.toml).")
     ],
     part: Annotated[
         str, typer.Option(help="One table of the paper, such as table-5. Default: all tables.")
@@ -51,11 +56,20 @@ def paper(
     Each table has your figures with 95 % intervals, the differences from the best baseline and from the full cache, and
     the published figures. Tables show what was not run. A second run skips stored results.
     """
-    from models_integration.cli.paper_runs import Asked, plan, run
     from models_integration.studies.subject import Loading
     from models_integration.studies.workers import Launch
 
     folder = out or Path("results") / Path(name).stem
+    if name == INJECTION:
+        if workers != 1 or file:
+            raise SpecError("NAME", name, "reads no --file and has one worker: leave --file and --workers out")
+        from models_integration.cli.paper_injection import run_injection
+
+        loading = Loading("", backend, device, dtype, attn)
+        run_injection(names_of("model", model), part, quick, dry_run, loading, folder)
+        return
+    from models_integration.cli.paper_runs import Asked, plan, run
+
     asked = Asked(name, names_of("model", model), part, quick, tuple(file or ()), folder, batch_size, again)
     loading = Loading("", backend, device, dtype, attn)
     if dry_run:

@@ -1,6 +1,7 @@
 """`kvspec paper`: which tables its files fill, figures counted from the rows, runs that are taken up, refusals."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -8,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="papers are run on transformers models")
 
@@ -17,8 +19,11 @@ from models_integration.cli.app import app
 from models_integration.policies.methods import spelled
 from models_integration.studies.budgets import read_budget
 from models_integration.studies.evidence.rules import rules_of
+from models_integration.studies.papers.injection import ASYMMETRIC, TEMPLATES, Scene, Session, draw_talk
+from models_integration.studies.papers.injection_tables import filled_lines, tables_of
 from models_integration.studies.papers.protocol import BEST, PAPERS, load_paper, rules_of_part
 from models_integration.studies.papers.tables import Measured, fill
+from models_integration.studies.subject import Loading
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
@@ -273,3 +278,58 @@ def test_a_share_that_is_evicted_is_rounded_down_in_what_is_kept() -> None:
     with pytest.raises(SpecError, match=r"budgets = 'evict 1': r must lie"):
         rules_of(title="t", model="pocket", contexts=1, questions=1, seed=0, lengths=[9], placements=["after"],
                  tasks=["needle"], policies=["snapkv"], budgets=["evict 1"])
+
+
+def test_the_study_of_injection_counts_its_rows_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models_integration.cli.paper_injection.QUICK_QUESTIONS", 2)
+    asked = ["paper", "injection", "--quick", "--backend", "numpy", "--out", str(tmp_path)]
+    for part in ("table-2", "table-7a", "table-10"):
+        done = CliRunner().invoke(app, [*asked, "--model", "chat", "--part", part], env={"COLUMNS": "300"})
+        assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in (tmp_path / "injection.jsonl").read_text("utf-8").splitlines()]
+    assert len({(row["question"], row["session"]) for row in rows}) == len(rows) == 2 * (4 + 4 + 8)
+    assert f"{2} answers stored" in done.output  # the short wrapper of table 7a
+    right = [row["right"] for row in rows if row["session"] == '{"wrapper": "short"}']
+    line = pd.read_csv(tmp_path / "tables.csv").set_index("arm").loc["pc_bf16"]
+    assert (line["n"], line["r@1 [Wilson 95 %]"][:5]) == (2, f"{fmean(right):.3f}")
+    for options, words in (
+        (("--model", "pocket"), "needs <|im_start|>"), (("--model", "chat", "--part", "table-3"), "part"),
+        (("--workers", "2"), "one worker"),
+    ):
+        with pytest.raises(SpecError, match=re.escape(words)):
+            raise CliRunner().invoke(app, [*asked, *options]).exception or AssertionError
+
+
+def test_injection_is_compared_question_by_question() -> None:
+    """The published discordant counts of Table 1c give the published difference and p."""
+    (table, *_) = tables_of(TEMPLATES["markers"])
+    hurt, helped, both = 35, 61, 192
+    outcomes = [(True, False)] * hurt + [(False, True)] * helped + [(True, True)] * both
+    outcomes += [(False, False)] * (467 - len(outcomes))
+    rows = {
+        session.name: [{"right": pair[at], "seconds": 1.0} for pair in outcomes]
+        for at, session in enumerate(table.arms.values())
+    }
+    first, second = filled_lines(table, rows)
+    assert (first[1][:5], second[1][:5]) == ("0.486", "0.542")
+    assert (second[2], second[4], second[6]) == ("+0.056", "0.0103", "35 / 61")
+    assert second[8:] == ["0.542", "+0.056"]
+
+
+def test_half_of_the_layers_and_codecs_change_what_they_say(one_thread: None) -> None:
+    """Upper and lower half together are the wrapped chunk; layer 0 of the upper half has the raw tokens' values."""
+    scene = Scene(Loading("chat", "numpy").subject(), draw_talk(0))
+    ids = (5, 6, 7)
+    full, upper, lower, coarse = (
+        scene.chunk_of(ids, Session("short", half=half, codec=codec)).layers
+        for half, codec in (("", "none"), ("upper", "none"), ("lower", "none"), ("", ASYMMETRIC))
+    )
+    raw = scene.chunk_of(ids, Session()).layers
+    for index, pair in full.items():
+        kept, changed = (upper, lower) if index >= len(full) // 2 else (lower, upper)
+        for at, tensor in enumerate(pair):
+            assert torch.equal(kept[index][at], tensor)
+            step = (tensor.max() - tensor.min()) / 255
+            assert 0 < (coarse[index][at] - tensor).abs().max() <= 0.51 * step
+        assert torch.equal(changed[index][1][:, 2:5], raw[index][1])
+        assert torch.equal(changed[index][1][:, :2], pair[1][:, :2])

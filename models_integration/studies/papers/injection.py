@@ -1,0 +1,298 @@
+"""The study of the paper on cross-session injection: conversations, sessions made of their chunks, and answers."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models_integration.archive.layer_masks import layer_masks
+from models_integration.archive.library import recommended_form, vocabulary_of
+from models_integration.archive.retrieval import lexical
+from models_integration.archive.splice import Chunk, computed, splice, upper_half
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.cache_argument import cache_name
+from models_integration.model.rotation import angles_between, frequencies_at, recognise, turned
+from models_integration.studies.subject import Subject
+from models_integration.tasks.assembly import encode, joiner, opening_ids
+from models_integration.tasks.samples import generator
+from models_integration.tasks.sentences import DEFAULT_FILLER
+from reference.injection.quantisers import ARMS as CODECS
+from reference.injection.quantisers import SCHEMES, codes, decoded, quantised_region, scale
+from reference.injection.wrappers import FORMS, Form, Marker, slices, wrap
+from spec.errors import SpecError
+
+__all__ = ["ASYMMETRIC", "TEMPLATES", "Scene", "Session", "Template", "Timed", "asymmetric", "draw_talk", "template_of"]
+
+SELECTED, SLICE, TURNS, NEW_TOKENS = 3, 48, 18, 16
+"""Chunks of a question; tokens of a slice; turns of a conversation; tokens of an answer."""
+ASYMMETRIC = "asymmetric"
+"""The codec `pt_asym` of Table 10, which the archive does not offer."""
+_ROLES = ("Agent", "Project", "Doctor", "Captain", "Mission", "Station")
+_NAMES = (
+    "Adler", "Amber", "Apollo", "Atlas", "Beacon", "Blaine", "Briar", "Cedar", "Comet", "Coral", "Echo",
+    "Ember", "Fox", "Galaxy", "Garnet", "Gideon", "Harbor", "Hawk", "Iris", "Ivory", "Lotus", "Lynx", "Maple",
+    "Nova", "Olive", "Orion", "Pearl", "Quartz", "Robin", "Ruby", "Shadow", "Tempest", "Velvet", "Willow",
+    "Winter", "Zenith",
+)
+_QUANTITIES = ("secret code", "access key", "serial number", "room number", "badge number", "reference number")
+_PROMPTS = ("You are a helpful assistant.", "You are a coding assistant.")
+
+
+@dataclass(frozen=True)
+class Template:
+    """A chat template: texts of a session and a question, and the wrappers of Table 4 or 5 by the names of arms."""
+
+    system: str
+    question: str
+    wrappers: Mapping[str, Form]
+
+    @property
+    def full(self) -> Form:
+        """The wrapper of the whole template."""
+        return next(iter(self.wrappers.values()))
+
+    @property
+    def short(self) -> Form:
+        """The E-wrapper."""
+        return list(self.wrappers.values())[-1]
+
+
+_SYSTEM, _USER, _END = Marker("<|system|>"), Marker("<|user|>"), Marker("<|end|>")
+TEMPLATES: Mapping[str, Template] = {
+    "markers": Template(
+        "<|im_start|>system\n{}<|im_end|>\n", "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+        {"A_full": FORMS["full"], "B_opening_only": FORMS["opening"], "C_closing_only": FORMS["closing"],
+         "D_role_name_only": FORMS["role"], "E_markers_no_role": FORMS["markers"]},
+    ),
+    "markers_phi3": Template(
+        "<|system|>\n{}<|end|>\n", "<|user|>\n{}<|end|>\n<|assistant|>\n",
+        {"A_full_phi3": Form((_SYSTEM, _PROMPTS[0], _END, _USER), (_END,)), "E_markers_phi3": FORMS["markers_phi3"]},
+    ),
+}
+
+
+def template_of(subject: Subject) -> Template:
+    """The chat template whose markers are tokens of the model.
+
+    Raises:
+        SpecError: for a model with neither ChatML's nor Phi-3's markers.
+    """
+    name = recommended_form(vocabulary_of(subject.tokenizer))
+    if name not in TEMPLATES:
+        raise SpecError("model", subject.label, "needs <|im_start|> and <|im_end|>, or <|end|>, as tokens: try 'chat'")
+    return TEMPLATES[name]
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a session holds before the question.
+
+    Attributes:
+        wrapper: "raw", "full", "short" or the name of an arm of Table 4 or 5.
+        cut: where chunks end: "turn", "arbitrary" or "sentence".
+        codec: of keys and values, or ASYMMETRIC.
+        half: the half of the layers that is wrapped, "upper" or "lower"; "" for all.
+        fillers: unrelated chunks after those that were selected.
+        prompt: number of the system prompt.
+        text: whether the chunks are read as text.
+        every: whether all chunks are there, not the selected ones alone.
+    """
+
+    wrapper: str = "raw"
+    cut: str = "turn"
+    codec: str = "none"
+    half: str = ""
+    fillers: int = 0
+    prompt: int = 0
+    text: bool = False
+    every: bool = False
+
+    @property
+    def name(self) -> str:
+        """What rows call it: what differs from the defaults."""
+        return json.dumps({key: value for key, value in asdict(self).items() if value != getattr(Session(), key)})
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A conversation: texts of its turns and of unrelated ones, a question about one turn, and the right value."""
+
+    turns: Sequence[str]
+    fillers: Sequence[str]
+    question: str
+    value: str
+
+
+def draw_talk(index: int, seed: int = 0) -> Talk:
+    """Conversation `index`: each turn states one fact, which shares its subject or its quantity with others.
+
+    In odd conversations the turn of the answer names its subject in the first sentence alone.
+    """
+    rng = generator((seed, index))
+    role, names = str(rng.choice(_ROLES)), [str(name) for name in rng.choice(_NAMES, TURNS // 2, replace=False)]
+    quantities = [str(one) for one in rng.choice(_QUANTITIES, 2, replace=False)]
+    order = [int(at) for at in rng.permutation(TURNS)]
+    facts = [(f"{role} {names[at // 2]}", quantities[at % 2], str(1000 + int(rng.integers(9000)))) for at in order]
+    plain = [DEFAULT_FILLER[int(at)] for at in rng.integers(len(DEFAULT_FILLER), size=2 * TURNS + 4)]
+    turns = [
+        f"{plain[2 * at]} The {quantity} for {name} is {value}. {plain[2 * at + 1]}"
+        for at, (name, quantity, value) in enumerate(facts)
+    ]
+    asked = int(rng.integers(TURNS))
+    name, quantity, value = facts[asked]
+    if index % 2:
+        turns[asked] = f"The board reviewed {name}. Its {quantity} is {value}. {plain[0]}"
+    fillers = [" ".join(plain[start : start + 2]) for start in (2 * TURNS, 2 * TURNS + 2)]
+    return Talk(turns, fillers, f"What is the {quantity} for {name}?", value)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An answer, whether it has the value, and the seconds to its first token."""
+
+    answer: str
+    right: bool
+    seconds: float
+
+
+class Scene:
+    """A conversation in a model: chunks are selected once for each cut, and computed once for each wrapper."""
+
+    def __init__(self, subject: Subject, talk: Talk) -> None:
+        self.subject, self.talk, self.template = subject, talk, template_of(subject)
+        self._rotary, self._vocabulary = recognise(subject.model), vocabulary_of(subject.tokenizer)
+        self._chunk = lru_cache(maxsize=None)(self._compute)
+        self._selected = lru_cache(maxsize=None)(self._select)
+
+    @torch.no_grad()
+    def answer(self, session: Session) -> Timed:
+        """The greedy answer in a session.
+
+        The clock begins when the system prompt is read and the chunks are computed, except chunks that are read as
+        text.
+        """
+        encoded = encode(self.subject.tokenizer, self.template.system.format(_PROMPTS[session.prompt]))
+        before = [*opening_ids(self.subject.tokenizer), *encoded]
+        ids = list(encode(self.subject.tokenizer, self.template.question.format(self.talk.question)))
+        cache = RetainedCache(self.subject.model.config.get_text_config(decoder=True))
+        self._read(cache, before)
+        chosen = self._chosen(session)
+        chunks = [] if session.text else [self.chunk_of(one, session) for one in chosen]
+        start = perf_counter()
+        if session.text:
+            ids = [token for one in chosen for token in wrap(self._form(session), one, self._vocabulary).ids] + ids
+        room = len(before) + sum(len(chunk.visible) for chunk in chunks) + len(ids) + NEW_TOKENS
+        splice(cache, chunks, frequencies_at(self.subject.model, self._rotary, room))
+        answer = list[int]()
+        with layer_masks(self.subject.model, cache):
+            token = self._read(cache, ids)
+            seconds = perf_counter() - start
+            while token not in self.subject.stop_ids and len(answer) < NEW_TOKENS:
+                answer.append(token)
+                token = self._read(cache, [token])
+        text = str(self.subject.tokenizer.decode(answer))
+        return Timed(text, self.talk.value in text, seconds)
+
+    def chunk_of(self, ids: tuple[int, ...], session: Session) -> Chunk:
+        """A chunk as a session gets it: in its wrapper, by half of the layers, after a codec."""
+        chunk = self._chunk(ids, self._form(session))
+        if session.half:
+            chunk = self._mixed(ids, chunk, session)
+        return chunk if session.codec == "none" else _through(chunk, session.codec, len(self._rotary.layers))
+
+    def _read(self, cache: RetainedCache, ids: Sequence[int]) -> int:
+        model: Any = self.subject.model
+        given = torch.tensor([list(ids)], device=model.device)
+        return int(model(input_ids=given, use_cache=True, **{cache_name(model): cache}).logits[0, -1].argmax())
+
+    def _form(self, session: Session) -> Form:
+        named = {"raw": FORMS["raw"], "full": self.template.full, "short": self.template.short}
+        return {**self.template.wrappers, **named}[session.wrapper]
+
+    def _chosen(self, session: Session) -> list[tuple[int, ...]]:
+        more = [self._ids(text) for text in self.talk.fillers[: session.fillers]]
+        return [*(self._pieces(session.cut) if session.every else self._selected(session.cut)), *more]
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return encode(self.subject.tokenizer, joiner(self.subject.tokenizer) + text)
+
+    def _pieces(self, cut: str) -> list[tuple[int, ...]]:
+        turns = [self._ids(text) for text in self.talk.turns]
+        if cut == "turn":
+            return turns
+        stream = [token for ids in turns for token in ids]
+        ends = self.subject.sentence_ends if cut == "sentence" else frozenset[int]()
+        return [tuple(stream[start:stop]) for start, stop in slices(stream, ends, SLICE)]
+
+    def _select(self, cut: str) -> list[tuple[int, ...]]:
+        """BM25's best chunks, in the order of the conversation."""
+        pieces = self._pieces(cut)
+        corpus = {f"{at:03}": self._vocabulary.decode(ids) for at, ids in enumerate(pieces)}
+        ranked = lexical(corpus)(self.talk.question)
+        return [pieces[int(name)] for name in sorted(ranked[:SELECTED])]
+
+    def _compute(self, ids: tuple[int, ...], form: Form) -> Chunk:
+        wrapped = wrap(form, ids, self._vocabulary)
+        return computed(self.subject.model, wrapped.ids, self._rotary, wrapped.hidden, wrapped.markers)
+
+    def _mixed(self, ids: tuple[int, ...], chunk: Chunk, session: Session) -> Chunk:
+        """One half of the layers from the wrapped chunk, the others with the tokens of the raw one."""
+        upper = upper_half(chunk.layers, len(self._rotary.layers))
+        kept = set(upper) if session.half == "upper" else set(chunk.layers) - set(upper)
+        raw, start = self._chunk(ids, FORMS["raw"]), wrap(self._form(session), ids, self._vocabulary).start
+        return replace(chunk, layers={
+            index: pair if index in kept else _with_raw(chunk, raw, start, index)
+            for index, pair in chunk.layers.items()
+        })
+
+
+def _with_raw(wrapped: Chunk, raw: Chunk, start: int, index: int) -> tuple[Tensor, Tensor]:
+    """One layer of the wrapped chunk with the tokens of the raw chunk from `start` on."""
+    rule, (keys, values) = raw.rotary.layers[index], raw.layers[index]
+    if rule.slot == "keys" and rule.buffer is not None and rule.style is not None:
+        theta = raw.rotary.frequencies[rule.buffer]
+        keys = turned(keys, angles_between(keys.shape[1], start, theta, theta), rule.style)
+    stop = start + keys.shape[1]
+    first, second = (
+        torch.cat([outer[:, :start], inner, outer[:, stop:]], 1)
+        for outer, inner in zip(wrapped.layers[index], (keys, values), strict=True)
+    )
+    return first, second
+
+
+def _through(chunk: Chunk, codec: str, depth: int) -> Chunk:
+    """The chunk after a codec of 8 bits and back."""
+    if codec == ASYMMETRIC:
+        return _mapped(chunk, chunk.layers, lambda x, _: asymmetric(x))
+    arm = CODECS[codec]
+    layers, tokens = quantised_region(arm, depth, len(chunk.ids))
+
+    def back(x: Tensor, slot: int) -> Tensor:
+        scheme = (arm.keys, arm.values)[slot]
+        if scheme is None:
+            return x
+        part = x[:, tokens.start : tokens.stop].double().cpu().numpy()
+        step = scale(part, SCHEMES[scheme], 8)
+        made = torch.from_numpy(decoded(codes(part, step, 8), step)).to(x)
+        return torch.cat([x[:, : tokens.start], made, x[:, tokens.stop :]], 1)
+
+    return _mapped(chunk, layers, back)
+
+
+def _mapped(chunk: Chunk, layers: Any, change: Callable[[Tensor, int], Tensor]) -> Chunk:
+    return replace(chunk, layers={
+        index: (change(pair[0], 0), change(pair[1], 1)) if index in layers else pair
+        for index, pair in chunk.layers.items()
+    })
+
+
+def asymmetric(x: Tensor) -> Tensor:
+    """A tensor after 256 equal steps from its smallest to its largest value, and back."""
+    low, high = x.double().min(), x.double().max()
+    step = (high - low).clamp(min=2.0**-126) / 255
+    return (((x.double() - low) / step).round() * step + low).to(x.dtype)
