@@ -185,6 +185,11 @@ REPAIR = (
     'crystalcache(observed_layer=-1, impact="salience")', "random-trunks", "crystalcache",
     'crystalcache(observed_layer=-3, graph="zero", T_max=1)', "random-shared", "random",
 )
+FORMS = (
+    "fullcache", "evidence", "kvzip", 'crystalcache(observed_layer=-3, graph="zero")', "nestedkv",
+    'crystalcache(observed_layer=-1, rarity="reciprocal")', "crystalcache(observed_layer=-1)", "crystalcache",
+    "keydiff", "random-trunks", "streamingllm", "chunkkv", "snapkv", "expected-attention", "random-shared", "random",
+)
 COLUMNS = (
     _after("facts, question after", FACTS), Column("facts, question in the prompt", FACTS, "in_prompt", "0.3"),
     _after("continued prose", PROSE, answers=False),
@@ -214,6 +219,9 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "repair": lambda: figures(
         "repair", [_after(f"facts, {at}", ("fact",), at) for at in ("0.3", "0.1")], REPAIR, "all"
     ),
+    "facts": lambda: figures("facts", [
+        Column(f"facts, {at}", ("fact",), "after", at, recovery=False) for at in ("0.5", "0.3", "0.15")
+    ], FORMS, "dev"),
     "pairs": lambda: figures("rules", (_after("pairs of letters, 0.3", PAIRS),), MAIN),
 }
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
