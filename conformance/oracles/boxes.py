@@ -13,8 +13,6 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any, TypeAlias, Union
 
-import numpy as np
-
 DOUBLE, SINGLE = 2.0**-51, 2.0**-22
 """Units of the arithmetic of a subject: four times its unit roundoff."""
 FUNCTION = 4.0
@@ -168,8 +166,8 @@ def _widened(lo: float, hi: float, tag: Any, times: float = 1.0) -> Box:
 def leaves(array: Any) -> Any:
     """An array as lists of its numbers: exact boxes while rounding is on, else floats."""
     if not _State.unit:
-        return np.asarray(array).tolist()
-    return _leaves(np.asarray(array).tolist())
+        return array.tolist()
+    return _leaves(array.tolist())
 
 
 def _leaves(x: Any) -> Any:

@@ -13,7 +13,6 @@ import pytest
 
 from conformance.assurance.mutants.sites import Mutant
 from conformance.assurance.mutants.worker import Suite, collected
-from reference.statistics import wilson
 
 FILE = "results.jsonl"
 PROFILES = ("dev", "ci")  # the cheap one first
@@ -218,6 +217,8 @@ def _equivalent(mutant: Mutant, explained: Mapping[str, Explanation]) -> bool:
 
 def _row(name: str, population: int, tried: Sequence[Result]) -> str:
     killed = sum(result.killed for result in tried)
+    from reference.statistics import wilson  # imported late: jaxtyping's hook checks modules that are imported after it
+
     low, high = wilson(killed, len(tried))
     by = [sum(result.outcome == outcome for result in tried) for outcome in OUTCOMES]
     cells = [name, population, len(tried), killed, *by, f"{100 * killed / len(tried):.1f}",

@@ -10,6 +10,8 @@ from kvpress.presses.base_press import SUPPORTED_MODELS  # type: ignore[import-n
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3ForCausalLM
 
+__all__ = ["gathered", "masked"]
+
 Kept = Mapping[int, Sequence[Sequence[int]]]
 
 

@@ -21,6 +21,11 @@ from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Observation, Policy, Promises, Scores, Selection
 from spec.retention import Granularity
 
+__all__ = [
+    "adakv", "chunkkv", "expected_attention", "keydiff", "knorm", "observed_attention", "pyramidkv", "snapkv",
+    "streaming_llm", "tova",
+]
+
 ALL = Promises(
     budget_exact="yes", protection_holds="yes", no_op_at_full_budget="yes", higher_score_never_loses="yes",
     row_independence="yes", head_permutation="yes", gqa="yes",

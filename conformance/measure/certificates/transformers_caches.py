@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, QuantizedCache, StaticCache
 
+__all__ = ["dynamic", "dynamic_default_positions", "fp8", "static", "stored_equally"]
+
 Kept = Mapping[int, Sequence[Sequence[int]]]
 Gather = Callable[[Any, Tensor], None]
 """Leaves of a layer what stands at slots (1, H_kv, m)."""

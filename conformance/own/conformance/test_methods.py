@@ -157,7 +157,7 @@ def test_what_is_no_method_is_refused(text: str, said: str) -> None:
 
 def test_boxes_hold_what_rounding_makes_of_an_expression() -> None:
     with rounding(DOUBLE):
-        a, b, c = leaves([0.1, 0.2, 0.3])
+        a, b, c = leaves(np.array([0.1, 0.2, 0.3]))
         assert a + b > 0.3 - 1e-12
         assert not a - a
         assert a / a == 1.0
@@ -175,7 +175,7 @@ def test_boxes_hold_what_rounding_makes_of_an_expression() -> None:
         assert total.lo < sum([0.1] * 10) < total.hi
         assert dot([a, b], [b, c]).lo < 0.1 * 0.2 + 0.2 * 0.3 < dot([a, b], [b, c]).hi
     with rounding(DOUBLE, lower_first=False):
-        b = leaves([1.0])[0]
+        b = leaves(np.array([1.0]))[0]
         assert places([b, b]) == [(0, 1), (0, 1)]
 
 

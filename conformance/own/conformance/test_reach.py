@@ -12,9 +12,6 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis import strategies as st
 
-from conformance.assurance.item_vectors.items import ITEMS
-from conformance.assurance.mutants.edits import replaced
-from conformance.assurance.mutants.table import MUTANTS
 from conformance.oracles import s1, s2
 from conformance.strategies.numbers import ablations, small_parameters
 from conformance.strategies.prompts import (
@@ -39,13 +36,10 @@ from conformance.suite import (
     test_resonance,
     test_score,
 )
-from conformance.vectors import files
-from conformance.vectors.files import decoded
 from reference import backend, diversity, nestedkv
 from reference.backend import BACKEND
 from reference.crystalcache import coverage
 from spec.arrays import Vector
-from spec.parameters import PAPER
 
 # Reach is a question of existence: no shrinking, fixed cases.
 SEARCH = settings(
@@ -372,24 +366,3 @@ def test_coverage_in_floats_is_told(name: str, share: float, monkeypatch: pytest
         monkeypatch.setattr(coverage, "evenly_spaced", spaced)
         with pytest.raises(AssertionError):
             test_extensions.test_spacing_is_counted_in_whole_tokens(CRYSTAL, 30, 11)
-
-
-READINGS = [name for name, mutant in MUTANTS.items() if mutant.item == "PO-SNAPKV"]
-
-
-@pytest.mark.law("the-proof-has-teeth")
-@pytest.mark.parametrize("name", READINGS)
-def test_vectors_of_snapkv_tell_its_readings(name: str) -> None:
-    """Four vectors at least, of nine."""
-    tests = [decoded(test) for _, group, test in files.published() if group["operation"] == "PO-SNAPKV"]
-    with replaced(MUTANTS[name].edit):
-        wrong = [test for test in tests if not same(test)]
-    assert len(tests) == 9
-    assert len(wrong) >= 4
-    assert all(map(same, tests))
-
-
-def same(test: Any) -> bool:
-    """Whether the kept sets are the vector's."""
-    found: Any = ITEMS["PO-SNAPKV"](test["inputs"], PAPER)["kept"]
-    return bool([list(map(int, group)) for group in found] == test["expected"]["kept"])

@@ -162,7 +162,7 @@ def test_the_card_of_the_sibling_has_the_figures_of_the_files() -> None:
     assert f"ends at {cost['probes'][-1][1]:.2f}" in card
 
 
-EXAMPLE = Path(__file__).parents[4] / "docs" / "examples" / "learned_scores.py"
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "learned_scores.py"
 
 
 @pytest.mark.spec("PO-THRESHOLD")
