@@ -100,6 +100,11 @@ def sparingly(test: Callable[..., None]) -> Callable[..., None]:
     return settings(max_examples=max(1, profile.max_examples // 4))(test)
 
 
+def with_rejections(test: Callable[..., None]) -> Callable[..., None]:
+    """For tests that reject many examples, or need long for one."""
+    return settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])(test)
+
+
 def known_vectors() -> frozenset[str]:
     """Ids of the vectors of stages, as test_vectors.py names its cases."""
     from conformance.vectors.files import published

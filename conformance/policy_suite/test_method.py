@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from functools import reduce
 
-from hypothesis import HealthCheck, example, given, reject, settings
+from hypothesis import example, given, reject
 from hypothesis import strategies as st
 
 from conformance.checks.refusals import boundary
 from conformance.methods.method import Method, explanations, rounded, span_of
 from conformance.oracles.boxes import DOUBLE, SINGLE, Undecided, fits
+from conformance.plugin import with_rejections
 from conformance.policy_suite.test_promises import LONG, SHORT, TYING, Draw
 from conformance.strategies.policy_inputs import Inputs, Kept
 
@@ -36,7 +37,7 @@ def with_small(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @with_small
-@settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@with_rejections
 @given(draw=DRAWS)
 def test_the_kept_sets_are_those_of_the_method(
     method: Method, keeps: Subject, precision: str, explained: dict[str, list[str]], draw: Draw,
