@@ -1,7 +1,9 @@
 """Policies' promises: true ones hold, each false one dies by its column and a small input; `kvspec verify --policy`."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -200,6 +202,10 @@ def test_the_suite_runs_from_outside_the_tree(tmp_path: Path) -> None:
     assert "4 passed, 3 skipped" in result.stdout, result.stdout
     assert "GQA: not promised" in result.stdout
     assert "no tests ran" in run(tmp_path, *suite).stdout
+    result = run(tmp_path, *suite, "--kvspec-policy", "mine:RIGHT", "--kvspec-as", "knorm", "--kvspec-profile", "few")
+    assert result.returncode == 1
+    assert "FAILED" in result.stdout
+    assert "::test_the_kept_sets_are_those_of_the_method[knorm]" in result.stdout
 
 
 MINE = """
@@ -312,6 +318,34 @@ def test_a_broken_promise_fails_by_its_row_with_a_small_input(
     assert row["found"].startswith("higher score never loses: not so with ")
     assert row["found"][:100] in said
     assert "higher score never loses" in (folder / "found/certificate.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("policy", "method", "code", "summary"),
+    [("KNORM", "knorm", 0, "conforms to knorm"), ("WRONG", "", 1, "does not keep its promises"),
+     ("KNORM", "snap", 2, "")],
+)
+def test_the_steps_of_the_action_show_the_verdict(
+    folder: Path, policy: str, method: str, code: int, summary: str,
+) -> None:
+    """The step that installs is left out: an executable that starts this tree takes its place."""
+    action = pytest.importorskip("yaml").safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+    given = {"policy": f"promisers:{policy}", "as": method, "quick": "true"}
+    inputs = {name: given.get(name, one.get("default", "")) for name, one in action["inputs"].items()}
+    (step,) = (one for one in action["runs"]["steps"] if one["name"] == "Verify")
+    environment = {name: inputs[value.strip("${ }").removeprefix("inputs.")] for name, value in step["env"].items()}
+    (folder / "kvspec").write_text(f'#!/bin/sh\nexec {sys.executable} -m models_integration.cli "$@"\n', "utf-8")
+    (folder / "kvspec").chmod(0o755)
+    (folder / "summary").touch()
+    paths = {"PATH": f"{folder}:{os.environ['PATH']}", "GITHUB_STEP_SUMMARY": str(folder / "summary")}
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", step["run"]], cwd=folder, env={**os.environ, **environment, **paths},
+        capture_output=True, text=True, check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    said = (folder / "summary").read_text(encoding="utf-8")
+    assert summary in said
+    assert bool(said) == (code < 2)
 
 
 @pytest.mark.law("as-it-is-described")
