@@ -75,6 +75,13 @@ def _mine(name: str) -> bool:
     return name.startswith("kvpress") == (find_spec("kvpress") is not None)
 
 
+def compile_engine() -> None:
+    """Compile the engine in C."""
+    (ROOT / ENGINE).parent.mkdir(exist_ok=True)
+    source = str(DOCS / "examples" / "c" / "engine.c")
+    subprocess.run(["cc", "-O2", "-std=c99", source, "-o", str(ROOT / ENGINE), "-lm"], check=True)
+
+
 def make(name: str) -> None:
     """Judge one subject; its certificate goes to the page's folder.
 
@@ -83,9 +90,7 @@ def make(name: str) -> None:
     """
     subject, out = SUBJECTS[name], LOGS / name
     if name == "engine-c":
-        (ROOT / ENGINE).parent.mkdir(exist_ok=True)
-        source = str(DOCS / "examples" / "c" / "engine.c")
-        subprocess.run(["cc", "-O2", "-std=c99", source, "-o", str(ROOT / ENGINE), "-lm"], check=True)
+        compile_engine()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "conformance.verify", *subject.command, "--out", str(out)]
     done = subprocess.run(command, cwd=subject.folder, env=environment, check=False)

@@ -1,0 +1,239 @@
+"""`python -m conformance.measure.matrix [NAME ...]`: which implementation is which published method.
+
+Runs the named implementations, or all that this environment has, and writes docs/results/matrix.json and matrix.md.
+Cells of the others stay. `page` writes the page alone. kvpress has an environment of its own.
+"""
+
+import json
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+from conformance.engine.methods import FAMILY
+from conformance.engine.process import Engine
+from conformance.measure.certificates.__main__ import ENGINE, compile_engine
+from conformance.methods.method import METHODS, method_of
+from conformance.paths import DOCS
+from conformance.strategies.policy_inputs import drawn
+from conformance.verify.__main__ import run
+from conformance.verify.outcomes import Outcome, Verdicts
+from conformance.verify.request import parsed
+from conformance.verify.runs import prepared
+from reference.policies.names import BACKEND, POLICIES, with_twins
+from spec import SPEC_VERSION
+from spec.backend import resolve
+
+__all__ = ["ABSENT", "CONFORMS", "DIFFERS", "IMPLEMENTATIONS", "PAGE", "STORE", "cell_of", "main", "measured", "page"]
+
+CERTIFICATES, STORE, PAGE = (DOCS / "results" / name for name in ("certificates", "matrix.json", "matrix.md"))
+CONFORMS, DIFFERS, ABSENT, NOT_RUN = "conforms", "differs", "not offered", "not run"
+Cell = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What `kvspec verify` is asked to judge, and the package whose version counts."""
+
+    options: tuple[str, ...]
+    package: str = ""
+
+
+IMPLEMENTATIONS: Mapping[str, Implementation] = {
+    "numpy": Implementation(("--backend", "numpy"), "numpy"),
+    "numba": Implementation(("--backend", "numba"), "numba"),
+    "torch": Implementation(("--backend", "torch"), "torch"),
+    "engine-c": Implementation(("--command", str(ENGINE))),
+    "engine-javascript": Implementation(("--command", "node docs/examples/javascript/engine.mjs")),
+    "kvpress": Implementation((), "kvpress"),
+}
+PRESS_OF = {
+    "streamingllm": "StreamingLLM", "snapkv": "SnapKV", "pyramidkv": "PyramidKV", "chunkkv": "ChunkKV", "tova": "TOVA",
+    "keydiff": "KeyDiff", "knorm": "Knorm", "adakv": "AdaKV", "expected-attention": "ExpectedAttention",
+    "criticalkv": "CriticalKV", "critical-adakv": "CriticalAdaKV", "lagkv": "LagKV", "h2o": "ObservedAttention",
+    "kvzip": "KVzip", "kvzip-uniform": "KVzip by layer", "kvzip-plus": "KVzip+",
+}
+
+
+def offered(name: str) -> list[str]:
+    """The methods for which a backend has code of its own; an engine's hello says what it offers."""
+    kind, of = IMPLEMENTATIONS[name].options
+    if kind != "--backend":
+        return engine_methods(of)
+    return [method for method in METHODS if has_own_code(of, method)]
+
+
+def has_own_code(backend: str, method: str) -> bool:
+    """Whether a backend has a stage or a score of a method; without, the reference's would be judged again."""
+    found, row = resolve(backend), POLICIES[method]
+    if backend == "numpy" or (BACKEND in row.constants and getattr(found, row.family) is not None):
+        return True
+    policy = METHODS[method].policy(drawn(1))
+    return with_twins(policy, found) is not policy
+
+
+def measured(name: str, methods: list[str]) -> dict[str, Cell]:
+    """The cells of some methods by `kvspec verify --as ... --quick`, always on the same examples."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*IMPLEMENTATIONS[name].options, "--as", ",".join(methods), "--quick", "--seed", "0", "--out", folder]
+        request = parsed(words)
+        _, verdicts = run(request, prepared(request), "log.txt")
+    return cells_of(methods, verdicts)
+
+
+def cells_of(methods: list[str], verdicts: Verdicts) -> dict[str, Cell]:
+    """The cells of some methods from what a run says."""
+    outcomes = {one.test.partition("[")[2].rstrip("]"): one for one in verdicts.outcomes}
+    return {method: cell_of(method, outcomes[method]) for method in methods}
+
+
+def cell_of(method: str, outcome: Outcome) -> Cell:
+    """A cell from the outcome of a test."""
+    if outcome.state == "passed":
+        return {"verdict": CONFORMS, "as": str(method_of(method))}
+    if outcome.state == NOT_RUN:
+        return {"verdict": NOT_RUN}
+    said = outcome.found.strip().splitlines() or [outcome.state]
+    return {"verdict": DIFFERS, "as": str(method_of(method)), "smallest": said[0]}
+
+
+def of_kvpress() -> dict[str, Cell]:
+    """The presses on the inputs of docs/peers.md, with the readings that make kept sets equal."""
+    from conformance.measure.peers.__main__ import INPUTS, compared, runs
+
+    found = {}
+    for method, press in PRESS_OF.items():
+        report = compared(press, INPUTS)
+        cell: Cell = {"verdict": DIFFERS if report.unexplained else CONFORMS, "as": press, "inputs": INPUTS}
+        cell["readings"] = sorted(report.counts)
+        cell["equal without readings"] = report.equal
+        if report.smallest:
+            _, e = min(report.smallest.items(), key=lambda item: (item[1].size, item[0]))
+            cell["smallest"] = f"{e.inputs.n} tokens, r = {e.inputs.ratio}: {runs(e.theirs)} instead of {runs(e.ours)}"
+        found[method] = cell
+    return found
+
+
+def engine_methods(command: str) -> list[str]:
+    """The methods that the hello of an engine offers."""
+    engine = Engine(command, 60.0)
+    try:
+        return [name for name in engine.hello.families.get(FAMILY, []) if name in METHODS]
+    finally:
+        engine.stop()
+
+
+def runs_here(name: str) -> bool:
+    """kvpress needs an older transformers: each environment has its own half."""
+    return (name == "kvpress") == (find_spec("kvpress") is not None)
+
+
+def renewed(name: str) -> Cell:
+    """An implementation with a cell for each method."""
+    one = IMPLEMENTATIONS[name]
+    if name == "engine-c":
+        compile_engine()
+    if name == "kvpress":
+        there = of_kvpress()
+    else:
+        methods = offered(name)
+        there = measured(name, methods) if methods else {}
+    cells = {method: there.get(method, {"verdict": ABSENT}) for method in METHODS}
+    return {"version": version(one.package) if one.package else "", "spec": SPEC_VERSION, "cells": cells}
+
+
+def page(store: Mapping[str, Any]) -> str:
+    """matrix.md of matrix.json and the certificates."""
+    names = [name for name in IMPLEMENTATIONS if name in store]
+    run_cells = sum(cell["verdict"] in (CONFORMS, DIFFERS) for name in names for cell in store[name]["cells"].values())
+    heads = [" ".join(filter(None, (name, store[name]["version"]))) for name in names]
+    return "\n".join([
+        "# Implementations and published methods", "",
+        "This page shows which implementation keeps the tokens that a published method keeps."
+        " `python -m conformance.measure.matrix [NAME ...]` runs implementations again and writes the page and"
+        f" [matrix.json](matrix.json). {run_cells} cells were run.", "",
+        "| Cell | Meaning |", "|---|---|",
+        "| conforms | The kept tokens are those of the equation, with the constants of the first column. |",
+        "| conforms with readings | The kept tokens are equal under documented [readings](#kvpress). |",
+        "| differs | The [smallest input](#differences) has different kept tokens. |",
+        "| – | The implementation does not offer the method. |",
+        "| not run | The run was stopped before this method. |", "",
+        "The columns numpy to engine-javascript are from `kvspec verify --as METHOD --quick --seed 0`. A backend offers"
+        " a method if it has its own score or stage of the method. Backend triton uses the scores of torch.", "",
+        f"| Method | {' | '.join(heads)} |", f"|---{'|---' * len(names)}|",
+        *(f"| `{method_of(method)}` | {' | '.join(shown(store[name]['cells'][method]) for name in names)} |"
+          for method in METHODS), "",
+        "## Differences", "", *differing(store), "", *kvpress_table(store), "",
+        "## Caches and stages", "",
+        "These subjects do not offer a method by name. Their certificates judge eviction, stages or promises.", "",
+        "| Certificate | Judged by | Verdict | First failure |", "|---|---|---|---|", *certified(), "",
+    ])
+
+
+def shown(cell: Mapping[str, Any]) -> str:
+    """A cell of the table."""
+    if cell["verdict"] == ABSENT:
+        return "–"
+    return f"{cell['verdict']} with readings" if cell.get("readings") else str(cell["verdict"])
+
+
+def differing(store: Mapping[str, Any]) -> list[str]:
+    """A line for each cell that differs."""
+    found = [
+        f"- {name}, {method}: {cell['smallest']}" for name in store for method, cell in store[name]["cells"].items()
+        if cell["verdict"] == DIFFERS
+    ]
+    return found or ["No cell differs."]
+
+
+def kvpress_table(store: Mapping[str, Any]) -> Iterator[str]:
+    """The readings of each press, and an input that needs one."""
+    cells = {method: cell for method, cell in store["kvpress"]["cells"].items() if cell["verdict"] != ABSENT}
+    yield "## kvpress"
+    yield ""
+    yield ("A press gets the random inputs of [the comparison](../peers.md), and is compared with the reference. The"
+           " readings are those that make the kept tokens equal on all inputs. The last column has the smallest input"
+           " that needs a reading, with the ratio r of evicted tokens.")
+    yield ""
+    yield "| Method | Press | Equal without readings | Readings | kvpress keeps |"
+    yield "|---|---|---|---|---|"
+    for method, cell in cells.items():
+        equal = f"{cell['equal without readings']} of {cell['inputs']}"
+        yield f"| {method} | {cell['as']} | {equal} | {', '.join(cell['readings'])} | {cell.get('smallest', '')} |"
+
+
+def certified() -> Iterator[str]:
+    """A row for each certificate of others."""
+    for file in sorted(CERTIFICATES.glob("*.toml")):
+        made = tomllib.loads(file.read_text(encoding="utf-8"))
+        first = next((one for one in made["failing"] if made["items"].get(one, {}).get("found")), "")
+        said = made["items"][first]["found"].splitlines()[0][:160] if first else ""
+        yield f"| [{file.stem}](certificates/{file.name}) | {made['judged']} | {made['verdict']} | {cell_text(said)} |"
+
+
+def cell_text(text: str) -> str:
+    """Text that a table of Markdown shows as it is."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def main(names: list[str]) -> int:
+    """Run the named implementations, or all that run here, and write both files after each."""
+    if unknown := sorted(set(names) - {*IMPLEMENTATIONS, "page"}):
+        print(f"no implementation {', '.join(unknown)}: there are {', '.join(IMPLEMENTATIONS)}", file=sys.stderr)
+        return 2
+    store = json.loads(STORE.read_text(encoding="utf-8")) if STORE.exists() else {}
+    for name in filter(runs_here, [one for one in names or IMPLEMENTATIONS if one != "page"]):
+        print(name, flush=True)
+        store[name] = renewed(name)
+        ordered = {one: store[one] for one in IMPLEMENTATIONS if one in store}
+        STORE.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    PAGE.write_text(page(store), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
