@@ -7,7 +7,6 @@ Cells of the others stay. `page` writes the page alone. kvpress has an environme
 import json
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -30,7 +29,7 @@ from spec.backend import resolve
 
 __all__ = ["ABSENT", "CONFORMS", "DIFFERS", "IMPLEMENTATIONS", "PAGE", "STORE", "cell_of", "main", "measured", "page"]
 
-CERTIFICATES, STORE, PAGE = (DOCS / "results" / name for name in ("certificates", "matrix.json", "matrix.md"))
+STORE, PAGE = (DOCS / "results" / name for name in ("matrix.json", "matrix.md"))
 CONFORMS, DIFFERS, ABSENT, NOT_RUN = "conforms", "differs", "not offered", "not run"
 Cell = dict[str, Any]
 
@@ -147,7 +146,7 @@ def renewed(name: str) -> Cell:
 
 
 def page(store: Mapping[str, Any]) -> str:
-    """matrix.md of matrix.json and the certificates."""
+    """matrix.md of matrix.json."""
     names = [name for name in IMPLEMENTATIONS if name in store]
     run_cells = sum(cell["verdict"] in (CONFORMS, DIFFERS) for name in names for cell in store[name]["cells"].values())
     heads = [" ".join(filter(None, (name, store[name]["version"]))) for name in names]
@@ -168,9 +167,7 @@ def page(store: Mapping[str, Any]) -> str:
         *(f"| `{method_of(method)}` | {' | '.join(shown(store[name]['cells'][method]) for name in names)} |"
           for method in METHODS), "",
         "## Differences", "", *differing(store), "", *kvpress_table(store), "",
-        "## Caches and stages", "",
-        "These subjects do not offer a method by name. Their certificates judge eviction, stages or promises.", "",
-        "| Certificate | Judged by | Verdict | First failure |", "|---|---|---|---|", *certified(), "",
+        "[Certificates](certificates/README.md) judge engines, caches and presses by stages, eviction or promises.", "",
     ])
 
 
@@ -204,20 +201,6 @@ def kvpress_table(store: Mapping[str, Any]) -> Iterator[str]:
     for method, cell in cells.items():
         equal = f"{cell['equal without readings']} of {cell['inputs']}"
         yield f"| {method} | {cell['as']} | {equal} | {', '.join(cell['readings'])} | {cell.get('smallest', '')} |"
-
-
-def certified() -> Iterator[str]:
-    """A row for each certificate of others."""
-    for file in sorted(CERTIFICATES.glob("*.toml")):
-        made = tomllib.loads(file.read_text(encoding="utf-8"))
-        first = next((one for one in made["failing"] if made["items"].get(one, {}).get("found")), "")
-        said = made["items"][first]["found"].splitlines()[0][:160] if first else ""
-        yield f"| [{file.stem}](certificates/{file.name}) | {made['judged']} | {made['verdict']} | {cell_text(said)} |"
-
-
-def cell_text(text: str) -> str:
-    """Text that a table of Markdown shows as it is."""
-    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def main(names: list[str]) -> int:
