@@ -160,14 +160,12 @@ def test_an_engine_that_skips_its_own_tests_fails_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By the words in which the suite itself skips what is not offered."""
-    score = ["--", "-k", "equals_the_brute_force or larger_sets"]
-    assert asked(monkeypatch, "--backend", "engines:SHY", "--out", "found", "--fail-fast", "--quick", *score) == 1
+    assert asked(monkeypatch, "--backend", "engines:SHY", "--out", "found", "--quick") == 1
     said = capsys.readouterr().out
     assert "CC-SCORE fails" in said
     assert f"crystal.score raised SkipTest at {folder}/engines.py:" in said
     made = tomllib.loads((folder / "found/quick.toml").read_text(encoding="utf-8"))
     assert made["items"]["CC-SCORE"]["verdict"] == "fail"
-    assert made["counts"]["not_run"] > 0
 
 
 @pytest.mark.law("figures-are-counted-right")
