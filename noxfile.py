@@ -18,9 +18,8 @@ ROOT = Path(__file__).resolve().parent
 SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.minor}"
 
 OLDER_TRITON = "3.6.0"
-# Zensical follows MkDocs Material, which is no longer developed; from 0.0.74 on it needs a package that is not there.
+# Zensical needs a package that is not there from 0.0.74 on.
 SITE_NEEDS = ["zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver", "typer", "griffe2md"]
-# kvspec is tried on those that are found; the classifiers of pyproject.toml name those on which all of it has passed.
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 # What other Pythons are given and judged by, without torch; the core is the language, and no numbers of long prompts.
 WITHOUT_TORCH = {
@@ -86,8 +85,7 @@ LAB = {
               ["conformance.assurance.proofs"]),
     "vectors": ("spec/vectors made again by the oracles and compared; `--write` adds new ones",
                 ["conformance.assurance.vector_writer"]),
-    "vectors-package": ("build/kvspec-vectors-VERSION.zip: the vectors with readers in C, JavaScript and Python",
-                        ["conformance.assurance.vectors_package"]),
+    "vectors-package": ("a zip of vectors and readers, into build/", ["conformance.assurance.vectors_package"]),
     "simulate": ("state machines of sessions and of the archive, thousands of fresh programs; `--hypothesis-seed 7`",
                  ["pytest", "--kvspec-profile", "nightly", "--hypothesis-show-statistics", *MACHINES]),
     "bench": ("how fast the stages are, as ratios inside one run; some minutes on a quiet machine",
@@ -397,6 +395,7 @@ def lab(session: nox.Session) -> None:
         PARTS[name](session, options)
     else:
         told = {**{one: says for one, (says, _) in LAB.items()}, **{one: part.__doc__ for one, part in PARTS.items()}}
-        session.log("\n".join(["lab -- NAME", *(f"  {one:16}{told[one]}" for one in sorted(told))]))
+        said = "\n".join(f"  {one:16}{told[one]}" for one in sorted(told))
         if name != "list":
-            session.error(f"-- {name}: there is no such part")
+            session.error(f"-- {name}: there is no such part; choose one\n{said}")
+        session.log(f"lab -- NAME\n{said}")

@@ -391,20 +391,3 @@ def test_what_cannot_be_judged_is_refused_in_one_line(
     said = capsys.readouterr().err
     assert (code, said.count("\n"), said.startswith("kvspec: ")) == (2, 1, True), said
     assert complaint in said
-
-
-@pytest.mark.law("one-line-with-the-way-out")
-@pytest.mark.parametrize(("asked", "complaint"), [
-    ("--backend numpy", "KVSPEC_PROFILE = 'weekly': must be one of few"),
-    ("--cache mine:run", "needs torch, which is not installed: pip install 'kvspec[models]'"),
-])
-def test_an_unknown_profile_and_missing_torch_are_refused(
-    asked: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:
-    if "--cache" in asked:
-        monkeypatch.setattr("conformance.verify.subject.find_spec", lambda name: None)
-    else:
-        monkeypatch.setenv("KVSPEC_PROFILE", "weekly")
-    monkeypatch.setattr("sys.argv", ["verify", *asked.split()])
-    assert door.main() == 2
-    assert complaint in capsys.readouterr().err

@@ -385,20 +385,3 @@ def test_the_function_returns_what_the_command_says(
     assert capsys.readouterr().out == ""
     assert "repeat  kvspec verify --policy promisers:WRONG --profile few --seed 7" in str(wrong)
     assert str(wrong).endswith(wrong.headline)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({}, "verify = None: give exactly one of backend, command, policy, cache"),
-        ({"policy": "snapkv", "backend": "numpy"}, "give exactly one of"),
-        ({"backend": "numpy", "precision": "float16"}, "precision = 'float16': must be one of float64, float32"),
-        ({"policy": "snapkv", "profile": "fast"}, "profile = 'fast': must be one of few"),
-        ({"policy": "snapkv", "seed": "7"}, "seed = '7': must be a number"),
-        ({"policy": "snapkv", "timeout": 3.0}, "timeout = 3.0: is for --command"),
-        ({"policy": "nothing:HERE"}, "nothing:HERE"),
-    ],
-)
-def test_the_function_raises_for_wrong_options(options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=re.escape(words)):
-        kvspec.verify(**options, out=tmp_path)

@@ -1,6 +1,7 @@
 """`kvspec verify` from its options to its exit code; `--check`: which differences are named, what is asked first."""
 
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Callable
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 
+import kvspec
 from conformance.own.conformance.test_verify import EXCEPTION, RIGHT, WRONG, made
 from conformance.paths import ROOT, SPEC
 from conformance.verify import __main__ as door
 from conformance.verify import certificate, runs
 from conformance.verify.certificate import write
 from conformance.verify.request import parsed
+from spec.errors import SpecError
 
 ENGINES = """
 import os
@@ -47,6 +50,8 @@ SUITE = """
 from pathlib import Path
 
 import pytest
+
+import kvspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -330,3 +335,38 @@ def test_a_certificate_of_schema_1_is_read_in_the_words_of_this_one(kind: str, v
     assert [line for line in certificate.differences(found, told) if kind == "backend"] == []
     schema = json.loads((SPEC / "certificate.schema.json").read_text(encoding="utf-8"))
     pytest.importorskip("jsonschema").validate(found, schema)
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+@pytest.mark.parametrize(("asked", "complaint"), [
+    ("--backend numpy", "KVSPEC_PROFILE = 'weekly': must be one of few"),
+    ("--cache mine:run", "needs torch, which is not installed: pip install 'kvspec[models]'"),
+])
+def test_an_unknown_profile_and_missing_torch_are_refused(
+    asked: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "--cache" in asked:
+        monkeypatch.setattr("conformance.verify.subject.find_spec", lambda name: None)
+    else:
+        monkeypatch.setenv("KVSPEC_PROFILE", "weekly")
+    monkeypatch.setattr("sys.argv", ["verify", *asked.split()])
+    assert door.main() == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "verify = None: give exactly one of backend, command, policy, cache"),
+        ({"policy": "snapkv", "backend": "numpy"}, "give exactly one of"),
+        ({"backend": "numpy", "precision": "float16"}, "precision = 'float16': must be one of float64, float32"),
+        ({"policy": "snapkv", "profile": "fast"}, "profile = 'fast': must be one of few"),
+        ({"policy": "snapkv", "seed": "7"}, "seed = '7': must be a number"),
+        ({"policy": "snapkv", "timeout": 3.0}, "timeout = 3.0: is for --command"),
+        ({"policy": "nothing:HERE"}, "nothing:HERE"),
+    ],
+)
+def test_the_function_raises_for_wrong_options(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=re.escape(words)):
+        kvspec.verify(**options, out=tmp_path)
