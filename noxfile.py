@@ -20,6 +20,7 @@ SHARED = ROOT / ".nox" / f"shared-{sys.version_info.major}.{sys.version_info.min
 OLDER_TRITON = "3.6.0"
 # Zensical needs a package that is not there from 0.0.74 on.
 SITE_NEEDS = ["zensical==0.0.73", "numpy", "jaxtyping", "hypothesis", "pytest", "z3-solver", "typer", "griffe2md"]
+# kvspec is tried on those that are found; the classifiers of pyproject.toml name those on which all of it has passed.
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 # What other Pythons are given and judged by, without torch; the core is the language, and no numbers of long prompts.
 WITHOUT_TORCH = {
@@ -59,8 +60,7 @@ LATER_STAGES = [f"conformance/suite/test_{name}.py" for name in LATER]
 DECODE = ("decode", "decode_machine", "resonance", "segments")
 ON_HOST = [f"--ignore=conformance/suite/test_{name}.py" for name in DECODE]
 
-# What is too long for CI: each case is a module and its arguments. The first judges the compiled backend, in one
-# process, as its oracle holds some gigabytes.
+# What is too long for CI, as modules with arguments. The oracle of the first holds some gigabytes: it is one process.
 ARCHIVE = "conformance/own/models_integration/archive"
 MACHINES = ["conformance/own/models_integration/session/test_session_machine.py", f"{ARCHIVE}/test_archive_machine.py"]
 MARKED = ["pytest", "--kvspec-profile", "nightly", "-m", "nightly"]
@@ -103,8 +103,8 @@ def rare(part: Callable[[nox.Session, list[str]], None]) -> Callable[[nox.Sessio
 
 def stamp() -> str:
     """A digest of the files that decide what the environment holds."""
-    files = ("pyproject.toml", "constraints.txt")
-    return hashlib.sha256(b"\0".join((ROOT / name).read_bytes() for name in files)).hexdigest()
+    files = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
+    return hashlib.sha256(b"\0".join(files)).hexdigest()
 
 
 def interpreter_of(home: Path) -> Path:
@@ -327,7 +327,6 @@ def docs(session: nox.Session, options: list[str]) -> None:
     """The documentation as a site, into site/, in an environment of its own; a broken link fails."""
     python, pages = python_of(session, "site", *SITE_NEEDS), "conformance.measure.site"
     session.run(python, "-m", pages, "write", "build/docs", external=True)
-    # Made by other tools than the rest: nothing but the built site needs them.
     api = [str(Path(python).with_name("griffe2md")), "kvspec", "--output", "build/docs/docs/api.md"]
     session.run(*api, external=True, env={"PYTHONPATH": str(ROOT)})
     made = ROOT / "build" / "docs" / "docs" / "api.md"  # its links name headings as griffe does, not as the site
