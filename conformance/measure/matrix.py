@@ -16,16 +16,13 @@ from typing import Any
 from conformance.engine.methods import FAMILY
 from conformance.engine.process import Engine
 from conformance.measure.certificates.__main__ import ENGINE, compile_engine
-from conformance.methods.method import METHODS, method_of
+from conformance.methods.method import METHODS, has_own_code, method_of
 from conformance.paths import DOCS
-from conformance.strategies.policy_inputs import drawn
 from conformance.verify.__main__ import run
 from conformance.verify.outcomes import Outcome, Verdicts
 from conformance.verify.request import parsed
 from conformance.verify.runs import prepared
-from reference.policies.names import BACKEND, POLICIES, with_twins
 from spec import SPEC_VERSION
-from spec.backend import resolve
 
 __all__ = ["ABSENT", "CONFORMS", "DIFFERS", "IMPLEMENTATIONS", "PAGE", "STORE", "cell_of", "main", "measured", "page"]
 
@@ -64,15 +61,6 @@ def offered(name: str) -> list[str]:
     if kind != "--backend":
         return engine_methods(of)
     return [method for method in METHODS if has_own_code(of, method)]
-
-
-def has_own_code(backend: str, method: str) -> bool:
-    """Whether a backend has a stage or a score of a method; without, the reference's would be judged again."""
-    found, row = resolve(backend), POLICIES[method]
-    if backend == "numpy" or (BACKEND in row.constants and getattr(found, row.family) is not None):
-        return True
-    policy = METHODS[method].policy(drawn(1))
-    return with_twins(policy, found) is not policy
 
 
 def measured(name: str, methods: list[str]) -> dict[str, Cell]:

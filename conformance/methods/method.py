@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations
 from typing import Any
 
@@ -22,7 +22,16 @@ from conformance.methods import brutes
 from conformance.methods.brute import Brute
 from conformance.oracles.boxes import DOUBLE, Undecided, fits, rounding
 from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, observation, of_model
-from reference.policies.names import BACKEND, check_name, constants_of, constants_of_model, make_policy
+from reference.policies.names import (
+    BACKEND,
+    POLICIES,
+    check_name,
+    constants_of,
+    constants_of_model,
+    make_policy,
+    with_twins,
+)
+from spec.backend import resolve
 from spec.errors import SpecError
 from spec.policy import Policy
 
@@ -120,8 +129,34 @@ def asked(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
     return ask_method(engine, method.name, arguments_of(method.name, observation(policy, inputs), B, values))
 
 
+@cache
+def has_own_code(backend: str, method: str) -> bool:
+    """Whether a backend has a stage or a score of a method; without, the reference's would be judged again."""
+    found, row = resolve(backend), POLICIES[method]
+    if backend == "numpy" or (BACKEND in row.constants and getattr(found, row.family) is not None):
+        return True
+    policy = METHODS[method].policy(drawn(1))
+    return with_twins(policy, found) is not policy
+
+
+def check_own_code(backend: str, method: str) -> None:
+    """Refuse a method of which a backend has no code.
+
+    Raises:
+        SpecError: with the methods that the backend offers.
+    """
+    if not has_own_code(backend, method):
+        offered = ", ".join(name for name in METHODS if has_own_code(backend, name)) or "none"
+        raise SpecError("as", method, f"is not offered by backend {backend}, which has code of its own for {offered}")
+
+
 def on_backend(backend: str, method: Method, inputs: Inputs, B: int) -> Kept:
-    """What our policy keeps with the scores of a backend."""
+    """What our policy keeps with the scores of a backend.
+
+    Raises:
+        SpecError: as `check_own_code`.
+    """
+    check_own_code(backend, method.name)
     constants = {**of_model(method.name, inputs), **method.constants, BACKEND: backend}
     known = constants_of(method.name) | constants_of_model(method.name) | {"parameters"}
     chosen = {name: value for name, value in constants.items() if name in known}

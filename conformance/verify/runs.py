@@ -15,7 +15,7 @@ import pytest
 
 from conformance import exceptions
 from conformance.items import known_items
-from conformance.methods.method import method_of
+from conformance.methods.method import check_own_code, method_of
 from conformance.paths import ROOT
 from conformance.plugin import known_vectors
 from conformance.suite.conftest import INTERPRETERS
@@ -154,15 +154,16 @@ def prepared(request: Request) -> Subject:
     """The subject of a request that can be run.
 
     Raises:
-        SpecError: for a folder, an exceptions file or a subject that is wrong.
+        SpecError: for a folder, an exceptions file or a subject that is wrong; for a method not offered.
         BackendUnavailable: for one that cannot be loaded.
         pytest.UsageError: for an entry of the exceptions file.
     """
     check_out(request.out)
     if request.exceptions is not None:
         check_exceptions(request.exceptions)
-    for method in request.method:
-        method_of(method)
+    for method in map(method_of, request.method):
+        if request.backend is not None:
+            check_own_code(request.backend, method.name)
     subject = OF_KIND[request.kind](request.named, *request.method[: request.kind == "policy"])
     if request.kind in ENGINES and not request.method and not request.quick and not request.pytest:
         check_compiled()

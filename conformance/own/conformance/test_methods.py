@@ -38,9 +38,11 @@ from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, n
 from reference.policies import policy_from_score
 from reference.policies.names import POLICIES
 from reference.policies.protections import SinkAndRecent
+from spec.backend import resolve
 from spec.errors import SpecError
 from spec.policy import Needs, Observation, Policy
 
+BARE = replace(resolve("numpy"), name="bare", policies=None, scores={})
 MEASURED = ("snapkv", "h2o", "keydiff", "adakv", "rkv", "chunkkv", "kvzip")
 
 
@@ -137,6 +139,8 @@ def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
                 assert all(map(fits, kept(method, inputs, max(B, method.floor(inputs))), wanted)), op
         with pytest.raises(SpecError, match="as = 'kvzip': is no method of numpy, whose hello offers streamingllm"):
             asked(engine, Method("kvzip"), inputs, B)
+        with pytest.raises(SpecError, match=re.escape("as = 'knorm': is not offered by backend") + ".* for nestedkv, "):
+            on_backend(f"{__name__}:BARE", Method("knorm"), inputs, B)
     finally:
         engine.stop()
 
