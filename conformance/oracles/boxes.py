@@ -247,28 +247,23 @@ cos, sin = _turned(math.cos), _turned(math.sin)
 
 def largest(values: Iterable[Any]) -> Any:
     """The maximum: the box of it where that is sure, else one that holds it."""
-    values = list(values)
-    if not any(isinstance(x, Box) for x in values):
-        return max(values)
-    boxes = [_box(x) for x in values]
-    low = max(x.lo for x in boxes)
-    first = {x.tag: x for x in boxes if x.hi >= low}
-    if len(first) == 1:
-        return next(iter(first.values()))
-    return Box(low, max(x.hi for x in boxes), hash(("max", frozenset(first))))
+    return _extreme(list(values), max, lambda x, low, high: x.hi >= low)
 
 
 def least(values: Iterable[Any]) -> Any:
     """The minimum, as `largest`."""
-    values = list(values)
+    return _extreme(list(values), min, lambda x, low, high: x.lo <= high)
+
+
+def _extreme(values: list[Any], of: Callable[..., Any], may_be: Callable[[Box, float, float], bool]) -> Any:
     if not any(isinstance(x, Box) for x in values):
-        return min(values)
+        return of(values)
     boxes = [_box(x) for x in values]
-    high = min(x.hi for x in boxes)
-    last = {x.tag: x for x in boxes if x.lo <= high}
-    if len(last) == 1:
-        return next(iter(last.values()))
-    return Box(min(x.lo for x in boxes), high, hash(("min", frozenset(last))))
+    low, high = of(x.lo for x in boxes), of(x.hi for x in boxes)
+    possible = {x.tag: x for x in boxes if may_be(x, low, high)}
+    if len(possible) == 1:
+        return next(iter(possible.values()))
+    return Box(low, high, hash((of.__name__, frozenset(possible))))
 
 
 def ordered(values: Sequence[Any]) -> list[Any]:

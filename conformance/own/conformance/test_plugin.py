@@ -47,27 +47,23 @@ def write(
     (directory / "test_outside.py").write_text(text, encoding="utf-8")
 
 
-def test_the_header_says_what_runs(tmp_path: Path) -> None:
-    write(tmp_path)
-    result = run(tmp_path)
-    assert result.returncode == 0, result.stdout
-    assert "kvspec: backend numpy, S1 in float64, spec " in result.stdout
-    assert all(word in result.stdout for word in ("numpy ", "hypothesis ", "python ", "profile dev (50 examples)"))
-
-
 @pytest.mark.parametrize(
-    ("arguments", "environment", "examples"),
-    [([], {"CI": "true"}, 150), ([], {"KVSPEC_PROFILE": "nightly", "CI": "true"}, 20_000),
-     (["--kvspec-profile", "ci"], {"KVSPEC_PROFILE": "nightly"}, 150), (["--kvspec-profile", "few"], {}, 12)],
+    ("arguments", "environment", "examples", "profile"),
+    [
+        ([], {}, 50, "dev (50 examples)"), ([], {"CI": "true"}, 150, "ci (150 examples)"),
+        ([], {"KVSPEC_PROFILE": "nightly", "CI": "true"}, 20_000, "nightly (20000 examples)"),
+        (["--kvspec-profile", "ci"], {"KVSPEC_PROFILE": "nightly"}, 150, "ci (150 examples)"),
+        ([], {"KVSPEC_PROFILE": "few"}, 12, "few (12 examples, every 20th case of long loops)"),
+    ],
 )
-def test_profiles(tmp_path: Path, arguments: list[str], environment: dict[str, str], examples: int) -> None:
+def test_the_header_says_what_runs(
+    tmp_path: Path, arguments: list[str], environment: dict[str, str], examples: int, profile: str,
+) -> None:
     write(tmp_path, examples=examples)
-    assert run(tmp_path, *arguments, **environment).returncode == 0
-
-
-def test_what_the_profile_few_leaves_out_is_said(tmp_path: Path) -> None:
-    write(tmp_path, examples=12)
-    assert "profile few (12 examples, every 20th case of long loops)" in run(tmp_path, KVSPEC_PROFILE="few").stdout
+    result = run(tmp_path, *arguments, **environment)
+    assert result.returncode == 0, result.stdout
+    words = ("kvspec: backend numpy, S1 in float64, spec ", "numpy ", "hypothesis ", "python ", f"profile {profile}")
+    assert [one for one in words if one not in result.stdout] == []
 
 
 def test_an_unknown_profile_is_refused(tmp_path: Path) -> None:
@@ -131,12 +127,6 @@ def test_a_test_of_one_backend_s_code_runs_for_that_backend(tmp_path: Path, aske
     text = "import pytest\n\n@pytest.mark.judges('mine')\ndef test_of_mine():\n    pass\n"
     (tmp_path / "test_mine.py").write_text(text, encoding="utf-8")
     assert outcome in run(tmp_path, "--backend", asked, "--strict-markers").stdout
-
-
-def test_the_suite_runs_from_outside_the_tree(tmp_path: Path) -> None:
-    result = run(tmp_path, "--pyargs", "conformance.suite.test_score", "--backend", "reference.backend:BACKEND")
-    assert result.returncode == 0, result.stdout
-    assert "passed" in result.stdout
 
 
 def test_a_marker_of_an_unknown_item_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,23 +20,21 @@ from conformance.oracles import diversity as brute
 from conformance.oracles import nestedkv as stages
 from conformance.plugin import sparingly
 from conformance.strategies.numbers import NESTED, keys, seeds
-from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
+from conformance.strategies.policy_inputs import Inputs, decided, drawn
 from conformance.suite.test_nestedkv import lengths
 from conformance.tolerances import scores_agree
 from reference import diversity, policies
 from reference import nestedkv as nk
 from reference.directions import unit_keys
-from reference.policies.diversity import Diverse
 from reference.policies.knorm import knorm_score
 from reference.policies.scorers import LayerScorer
-from spec.backend import Backend, resolve
+from spec.backend import resolve
 from spec.budget import Budget
-from spec.errors import BackendUnavailable, SpecError
+from spec.errors import SpecError
 from spec.parameters import NESTEDKV
 from spec.policy import Cadence, LayerView, Needs, Observation, Policy, Scores
 
-reference_items = pytest.mark.usefixtures("reference_items")
-
+pytestmark = pytest.mark.usefixtures("reference_items")
 
 Host = Callable[[Inputs], Policy]
 HOSTS: dict[str, Host] = {
@@ -49,7 +46,6 @@ HOSTS: dict[str, Host] = {
 }
 
 
-@reference_items
 @pytest.mark.spec("DV-POLICY")
 @pytest.mark.parametrize("name", HOSTS)
 @sparingly
@@ -61,7 +57,6 @@ def test_without_penalty_the_hosts_set_stays(name: str, seed: int, B: int) -> No
     assert decided(policies.diverse(host, 0.0), inputs, B) == decided(host, inputs, B)
 
 
-@reference_items
 @pytest.mark.spec("DV-POLICY")
 @pytest.mark.parametrize("lam", [0.0, LAM])
 def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
@@ -77,7 +72,6 @@ def test_a_host_sees_what_it_sees_alone(lam: float) -> None:
     assert decided(policies.diverse(host, lam), inputs, 7) == [want]
 
 
-@reference_items
 @pytest.mark.spec("DV-POLICY")
 @sparingly
 @given(seed=seeds, B=st.integers(2, 7), mode=st.sampled_from(["flat", "layer", "head"]))
@@ -100,31 +94,6 @@ def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode:
         assert found == live
 
 
-@reference_items
-@pytest.mark.spec("DV-POLICY", "DV-VARIANT-B")
-@pytest.mark.parametrize(
-    ("make", "argument"),
-    [
-        (lambda: policies.diverse(policies.knorm(), -0.1), "lam"),
-        (lambda: policies.diverse(policies.knorm(), float("nan")), "lam"),
-        (lambda: policies.diverse(policies.knorm(), float("inf")), "lam"),
-        (lambda: policies.toward_mean_values(policies.knorm(), -0.1), "lam"),
-        (lambda: policies.diverse(policies.h2o()), "host"), (lambda: policies.diverse(policies.chunkkv()), "host"),
-        (lambda: policies.diverse(policies.diverse(policies.knorm())), "host"),
-        (lambda: policies.diverse(policies.tova(), mode="head"), "mode"),
-        (lambda: policies.diverse(policies.streaming_llm(), mode="layer"), "mode"),
-        (lambda: policies.diverse(policies.knorm(), mode="learned"), "mode"),
-        (lambda: Diverse(policies.diverse(policies.knorm()).selector.stages, -1.0), "lam"),  # type: ignore[attr-defined]
-    ],
-)
-def test_a_composition_that_is_not_defined_is_refused(make: Callable[[], object], argument: str) -> None:
-    """Lambda below 0 or NaN, a host that keeps more than single tokens, a signature finer than the kept sets."""
-    with pytest.raises(SpecError) as caught:
-        make()
-    assert caught.value.argument == argument
-
-
-@reference_items
 @pytest.mark.spec("DV-POLICY")
 def test_scores_without_signatures_are_refused() -> None:
     selector = policies.diverse(policies.knorm()).selector
@@ -132,26 +101,6 @@ def test_scores_without_signatures_are_refused() -> None:
         selector(Scores(np.zeros((1, 2)), np.arange(3)), np.array([1]), np.zeros(2, dtype=np.bool_))
 
 
-@reference_items
-@pytest.mark.spec("DV-POLICY")
-@pytest.mark.parametrize("blind_layers", [{0, 1}, {1}])
-def test_values_that_were_not_captured_are_missed(blind_layers: set[int]) -> None:
-    inputs = drawn(9, n=12, L=2, heads=(1, 1))
-    policy = policies.diverse(policies.knorm())
-    assert policy.scorer.needs.values
-    seen = observation(policy, inputs)
-    blind = {at: replace(x, v=None if at in blind_layers else x.v) for at, x in seen.layers.items()}
-    with pytest.raises(SpecError, match="v = None"):
-        policies.retain(policy, Budget(count=6), type(seen)(seen.seen, seen.groups, None, blind))
-
-
-@reference_items
-def test_a_backend_without_the_stage_says_so() -> None:
-    with pytest.raises(BackendUnavailable, match="no stage family 'diversity'"):
-        policies.diverse(policies.knorm(), backend=Backend("mine"))
-
-
-@reference_items
 @pytest.mark.spec("DV-VARIANT-B")
 @sparingly
 @given(seed=seeds, B=st.integers(1, 20), lam=st.sampled_from([0.0, 0.5, 2.0]))
@@ -165,7 +114,6 @@ def test_variant_b_adds_a_cosine_to_the_score(seed: int, B: int, lam: float) -> 
     assert decided(policies.toward_mean_values(policies.knorm(), lam), inputs, B) == found
 
 
-@reference_items
 @pytest.mark.spec("DV-SCHEDULE")
 @given(B=st.integers(2, 200), rounds=st.integers(2, 30), share=st.floats(-1, 1))
 def test_a_schedule_is_a_line_whose_mean_is_the_budget(B: int, rounds: int, share: float) -> None:
@@ -176,19 +124,6 @@ def test_a_schedule_is_a_line_whose_mean_is_the_budget(B: int, rounds: int, shar
     assert found.tolist() == signed.schedule(B, rounds, tilt)
 
 
-@reference_items
-@pytest.mark.spec("DV-SCHEDULE")
-@pytest.mark.parametrize(
-    ("arguments", "argument"), [((8, 1, 0), "rounds"), ((8, 4, 8), "tilt"), ((8, 4, -8), "tilt")]
-)
-def test_a_schedule_that_is_none_is_refused(arguments: tuple[int, int, int], argument: str) -> None:
-    """One round, or a round without a token."""
-    with pytest.raises(SpecError) as caught:
-        policies.scheduled(*arguments)
-    assert caught.value.argument == argument
-
-
-@pytest.mark.usefixtures('reference_items')
 @pytest.mark.spec("DV-COSINE")
 @given(seed=seeds, d=st.integers(1, 40))
 def test_sums_go_from_the_first_channel_to_the_last(seed: int, d: int) -> None:
@@ -199,7 +134,6 @@ def test_sums_go_from_the_first_channel_to_the_last(seed: int, d: int) -> None:
     assert diversity.cosines(V).tolist() == [[brute.cosine(a, b) for b in V.tolist()] for a in V.tolist()]
 
 
-@pytest.mark.usefixtures('reference_items')
 @pytest.mark.spec("DV-SIGNATURE")
 @pytest.mark.parametrize("mode", ["flat", "layer", "head"])
 @sparingly
@@ -210,7 +144,6 @@ def test_signatures_have_the_bits_of_brute_force(mode: diversity.Signature, seed
     assert found.tolist() == signed.signatures(plain_values(inputs), mode)
 
 
-@pytest.mark.usefixtures('reference_items')
 @pytest.mark.spec("NK-STABLE", "NK-EPISODIC", "NK-CURRENT")
 @given(seed=seeds, n=lengths, W=st.integers(1, 9), b=st.integers(1, 9))
 def test_the_three_memories(seed: int, n: int, W: int, b: int) -> None:
@@ -223,14 +156,12 @@ def test_the_three_memories(seed: int, n: int, W: int, b: int) -> None:
         assert scores_agree(got.ravel(), [x for row in want for x in row])
 
 
-@pytest.mark.usefixtures('reference_items')
 @pytest.mark.spec("NK-EPISODIC")
 def test_blocks_of_the_papers_lengths() -> None:
     sizes = {1: 128, 4127: 128, 4128: 129, 6400: 200, 8191: 255, 8192: 256, 32768: 256}
     assert {N: nk.block_size(N, NESTEDKV) for N in sizes} == sizes
 
 
-@pytest.mark.usefixtures('reference_items')
 @pytest.mark.spec("NK-ANOMALY")
 @given(seed=seeds, n=lengths)
 def test_anomalies_are_negative_cosines(seed: int, n: int) -> None:
@@ -245,7 +176,6 @@ def test_anomalies_are_negative_cosines(seed: int, n: int) -> None:
     assert scores_agree(got, [stages.anomaly(key, mu) for key, mu in pairs])
 
 
-@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("NK-NESTEDKV")
 def test_a_budget_below_the_sinks_is_refused() -> None:
     """Heads that cannot get their safeguard: four sinks each, three tokens of budget."""
@@ -258,7 +188,6 @@ def test_a_budget_below_the_sinks_is_refused() -> None:
     assert [kept.group(h).tolist() for h in range(2)] == [[0, 1, 2, 3]] * 2
 
 
-@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("NK-NESTEDKV")
 @given(seed=seeds, r=st.sampled_from(["0.25", "0.5", "0.75", "0.8", "0.9"]), n=st.integers(60, 90))
 def test_a_layer_keeps_its_budget_exactly_and_every_head_its_quota(seed: int, r: str, n: int) -> None:
@@ -270,7 +199,6 @@ def test_a_layer_keeps_its_budget_exactly_and_every_head_its_quota(seed: int, r:
     assert all(group[:4] == [0, 1, 2, 3] for group in kept)
 
 
-@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("NK-TOKENS")
 @given(percent=st.integers(0, 99), N=st.integers(1, 5000))
 def test_the_budget_is_the_exact_floor(percent: int, N: int) -> None:
@@ -284,36 +212,6 @@ def test_the_budget_is_the_exact_floor(percent: int, N: int) -> None:
             policies.eviction_budget(written, N)
 
 
-@pytest.mark.usefixtures("reference_items")
-@pytest.mark.spec("NK-TOKENS")
-@pytest.mark.parametrize("r", [1, 1.5, -0.1, float("nan"), float("inf"), "many"])
-def test_a_share_out_of_range_is_refused(r: Any) -> None:
-    with pytest.raises(SpecError) as caught:
-        policies.eviction_budget(r, 100)
-    assert caught.value.argument == "r"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("w0", (0.5, 0.5, 0.0)), ("w0", (1.0, 1.0)), ("blocks", 0), ("b_min", 0), ("b_max", 127), ("W", 0),
-        ("W", 2.0), ("p", Fraction(0)), ("p", Fraction(3, 2)), ("beta", -1.0), ("tau", float("nan")),
-        ("kappa", float("inf")), ("N_sink", -1), ("alpha_s", Fraction(6, 5)),
-    ],
-)
-def test_a_parameter_out_of_range_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(SpecError) as caught:
-        replace(NESTEDKV, **{name: value})
-    assert caught.value.argument == name
-
-
-@pytest.mark.usefixtures("reference_items")
-def test_a_backend_without_the_family_is_named() -> None:
-    with pytest.raises(BackendUnavailable, match="no stage family 'nestedkv'; it has: none"):
-        policies.nestedkv(backend=Backend("bare"))
-
-
-@pytest.mark.usefixtures("reference_items")
 def test_a_policy_takes_its_score_from_a_backend() -> None:
     """Numba's kept sets are those of its own scores."""
     pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")

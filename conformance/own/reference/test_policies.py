@@ -45,6 +45,8 @@ from reference.policies.rkv import rkv_redundancy, rkv_score
 from reference.policies.snapkv import snapkv_score
 from reference.policies.tova import tova_score
 
+pytestmark = pytest.mark.usefixtures("reference_items")
+
 SLOW = ("DV-", "PO-KVZIP", "TA-")
 CLOSE = ("DV-", "NK-ABLATIONS", "TA-")
 """Of two tokens both are as far from their mean, and whether their scores tie is a matter of rounding."""
@@ -63,14 +65,12 @@ by_name = {slow: pytest.mark.parametrize("name", [
 ]) for slow in (False, True)}
 
 
-@pytest.mark.usefixtures("reference_items")
 @by_name[False]
 @given(seed=st.integers(0, 2**32 - 1), B=st.integers(1, 30))
 def test_kept_sets_are_those_of_brute_force(name: str, seed: int, B: int) -> None:
     compare_kept_sets(name, seed, B)
 
 
-@pytest.mark.usefixtures("reference_items")
 @by_name[True]
 @sparingly
 @given(seed=st.integers(0, 2**32 - 1), B=st.integers(1, 30))
@@ -96,7 +96,6 @@ SCORES: dict[str, tuple[Score, Score]] = {
 }
 
 
-@pytest.mark.usefixtures("reference_items")
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=pytest.mark.spec(f"PO-{name.upper().replace(' ', '-')}")) for name in SCORES
 ])
@@ -110,7 +109,6 @@ def test_a_score_lies_within_its_bound(name: str, seed: int) -> None:
         assert all(scores_agree(a, b) for a, b in zip(rows, brute(plain(view), inputs), strict=True))
 
 
-@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-OBSERVED-ATTENTION")
 @given(seed=st.integers(0, 2**32 - 1), window=st.integers(1, 30))
 def test_observed_attention_is_the_last_rows_of_the_softmax(seed: int, window: int) -> None:
@@ -127,7 +125,6 @@ def test_observed_attention_is_the_last_rows_of_the_softmax(seed: int, window: i
         assert scores_agree(row, [float(sum(column)) for column in zip(*head, strict=True)])
 
 
-@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-POOL")
 @given(row=st.lists(st.integers(-8, 8).map(float), max_size=12), half=st.integers(0, 4))
 def test_pools(row: list[float], half: int) -> None:
@@ -137,7 +134,6 @@ def test_pools(row: list[float], half: int) -> None:
     assert scores_agree(attention.average_pool(x, kernel)[0], oracle.pool(row, kernel, "average"))
 
 
-@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-CHUNKKV")
 @given(n=st.integers(1, 40), window=st.integers(0, 40), c=st.integers(1, 12))
 def test_chunks_cover_the_tokens_before_the_window(n: int, window: int, c: int) -> None:
@@ -151,7 +147,6 @@ def test_chunks_cover_the_tokens_before_the_window(n: int, window: int, c: int) 
     assert chunk_scores(members, np.array(offsets)).tolist() == [float(sum(run)) for run in runs]
 
 
-@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-CAOTE")
 def test_the_error_of_caote_is_the_change_of_the_output() -> None:
     """Two keys of weight 1/2 are alike; a key with all the weight cannot go."""
@@ -160,7 +155,6 @@ def test_the_error_of_caote_is_the_change_of_the_output() -> None:
     assert caote_error(np.array([[1.0, 0.0]]), v).tolist() == [[np.inf, 0.0]]
 
 
-@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-LAGKV")
 @sparingly
 @given(seed=st.integers(0, 2**32 - 1), constant=st.booleans())
@@ -176,7 +170,6 @@ def test_a_partition_is_judged_by_the_next(seed: int, constant: bool) -> None:
             assert scores_agree(next(rows), brute)
 
 
-@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-LAGKV")
 @pytest.mark.parametrize("n", [1, SINK, SINK + 2 * LAG - 1, SINK + 2 * LAG, SINK + 3 * LAG + 1])
 def test_what_has_no_reference_is_not_ranked(n: int) -> None:
@@ -189,7 +182,6 @@ def test_what_has_no_reference_is_not_ranked(n: int) -> None:
         assert row[SINK:][tail:].tolist() == list(range(1, max(0, n - SINK - tail) + 1))
 
 
-@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-RKV")
 def test_redundancy_spares_the_last_similar_key() -> None:
     """Three equal keys: rows 0 and 1 spare column 2, row 2 spares column 1, so column 0 is the most redundant.
@@ -201,7 +193,6 @@ def test_redundancy_spares_the_last_similar_key() -> None:
     assert rkv_redundancy(np.eye(4))[0].tolist() == [0.25] * 4
 
 
-@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-RKV")
 def test_similar_is_a_question_of_float32() -> None:
     """A cosine of 1/2 and a billionth is 1/2 in float32, so no column is spared but 0, and column 1 keeps it."""
@@ -210,7 +201,6 @@ def test_similar_is_a_question_of_float32() -> None:
     assert barely[1] > barely[0]
 
 
-@pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")
 def test_expected_logits_are_the_moment_generating_function() -> None:
     """E exp(q.k) of a Gaussian by quadrature on one channel."""

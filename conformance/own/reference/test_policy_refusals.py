@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,35 +13,61 @@ import pytest
 from conformance.assurance.policy_cases import CASES
 from conformance.methods import brutes
 from conformance.methods.brute import Brute
-from conformance.strategies.policy_inputs import decided, drawn, observation
+from conformance.strategies.policy_inputs import TEMPLATE, calibrated, decided, drawn, identity, observation
 from reference import policies
 from reference.backend import BACKEND
+from reference.injection.diagnostics import bands, key_cosine
+from reference.injection.splicing import first_tokens, held, most_deviating, placed
 from reference.policies.adakv import with_adaptive_budgets
 from reference.policies.attention import received_attention
 from reference.policies.budgets import Adaptive, Competition, Pyramid, pyramidkv_official
 from reference.policies.criticalkv import with_critical_selection
-from reference.policies.diversity import diverse, toward_mean_values
+from reference.policies.diversity import Diverse, diverse, toward_mean_values
 from reference.policies.keydiff import keydiff_score
 from reference.policies.kvcrush import with_representatives
 from reference.policies.lagkv import lagkv_score
 from reference.policies.protections import SinkAndRecent
 from reference.policies.vatp import with_value_norms
-from spec.backend import Backend
+from reference.statistics import draws, mcnemar, mcnemar_power
+from reference.triattention import band_statistics
+from spec.backend import Backend, resolve
 from spec.budget import Budget
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import NESTEDKV
-from spec.policy import LayerView, Policy, Scores
+from spec.policy import Cadence, LayerView, Policy, Scores
 
 pytestmark = pytest.mark.usefixtures("reference_items")
 
 
 INV_FREQ = np.array([1.0, 0.5])
+ONE, KEYS = np.ones((1, 2, 2)), np.ones((1, 1, 2))
+CHUNKS, STEPS = policies.chunkkv(), policies.h2o()
 
 
 def scores(H: int, n: int, pinned: int) -> Scores:
     values = np.zeros((H, n))
     values[:, :pinned] = np.nan
     return Scores(values, np.arange(n + 1), heads=H)
+
+
+KVZIP: list[tuple[str, dict[str, Any]]] = [
+    ("template", {"template": None}), ("template", {"template": ((1,), (2,))}), ("id", {"template": ((1,), (-2,), ())}),
+    ("N_sink", {"N_sink": -1}), ("N_recent", {"N_recent": -1}), ("chunk", {"chunk": 0}), ("overlap", {"overlap": -1}),
+]
+SHARES: list[Any] = [1, 1.5, -0.1, float("nan"), float("inf"), "many"]
+NESTED: list[tuple[str, Any]] = [
+    ("w0", (0.5, 0.5, 0.0)), ("w0", (1.0, 1.0)), ("blocks", 0), ("b_min", 0), ("b_max", 127), ("W", 0), ("W", 2.0),
+    ("p", Fraction(0)), ("p", Fraction(3, 2)), ("beta", -1.0), ("tau", float("nan")), ("kappa", float("inf")),
+    ("N_sink", -1), ("alpha_s", Fraction(6, 5)),
+]
+
+
+PLACES = (("hidden", 3, [0]), ("hidden", -1, [0]), ("kept", 0, [1, 1]), ("kept", 0, [0, 3]), ("kept", 0, [-1, 0]))
+
+
+def triattention(**constants: Any) -> Policy:
+    inputs = drawn(1)
+    return policies.triattention(calibrated(inputs), identity(inputs), **constants)
 
 
 def refused(item: str, make: Callable[[], object], argument: str) -> Any:
@@ -85,9 +112,96 @@ def refused(item: str, make: Callable[[], object], argument: str) -> Any:
         refused("PO-COMPETITION-BUDGET", lambda: Competition(Fraction(2)), "safeguard"),
         refused("PO-PYRAMID-OFFICIAL", lambda: pyramidkv_official(128, 8, 1, 4096), "L"),
         refused("PO-PYRAMID-OFFICIAL", lambda: pyramidkv_official(8, 8, 4, 4096), "capacity"),
+        refused("PO-BLOCKS", lambda: policies.in_blocks(policies.knorm(), 0), "block"),
+        refused("PO-KVCRUSH", lambda: policies.kvcrush(block=0), "block"),
+        refused("PO-KVCRUSH", lambda: policies.kvcrush(share=1.5), "share"),
+        refused("PO-KVCRUSH", lambda: policies.kvcrush(share=float("nan")), "share"),
+        refused("PO-KVCRUSH", lambda: policies.kvcrush(anchor="random"), "anchor"),
+        refused("PO-STEP", lambda: Cadence(0, 1), "every"),
+        refused("PO-STEP", lambda: Cadence(-3, 1), "every"),
+        refused("PO-STEP", lambda: Cadence(1, 0), "excess"),
+        refused("PO-MORPHKV", lambda: policies.morphkv(0), "W"),
+        refused("PO-MORPHKV", lambda: policies.morphkv(fusion="mean"), "fusion"),
+        refused("PO-VASE", lambda: policies.vase(0), "W"),
+        refused("PO-VASE", lambda: policies.vase(share=Fraction(2)), "share"),
+        refused("PO-VASE", lambda: policies.vase(seed=-1), "seed"),
+        refused("PO-VASE", lambda: policies.vase(N_sink=-1), "sink"),
+        refused("PO-VATP", lambda: policies.vatp(-1), "N_sink"),
+        refused(
+            "PO-CRITICALKV", lambda: policies.with_critical_selection(policies.snapkv(), {}, Fraction(3, 2)), "share"
+        ),
+        refused("PO-CAKE", lambda: policies.cake(0), "W"),
+        refused("PO-CAKE", lambda: policies.cake(kernel=4), "kernel"),
+        refused("PO-CAKE", lambda: policies.cake(gamma=-1.0), "gamma"),
+        refused("PO-CAKE", lambda: policies.cake(tau1=0.0), "tau1"),
+        refused("PO-CAKE", lambda: policies.cake(tau2=float("nan")), "tau2"),
+        refused("DV-POLICY", lambda: policies.diverse(policies.knorm(), -0.1), "lam"),
+        refused("DV-POLICY", lambda: policies.diverse(policies.knorm(), float("nan")), "lam"),
+        refused("DV-POLICY", lambda: policies.diverse(policies.knorm(), float("inf")), "lam"),
+        refused("DV-POLICY", lambda: Diverse(resolve("numpy").require_diversity(), -1.0), "lam"),
+        refused("DV-VARIANT-B", lambda: policies.toward_mean_values(policies.knorm(), -0.1), "lam"),
+        refused("DV-SCHEDULE", lambda: policies.scheduled(8, 1, 0), "rounds"),
+        refused("DV-SCHEDULE", lambda: policies.scheduled(8, 4, 8), "tilt"),
+        refused("DV-SCHEDULE", lambda: policies.scheduled(8, 4, -8), "tilt"),
+        refused("TA-POLICY", lambda: triattention(mode="per_head"), "mode"),
+        refused("TA-POLICY", lambda: triattention(pin_prompt=-1), "pin_prompt"),
+        refused("TA-POLICY", lambda: triattention(slack=0), "slack"),
+        *(
+            refused("PO-KVZIP", partial(make, **{"template": TEMPLATE, **given}), argument)
+            for make in (policies.kvzip, policies.kvzip_uniform, partial(policies.kvzip_plus, {}))
+            for argument, given in KVZIP
+        ),
+        *(refused("NK-TOKENS", partial(policies.eviction_budget, r, 100), "r") for r in SHARES),
+        *(refused("NK-SCORE", partial(replace, NESTEDKV, **{name: value}), name) for name, value in NESTED),
+        # Hosts that keep more than single tokens, or decide in steps; signatures finer than the kept sets.
+        refused("PO-BLOCKS", lambda: policies.in_blocks(CHUNKS, 16), "host"),
+        refused("PO-BLOCKS", lambda: policies.in_blocks(policies.crystalcache(frozenset({0})), 16), "host"),
+        refused("PO-BLOCKS", lambda: policies.in_blocks(policies.diverse(policies.knorm()), 16), "host"),
+        refused("PO-BLOCKS", lambda: policies.in_blocks(policies.in_blocks(policies.knorm(), 16), 16), "host"),
+        refused("PO-BLOCKS", lambda: policies.diverse(policies.in_blocks(policies.knorm(), 16)), "host"),
+        refused("PO-KVCRUSH", lambda: policies.with_representatives(CHUNKS), "host"),
+        refused("PO-KVCRUSH", lambda: policies.with_representatives(STEPS), "host"),
+        refused("PO-KVCRUSH", lambda: policies.with_representatives(policies.tova()), "host"),
+        refused("PO-KVCRUSH", lambda: policies.with_representatives(policies.streaming_llm()), "host"),
+        refused("PO-VATP", lambda: policies.with_value_norms(CHUNKS), "host"),
+        refused("PO-CRITICALKV", lambda: policies.with_critical_selection(policies.tova(), {}), "host"),
+        refused("PO-CRITICALKV", lambda: policies.with_critical_selection(STEPS, {}), "host"),
+        refused("PO-CRITICALKV", lambda: policies.with_critical_selection(policies.caote(), {}), "host"),
+        refused("DV-POLICY", lambda: policies.diverse(STEPS), "host"),
+        refused("DV-POLICY", lambda: policies.diverse(CHUNKS), "host"),
+        refused("DV-POLICY", lambda: policies.diverse(policies.diverse(policies.knorm())), "host"),
+        refused("DV-POLICY", lambda: policies.diverse(policies.tova(), mode="head"), "mode"),
+        refused("DV-POLICY", lambda: policies.diverse(policies.streaming_llm(), mode="layer"), "mode"),
+        refused("DV-POLICY", lambda: policies.diverse(policies.knorm(), mode="learned"), "mode"),
+        # Functions of injection, of statistics and of calibrations.
+        *(
+            refused("IN-PLACES", partial(placed, 3, hidden, 0, np.array(kept)), argument)
+            for argument, hidden, kept in PLACES
+        ),
+        refused("IN-LEGOLINK", lambda: first_tokens(0, [3], -1), "k"),
+        refused("IN-CACHEBLEND", lambda: most_deviating(ONE, ONE, 0, -0.1), "r"),
+        refused("IN-CACHEBLEND", lambda: most_deviating(ONE, ONE, 0, 1.1), "r"),
+        refused("IN-BANDS", lambda: bands(0), "depth"),
+        refused("IN-BASELINES", lambda: held("cond2", [1], [], [], []), "arm"),
+        refused(
+            "IN-KEY-COSINE", lambda: key_cosine(KEYS, KEYS, (np.arange(1), np.arange(1)), np.ones(1), "neox"), "style"
+        ),
+        refused("IN-MCNEMAR", lambda: mcnemar(-1, 2), "b"),
+        refused("IN-MCNEMAR", lambda: mcnemar(2, -1), "c"),
+        refused("IN-BOOTSTRAP", lambda: draws(0, 5, 1), "units"),
+        refused("IN-BOOTSTRAP", lambda: draws(5, 0, 1), "resamples"),
+        refused("IN-BOOTSTRAP", lambda: draws(5, 5, -1), "seed"),
+        refused("IN-POWER", lambda: mcnemar_power(-1, 0.2, 0.1), "n"),
+        refused("IN-POWER", lambda: mcnemar_power(5, 0.0, 0.0), "discordance"),
+        refused("IN-POWER", lambda: mcnemar_power(5, 1.5, 0.1), "discordance"),
+        refused("IN-POWER", lambda: mcnemar_power(5, 0.2, -0.3), "difference"),
+        refused("IN-POWER", lambda: mcnemar_power(5, 0.5, 0.1, 1.0), "alpha"),
+        refused("IN-POWER", lambda: mcnemar_power(5, 0.5, 0.1, 0.0), "alpha"),
+        refused("TA-STATISTICS", lambda: band_statistics(np.zeros((1, 0, 4))), "q"),
+        refused("TA-STATISTICS", lambda: band_statistics(np.zeros((1, 3, 5))), "q"),
     ],
 )
-def test_a_constant_out_of_range_is_refused(make: Callable[[], object], argument: str) -> None:
+def test_a_constant_host_or_argument_is_refused_by_name(make: Callable[[], object], argument: str) -> None:
     with pytest.raises(SpecError) as caught:
         make()
     assert caught.value.argument == argument
@@ -144,14 +258,18 @@ def test_heads_that_cannot_hold_what_is_theirs_are_refused(budgets: Adaptive | C
     pytest.param("expected_attention", marks=pytest.mark.spec("PO-EXPECTED-ATTENTION")),
     pytest.param("defensivekv", marks=pytest.mark.spec("PO-DEFENSIVEKV")),
     pytest.param("lagkv", marks=pytest.mark.spec("PO-LAGKV")),
+    pytest.param("diverse", marks=pytest.mark.spec("DV-POLICY")),
 ])
 def test_values_that_were_not_captured_are_missed(name: str) -> None:
-    """A policy that weighs by values MUST be shown them."""
-    inputs = drawn(9, n=12, L=1, heads=(1, 1))
-    arguments: Any = {"expected_attention": [INV_FREQ], "defensivekv": [{0: inputs.W_o[0]}, 3]}.get(name, [])
-    policy = vars(policies)[name](*arguments)
+    """A policy that weighs by values MUST be shown those of every layer."""
+    inputs = drawn(9, n=12, L=2, heads=(1, 1))
+    arguments: dict[str, list[Any]] = {
+        "expected_attention": [INV_FREQ], "diverse": [policies.knorm()],
+        "defensivekv": [dict(enumerate(inputs.W_o)), 3],
+    }
+    policy = vars(policies)[name](*arguments.get(name, []))
     seen = observation(policy, inputs)
-    blind = {at: LayerView(x.q, x.k, None, x.scaling, x.softcap) for at, x in seen.layers.items()}
+    blind = {**seen.layers, 1: replace(seen.layers[1], v=None)}
     with pytest.raises(SpecError, match="v = None"):
         policies.retain(policy, Budget(count=6), type(seen)(seen.seen, seen.groups, None, blind))
 
@@ -222,9 +340,12 @@ MAKERS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "make"), MAKERS)
-def test_a_backend_without_the_family_is_named(name: str, make: Callable[..., Policy]) -> None:
-    with pytest.raises(BackendUnavailable, match="no stage family 'policies'; it has: none"):
+@pytest.mark.parametrize(("family", "make"), [
+    *(("policies", row.values[1]) for row in MAKERS), ("nestedkv", lambda i, **on: policies.nestedkv(**on)),
+    ("diversity", lambda i, **on: policies.diverse(policies.knorm(), **on)),
+])
+def test_a_backend_without_the_family_is_named(family: str, make: Callable[..., Policy]) -> None:
+    with pytest.raises(BackendUnavailable, match=f"no stage family '{family}'; it has: none"):
         make(drawn(1), backend=Backend("bare"))
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,17 +136,23 @@ def test_a_pyramid_meets_its_total(L: int, n: int, W: int, B: int, beta: int, H:
     assert shares.T.tolist() == [oracle.pyramid_shares(Fraction(B), W, L, n, beta)] * H
 
 
-@pytest.mark.spec("PO-ADAPTIVE-BUDGET")
+@pytest.mark.parametrize(("budgets", "brute"), [
+    pytest.param(Adaptive, oracle.adaptive_shares, marks=pytest.mark.spec("PO-ADAPTIVE-BUDGET")),
+    pytest.param(Competition, oracle.competition_shares, marks=pytest.mark.spec("PO-COMPETITION-BUDGET")),
+])
 @given(given_=layers(), twentieths=st.integers(0, 20))
-def test_adaptive_shares(given_: tuple[Rows, int, int, int], twentieths: int) -> None:
-    """Exact per layer, and the blend of wins and even share."""
+def test_shares_of_heads_that_compete(
+    budgets: type[Adaptive | Competition], brute: Any, given_: tuple[Rows, int, int, int], twentieths: int,
+) -> None:
+    """Exact per layer: a blend of wins and even share; or wins, where each head MUST have its quota of the budget."""
     rows, H, pinned, B = given_
     scores, _ = scores_of(rows, H, pinned)
     a = Fraction(twentieths, 20)
-    shares = Adaptive(a)(B * len(rows), scores)
+    shares = budgets(a)(B * len(rows), scores)
     masked = padded(rows, pinned)
-    brute = [oracle.adaptive_shares(masked[at : at + H], B, a) for at in range(0, len(rows), H)]
-    assert shares.reshape(-1, H).tolist() == brute
+    wanted = [brute(masked[at : at + H], B, a) for at in range(0, len(rows), H)]
+    assert shares.reshape(-1, H).tolist() == wanted
+    assert budgets is Adaptive or (shares >= min(int(a * B), len(rows[0]))).all()
     assert (shares.reshape(-1, H).sum(axis=1) == H * min(B, len(rows[0]))).all()
 
 
@@ -157,21 +164,6 @@ def test_the_lower_head_and_position_wins_a_tie() -> None:
     assert found.dtype == np.int64
     assert winners(np.array([[np.nan, 1.0], [np.nan, 0.0]]), 2).tolist() == [1, 1]
     assert winners(np.tile([0.0, 1.0], (3, 200)), 450).tolist() == [200, 200, 50]
-
-
-@pytest.mark.spec("PO-COMPETITION-BUDGET")
-@given(given_=layers(), twentieths=st.integers(0, 20))
-def test_competition_shares(given_: tuple[Rows, int, int, int], twentieths: int) -> None:
-    """Exact per layer; each head MUST have its quota of the budget."""
-    rows, H, pinned, B = given_
-    scores, _ = scores_of(rows, H, pinned)
-    a = Fraction(twentieths, 20)
-    shares = Competition(a)(B * len(rows), scores)
-    masked = padded(rows, pinned)
-    brute = [oracle.competition_shares(masked[at : at + H], B, a) for at in range(0, len(rows), H)]
-    assert shares.reshape(-1, H).tolist() == brute
-    assert (shares >= min(int(a * B), len(rows[0]))).all()
-    assert (shares.reshape(-1, H).sum(axis=1) == H * min(B, len(rows[0]))).all()
 
 
 @pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")

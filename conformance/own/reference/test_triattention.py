@@ -51,15 +51,6 @@ def test_bands_pair_the_two_halves_of_a_head() -> None:
         assert band_statistics(np.array([[q]]))[1].tolist() == [sizes]
 
 
-@pytest.mark.spec("TA-STATISTICS")
-@pytest.mark.parametrize("shape", [(1, 0, 4), (1, 3, 5)])
-def test_queries_that_have_no_statistics_are_refused(shape: tuple[int, int, int]) -> None:
-    """No query, or channels that do not come in pairs."""
-    with pytest.raises(SpecError) as caught:
-        band_statistics(np.zeros(shape))
-    assert caught.value.argument == "q"
-
-
 @pytest.mark.spec("TA-SCORE")
 @given(seed=seeds, later=st.integers(0, 50))
 def test_scores_are_those_of_the_equations(seed: int, later: int) -> None:
@@ -75,11 +66,6 @@ def test_scores_are_those_of_the_equations(seed: int, later: int) -> None:
             for k, p in zip(view.k[0].tolist(), positions, strict=True)
         ]
         assert scores_agree(row, want)
-
-
-def turned(x: np.ndarray, position: int, inv_freq: np.ndarray) -> np.ndarray:
-    half, (cos, sin) = len(x) // 2, (f(position * inv_freq) for f in (np.cos, np.sin))
-    return np.concatenate([x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin])
 
 
 @pytest.mark.spec("TA-RANKING")
@@ -167,19 +153,6 @@ def test_a_prompt_on_top_of_the_budget_is_a_reading(one: Brute) -> None:
     assert theirs == one.kept(inputs, 4, pin_prompt=3, prompt="on top")
     assert ours == one.kept(inputs, 4, pin_prompt=3)
     assert [(own[:3], len(own)) for own in theirs] == [([0, 1, 2], 7)] * len(theirs)
-
-
-@pytest.mark.spec("TA-POLICY")
-def test_constants_out_of_range_are_refused() -> None:
-    inputs = drawn(1)
-    found, mine = calibrated(inputs), identity(inputs)
-    wrong: list[tuple[str, dict[str, object]]] = [
-        ("mode", {"mode": "per_head"}), ("pin_prompt", {"pin_prompt": -1}), ("slack", {"slack": 0}),
-    ]
-    for argument, options in wrong:
-        with pytest.raises(SpecError) as caught:
-            policies.triattention(found, mine, **options)  # type: ignore[arg-type]
-        assert caught.value.argument == argument
 
 
 def a_calibration() -> Calibration:

@@ -25,21 +25,21 @@ _LATENT: dict[str, Any] = {
 }
 _GLOBAL_AND_LOCAL = {"sliding_window": 64, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
-# Family: (slots, styles) of its layers, and what differs from the common sizes.
-FAMILIES: dict[str, tuple[list[tuple[str | None, str | None]], dict[str, Any]]] = {
-    "Llama": ([("keys", "half_split")] * 2, {}),
-    "Qwen2": ([("keys", "half_split")] * 2, {}),
-    "Qwen3": ([("keys", "half_split")] * 2, {"head_dim": 8}),
-    "Phi3": ([("keys", "half_split")] * 2, {}),
-    "Mistral": ([("keys", "half_split")] * 2, {"sliding_window": None}),
-    "Gemma3Text": ([("keys", "half_split")] * 2, _GLOBAL_AND_LOCAL),
-    "Glm": ([("keys", "interleaved")] * 2, {"head_dim": 8}),
-    "GPTNeoX": ([("keys", "half_split")] * 2, {}),
-    "Cohere": ([("keys", "interleaved")] * 2, {}),
-    "SmolLM3": ([("keys", "half_split"), (None, None)], {"no_rope_layers": [1, 0]}),
-    "DeepseekV2": ([("values", "interleaved")] * 2, _LATENT),
-    "DeepseekV3": ([("values", "half_split")] * 2, _LATENT),
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Phi3": {},
+    "Mistral": {"sliding_window": None},
+    "Gemma3Text": _GLOBAL_AND_LOCAL,
+    "Glm": {"head_dim": 8},
+    "GPTNeoX": {},
+    "Cohere": {},
+    "SmolLM3": {"no_rope_layers": [1, 0]},
+    "DeepseekV2": _LATENT,
+    "DeepseekV3": _LATENT,
 }
+"""What differs from the common sizes."""
 _LINEAR_HEADS = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }
@@ -68,7 +68,7 @@ _MODELS: dict[str, str] = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHea
 
 def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A family's tiny model, with weights so large that its attention is not uniform."""
-    own = REFUSED[family] if family in REFUSED else FAMILIES[family][1]
+    own = REFUSED[family] if family in REFUSED else FAMILIES[family]
     config = getattr(transformers, f"{family}Config")(**{**_SIZES, **own, **changes})
     make: Callable[[Any], PreTrainedModel] = getattr(transformers, _MODELS.get(family, f"{family}ForCausalLM"))
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ from models_integration.archive.splice import Chunk, compacted, computed, splice
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.rotation import Rotary, frequencies_at, plain_layers, recognise
-from models_integration.policies.methods import CrystalCache, Published, RetentionPolicy, StreamingLLM, policy_from_name
+from models_integration.policies.methods import CrystalCache, Published, RetentionPolicy, StreamingLLM
 from reference.injection.wrappers import FORMS, wrap
 from spec.errors import SpecError
 from spec.parameters import TINY
@@ -241,35 +241,3 @@ def test_chunks_behind_a_session_whose_heads_differ() -> None:
         logits, _ = read(model, QUERY, empty)
     alone = {layer: [{at - 19 for at in own if at >= 19} for own in sets] for layer, sets in gaps.items()}
     assert relative(logits, block_masked(model, [], [CHUNKS[2]], QUERY, evicted_in=alone).logits) < BOUND
-
-
-@pytest.mark.parametrize(("name", "constants"), [
-    ("snapkv", {"W": 4}), ("chunkkv", {"W": 4, "c": 5}), ("adakv", {"W": 4}), ("keydiff", {}), ("nestedkv", {}),
-    ("streamingllm", {}),
-])
-def test_a_turn_behind_a_splice_under_a_policy_of_segments(name: str, constants: dict[str, int]) -> None:
-    """What the policy left of the session, the chunk, and then a turn, which ends in the policy's next decision."""
-    model, twin = build("Llama"), build("Llama")
-    cache, chunk = RetainedCache(model.config), computed(twin, CHUNKS[0][0], recognise(twin))
-    with policy_from_name(name, 9, **constants)(model), torch.no_grad():
-        model(input_ids=torch.tensor([SESSION]), past_key_values=cache)
-        splice(cache, [chunk], recognise(twin))
-        stored = {layer: [own.head_positions(0, head).tolist() for head in (0, 1)]
-                  for layer, own in enumerate(cache.full_layers)}
-        logits = model(input_ids=torch.tensor([QUERY]), past_key_values=cache).logits
-    gaps = {layer: [set(range(19)) - set(own) for own in sets] for layer, sets in stored.items()}
-    assert sum(len(own) for sets in gaps.values() for own in sets) >= 8
-    assert relative(logits, block_masked(twin, SESSION, [CHUNKS[0]], QUERY, evicted_in=gaps).logits) < BOUND
-    assert cache.mean_length < 23 - 3
-
-
-@pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize("name", ["h2o", "tova", "rkv"])
-def test_a_policy_with_records_of_each_token_refuses_what_it_has_not_read(name: str) -> None:
-    model, twin = build("Llama"), build("Llama")
-    cache, chunk = RetainedCache(model.config), computed(twin, CHUNKS[0][0], recognise(twin))
-    with Published(name, 9)(model), torch.no_grad():
-        model(input_ids=torch.tensor([SESSION]), past_key_values=cache)
-        splice(cache, [chunk], recognise(twin))
-        with pytest.raises(SpecError, match="tokens without records"):
-            model(input_ids=torch.tensor([QUERY]), past_key_values=cache)

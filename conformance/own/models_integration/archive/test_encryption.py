@@ -29,30 +29,6 @@ def opened(folder: Path, master: bytes = MASTER) -> Archive:
     return Archive(folder, Keyring(folder / "keys", master))
 
 
-def test_neither_keys_nor_token_ids_stand_in_the_file(tmp_path: Path) -> None:
-    manifest, tensors = chunk(1, tokens=50)
-    with opened(tmp_path) as archive:
-        data = path_of(tmp_path, archive.put(manifest, tensors)).read_bytes()
-    for tensor in tensors.values():
-        assert tensor.flatten().view(torch.uint8).numpy().tobytes()[:64] not in data
-
-
-@pytest.mark.law("refused-before-anything-changes")
-def test_another_master_key_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
-    with opened(tmp_path) as archive:
-        key = archive.put(*chunk(1))
-    with opened(tmp_path, bytes(reversed(MASTER))) as archive:
-        with pytest.raises(KeyUnavailable, match="master key"):
-            archive.get(key, "alice")
-        with pytest.raises(KeyUnavailable, match="master key"):
-            archive.put(*chunk(2))
-        report = archive.verify()
-        assert report.locked == [key]
-        assert len(report.strays) == 1  # the salt
-    with opened(tmp_path) as archive:
-        assert archive.get(key, "alice") is not None
-
-
 @pytest.mark.parametrize("with_key", [True, False])
 def test_an_encrypted_archive_neither_gives_nor_takes_objects_in_the_clear(tmp_path: Path, with_key: bool) -> None:
     """Whoever can write the folder could have planted them, as their digest needs no key."""
@@ -244,6 +220,7 @@ def test_an_encrypted_object_tells_neither_tenant_nor_text_nor_length_nor_weight
     assert key != manifest.key
     needles = [b"alice-the-tenant", manifest.ids.encode(), manifest.key.encode(), manifest.key[:32].encode()]
     needles += [text.encode() for text in (NAMED.weights, NAMED.rotation, NAMED.config)] + [b'"tokens"', b":41,"]
+    needles += [tensor.flatten().view(torch.uint8).numpy().tobytes()[:64] for tensor in tensors.values()]
     assert [needle for needle in needles if any(needle in blob for blob in blobs(tmp_path))] == []
 
 
@@ -287,15 +264,6 @@ def test_another_tenant_s_object_is_not_looked_at(
                 assert archive.get(key, "bob") is None
         assert path_of(tmp_path, damaged).exists()
         assert archive.get(hers, "alice") is not None
-
-
-def test_without_the_ring_every_encrypted_key_is_refused_alike(tmp_path: Path) -> None:
-    with Archive(tmp_path, Keyring(tmp_path / "keys", MASTER)) as archive:
-        hers = archive.put(*chunk(1))
-    with Archive(tmp_path) as archive:
-        for key in (hers, "1" * 64):
-            with pytest.raises(KeyUnavailable, match="no key is given"):
-                archive.get(key, "alice")
 
 
 @pytest.mark.law("refused-before-anything-changes")

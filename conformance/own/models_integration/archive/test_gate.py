@@ -18,7 +18,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from conformance import tolerances
 from conformance.assurance.faults import WELL, Fault
-from conformance.own.models_integration.archive.block_mask import FAMILIES, REFUSED, ROTATIONS, build
+from conformance.own.models_integration.archive.block_mask import REFUSED, ROTATIONS, build
 from conformance.own.models_integration.archive.test_archive_machine import TENANTS, ArchiveMachine
 from conformance.own.reference.test_injection import keys, near
 from conformance.plugin import sparingly
@@ -39,23 +39,6 @@ from reference.injection.quantisers import ARMS, SCHEMES, codes, scale
 from reference.injection.rotation import TURNS, shift_angles
 from spec.arrays import Cube, Vector
 from spec.errors import SpecError
-
-
-@pytest.mark.law("as-it-is-described")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_recognised(family: str) -> None:
-    """Slot and style of every layer: latents turn in the values' slot, layers without positions not at all."""
-    found = recognise(build(family))
-    assert [(layer.slot, layer.style) for layer in found.layers] == FAMILIES[family][0]
-    assert {found.frequencies[name].dtype for name in found.used()} == {torch.float32}
-
-
-@pytest.mark.law("as-it-is-described")
-@pytest.mark.parametrize("rotation", ROTATIONS)
-def test_a_rotation_is_recognised(rotation: str) -> None:
-    found = recognise(build("Llama" if rotation != "partial" else "Phi3", rope_parameters=dict(ROTATIONS[rotation])))
-    pairs = 2 if rotation == "partial" else 4
-    assert [len(found.frequencies[name]) for name in found.used()] == [pairs]
 
 
 @pytest.mark.law("as-it-is-described")

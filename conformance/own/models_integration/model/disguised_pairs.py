@@ -12,21 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 
-from conformance.own.models_integration.model.identity_pairs import made
+from conformance.own.models_integration.model.identity_pairs import Holding, made
 
 Change = Callable[[Any], object]
 _MLP, _UP = "model.layers.0.mlp", "model.layers.0.mlp.up_proj"
-
-
-class Holding(nn.Module):
-    """A layer with a value, of which some function makes the output."""
-
-    def __init__(self, base: nn.Module, value: Any, use: Callable[[Tensor, Any], Tensor]) -> None:
-        super().__init__()
-        self.base, self.value, self.use = base, value, use
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(self.base(x), self.value)
 
 
 class Named(nn.Module):
@@ -229,7 +218,7 @@ DISGUISED: dict[str, tuple[str, Change, Change]] = {
     },
     **{
         f"an attribute called {name}": _named(name)
-        for name in ("generate", "warnings_issued", "name_or_path", "gradient_checkpointing", "_private")
+        for name in ("generate", "warnings_issued", "name_or_path", "gradient_checkpointing", "_private", "my_inv_freq")
     },
     "the order of layers": ("Llama", _nothing, _reversed_layers),
     "a class's closure": ("Llama", _of_class(0.5), _of_class(2.0)),

@@ -65,28 +65,25 @@ class LoRA(nn.Module):
         return found + scale * (x @ self.a.T @ self.b.T)
 
 
-class Steered(nn.Module):
-    """A layer with a vector added behind it, which is neither a parameter nor a buffer."""
+class Holding(nn.Module):
+    """A layer with a value, of which some function makes the output."""
 
-    def __init__(self, base: nn.Module, vector: Tensor) -> None:
+    def __init__(self, base: nn.Module, value: Any, use: Callable[[Tensor, Any], Tensor]) -> None:
         super().__init__()
-        self.base, self.vector = base, vector
+        self.base, self.value, self.use = base, value, use
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.base(x)
-        return found + self.vector
+        return self.use(self.base(x), self.value)
 
 
-class Changed(nn.Module):
-    """A layer whose output some callable changes, by an attribute that nothing registers."""
+def _through(x: Tensor, functions: list[Callable[[Tensor], Tensor]]) -> Tensor:
+    return functions[0](x)
 
-    def __init__(self, base: nn.Module, change: Any) -> None:
-        super().__init__()
-        self.base, self.change = base, change
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.change[0](self.base(x))
-        return found
+def _by_the_innermost(x: Tensor, settings: Any) -> Tensor:
+    while isinstance(settings, list):
+        settings = settings[0]
+    return x * settings  # type: ignore[no-any-return]
 
 
 class Times:
@@ -109,29 +106,6 @@ class Slotted:
 
     def __call__(self, x: Tensor) -> Tensor:
         return x * self.by
-
-
-class ByFrequency(nn.Module):
-    """A layer times a number whose name is like that of rotary frequencies."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base, self.my_inv_freq = base, 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.base(x) * self.my_inv_freq
-        return found
-
-
-class Deep(Changed):
-    """A layer whose settings are more levels deep than anybody reads."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        settings = self.change
-        while isinstance(settings, list):
-            settings = settings[0]
-        found: Tensor = self.base(x) * settings
-        return found
 
 
 def made(family: str, **fields: Any) -> PreTrainedModel:
@@ -292,8 +266,8 @@ CHANGES: dict[str, tuple[str, Change, Change]] = {
     "experts of a token": ("Mixtral", _nothing, _set("model.layers.0.mlp.gate.top_k", 1)),
     "a norm left out": ("Llama", _nothing, _set("model.layers.0.input_layernorm", nn.Identity())),
     "a vector that steers": (
-        "Llama", _exchanged(_UP, lambda base: Steered(base, torch.full((48,), 0.5))),
-        _set(f"{_UP}.vector", torch.full((48,), 0.9)),
+        "Llama", _exchanged(_UP, lambda base: Holding(base, torch.full((48,), 0.5), torch.add)),
+        _set(f"{_UP}.value", torch.full((48,), 0.9)),
     ),
     "an adapter": ("Llama", _nothing, _exchanged(_ADAPTER, LoRA)),
     **{
@@ -305,10 +279,9 @@ CHANGES: dict[str, tuple[str, Change, Change]] = {
     },
     **{
         f"a callable's {name}": (
-            "Llama", _exchanged(_UP, partial(Changed, change=[one])), _set(f"{_UP}.change", [other]),
+            "Llama", _exchanged(_UP, partial(Holding, value=[one], use=_through)), _set(f"{_UP}.value", [other]),
         ) for name, (one, other) in _CALLABLES.items()
     },
-    "a number called like frequencies": ("Llama", _exchanged(_UP, ByFrequency), _set(f"{_UP}.my_inv_freq", 0.1)),
     "frequencies that are no buffer": (
         "Llama", _plain_frequencies, lambda model: model.model.rotary_emb.inv_freq.mul_(0.3),
     ),
@@ -337,8 +310,14 @@ HOOKS: dict[str, Change] = {
 
 # Values of which nothing says what is in them, and what the refusal says.
 UNREADABLE: dict[str, tuple[Change, str]] = {
-    "deep": (_exchanged(_UP, partial(Deep, change=[[[[[[[[0.5]]]]]]]])), r"up_proj.change': holds a list more than 6"),
-    "iterator": (_exchanged(_UP, partial(Changed, change=[(at for at in [0])])), r"up_proj.change': holds a <genexpr>"),
+    "deep": (
+        _exchanged(_UP, partial(Holding, value=[[[[[[[[0.5]]]]]]]], use=_by_the_innermost)),
+        r"up_proj.value': holds a list more than 6",
+    ),
+    "iterator": (
+        _exchanged(_UP, partial(Holding, value=[(at for at in [0])], use=_through)),
+        r"up_proj.value': holds a <genexpr>",
+    ),
 }
 
 

@@ -14,16 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from conformance.cache_suite import oracle
+
 Sets = list[list[list[int]]]
 """Stored positions of one row, by full-attention layer and KV head."""
 HeadSets = Mapping[int, Sequence[Sequence[int]]]
 """Kept positions by layer index, one sequence for each KV head."""
-
-
-def full_layers(model: PreTrainedModel) -> list[int]:
-    """The indices of the layers without a window."""
-    types = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
-    return [layer for layer, kind in enumerate(types) if kind == "full_attention"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class MaskedModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = copy.deepcopy(model)
         config = model.config
-        self.full = full_layers(model)
+        self.full = oracle.full_layers(model)
         self.heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         self._row, self._asked = self.nothing, 0
         self._known: deque[tuple[Row, Expected]] = deque(maxlen=4)
@@ -110,71 +106,19 @@ class MaskedModel:
         return args, {**kwargs, "attention_mask": mask[None]}
 
 
-class Masked:
-    """One prompt on a full, plain cache, which decodes with minus infinity on what was evicted.
+class Masked(oracle.Masked):
+    """The suite's oracle after one prompt.
 
     Args:
-        model: as it is; a mask for each query head is put before the attention of its full-attention layers.
+        model: A copy of it reads.
         input_ids: the prompt.
         kept: what the KV heads of each layer still see of it, or one set for all.
     """
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor, kept: HeadSets | Sequence[int]) -> None:
-        self.model, self.cache = model, DynamicCache()
-        n, heads = input_ids.shape[1], model.config.num_attention_heads
-        if not isinstance(kept, Mapping):
-            kept = {layer: [kept] for layer in full_layers(model)}
-        self.visible = {layer: torch.zeros(heads, n, dtype=torch.bool) for layer in kept}
-        for layer, sets in kept.items():
-            group = heads // len(sets)
-            for head, own in enumerate(sets):
-                self.visible[layer][head * group : (head + 1) * group, list(own)] = True
-        with torch.no_grad():
-            self.prompt_logits = model(input_ids=input_ids, past_key_values=self.cache).logits
-
-    def forget(self, layer: int, kept: Sequence[Sequence[int]]) -> None:
-        """From now on the KV heads of this layer see these positions, of all that they were shown, and no others."""
-        visible = self.visible[layer]
-        group = len(visible) // len(kept)
-        visible[:] = False
-        for head, own in enumerate(kept):
-            visible[head * group : (head + 1) * group, list(own)] = True
-
-    def read(self, input_ids: Tensor) -> Tensor:
-        """Logits of the next tokens, (1, q, vocabulary), which then belong to the past."""
-        q, seen = input_ids.shape[1], next(iter(self.visible.values())).shape[1]
-        for layer, visible in self.visible.items():
-            self.visible[layer] = torch.cat([visible, torch.ones(len(visible), q, dtype=torch.bool)], dim=1)
-        positions = torch.arange(seen, seen + q)[:, None]
-        causal = torch.arange(seen + q)[None] <= positions
-        hooks = [
-            module.register_forward_pre_hook(self._before(causal), with_kwargs=True)
-            for module in self.model.modules() if getattr(module, "layer_idx", None) in self.visible
-            and type(module).__name__.endswith("Attention")
-        ]
-        assert len(hooks) == len(self.visible)
-        try:
-            with torch.no_grad():
-                logits = self.model(
-                    input_ids=input_ids, past_key_values=self.cache, position_ids=positions.T
-                ).logits
-        finally:
-            for hook in hooks:
-                hook.remove()
-        assert isinstance(logits, Tensor)
-        return logits
-
-    def _before(self, causal: Tensor) -> Any:
-        eager = self.model.config._attn_implementation == "eager"
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            mask = (causal[None] & self.visible[module.layer_idx][:, None])[None]  # type: ignore[index]
-            if eager:
-                mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
-            assert "attention_mask" in kwargs
-            return args, {**kwargs, "attention_mask": mask}
-
-        return hook
+        super().__init__(model)
+        self.prompt_logits = self.read(input_ids)
+        self.keep([kept[layer] if isinstance(kept, Mapping) else [kept] for layer in self.visible])
 
     def greedy(self, new: int) -> list[int]:
         """The first token from the uncompacted prompt, the others through the mask."""

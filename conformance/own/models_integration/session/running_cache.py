@@ -255,6 +255,7 @@ class Judge:
         if life.cache.failure is not None:
             self.met(f"unusable: {life.cache.failure}")
             life.dead = True
+            assert all(layer.keys is None for layer in life.cache.layers), "tensors outlive a failure"  # type: ignore[union-attr]
             try:
                 self.model(input_ids=ids_of(2, 0, len(life.rows)), past_key_values=life.cache)
             except SpecError:
@@ -274,6 +275,9 @@ class Judge:
         seen = life.cache.get_seq_length()
         assert seen == life.columns, f"{seen} columns, not {life.columns}"
         assert life.stored() == life.sets, "other tokens are stored than should be"
+        longest = max(map(len, flat(life.sets)))
+        dense = [layer for layer in life.cache.full_layers if isinstance(layer, DenseLayer) and not life.open]
+        assert all(layer.stored_length <= longest for layer in dense), "padding takes memory"
         for index, (row, sets) in enumerate(zip(life.rows, life.sets, strict=True)):
             expected = self.subject.oracle.expect(row).layers
             for layer, heads, both in zip(life.cache.full_layers, sets, expected, strict=True):

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from conformance.checks import stage_checks
 from conformance.own.models_integration.session.families import (
-    ENDS,
     METHODS,
     at_once,
     build,
@@ -18,14 +16,10 @@ from conformance.own.models_integration.session.families import (
     prompt,
     relative,
 )
-from conformance.own.models_integration.session.masked import Masked
 from conformance.own.models_integration.session.sessions import Failing, Looking, batch, method_of, prompts, sets
-from conformance.strategies.prompts import AttentionInputs, Prompt
 from models_integration import RetainedCache, Session
 from spec.errors import SpecError
-from spec.parameters import TINY
 from spec.policy import Needs
-from spec.records import CrystalRetention
 
 pytestmark = pytest.mark.law("parts-equal-the-whole")
 
@@ -57,32 +51,6 @@ def test_the_kept_set_is_that_of_one_forward(family: str, cut: tuple[int, ...]) 
     np.testing.assert_array_equal(run.kept, whole.kept)
     assert relative(logits, expected) < (1e-5 if family == "gemma2" else 1e-10)
     assert run.bytes_freed == whole.bytes_freed
-
-
-@pytest.mark.parametrize(("family", "cut"), CUTS[1:4])
-def test_in_float32_the_comparator_accepts_the_kept_set(family: str, cut: tuple[int, ...]) -> None:
-    """Against q and k of one forward: equal, or a near tie inside the certified box."""
-    model, ids = build(family), prompt(N, seed=60)
-    scorer = Looking(Needs("observed", None))
-    with method_of(scorer)(model):
-        at_once(model, ids, DynamicCache())
-    (view,) = scorer.shown[0].layers.values()
-    q, k = view.q.astype(np.float64), view.k.astype(np.float64)
-    inputs = AttentionInputs(q, k, np.arange(N), TINY, view.scaling, view.softcap)
-    judged = Prompt(inputs, ids[0].numpy(), ENDS, "0.5")
-    run, _ = in_pieces(model, "crystalcache", ids, cut)
-    assert isinstance(run.retention, CrystalRetention)
-    assert not list(stage_checks.retention(run.retention, judged, "float32"))
-
-
-@pytest.mark.parametrize(("family", "chunk"), [("llama", 16), ("gemma3", 63), ("gpt_neox", 1)])
-def test_generate_may_read_its_prompt_in_chunks(family: str, chunk: int) -> None:
-    model, ids = build(family), prompt(N)
-    with METHODS["crystalcache"]()(model) as run:
-        chosen = greedy(model, ids, NEW, prefill_chunk_size=chunk)
-    assert run.kept is not None
-    assert len(run.kept) < N
-    assert chosen[0].tolist() == Masked(model, ids, run.kept.tolist()).greedy(NEW)
 
 
 @pytest.mark.parametrize("chunk", [16, 100])

@@ -1,7 +1,9 @@
-"""Compaction frees memory: no slot, view or reference is left."""
+"""Compaction frees memory, each layer right after that layer, and keeps what it would keep after the forward pass."""
 
 import gc
 import weakref
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -19,21 +23,24 @@ from conformance.own.models_integration.session.families import (
     _ALTERNATING,
     _GQA,
     METHODS,
+    WHOLE,
     WINDOW,
     at_once,
     build,
-    greedy,
     prepare,
     prompt,
     relative,
     states_of,
 )
-from models_integration import FullCache, RetainedCache, prefill
+from conformance.own.models_integration.session.sessions import Looking, method, method_of, published, sets
+from models_integration import FullCache, RetainedCache, RetentionPolicy, Session, StreamingLLM, prefill
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
-from models_integration.cache.positions import Plan
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cache.sliding_layer import GappedSlidingLayer
+from models_integration.model.architecture import describe
+from reference.policies.describe import describe_policy, list_policies
 from spec.errors import SpecError
+from spec.policy import Needs
 
 pytestmark = pytest.mark.law("freed-memory")
 
@@ -55,44 +62,16 @@ def blocks(layers: list[RetainedLayer]) -> int:
 
 
 @pytest.mark.spec("CC-COMPACT")
-@pytest.mark.parametrize(("method", "dtype", "width"), [
+@pytest.mark.parametrize(("name", "dtype", "width"), [
     ("crystalcache", torch.bfloat16, 2), ("streamingllm", torch.float32, 4), ("fullcache", torch.float32, 4),
 ])
-def test_a_cache_weighs_what_it_keeps(method: str, dtype: torch.dtype, width: int) -> None:
-    prefilled = prefill(build("llama", dtype=dtype), METHODS[method](), prompt(N))
+def test_a_cache_weighs_what_it_keeps(name: str, dtype: torch.dtype, width: int) -> None:
+    prefilled = prefill(build("llama", dtype=dtype), METHODS[name](), prompt(N))
     assert prefilled.run.kept is not None
     R = len(prefilled.run.kept)
     assert blocks(prefilled.cache.full_layers) == 2 * L * H_KV * D * R * width
     assert storage_bytes(prefilled.cache.layers) == 2 * L * H_KV * D * R * width
     assert prefilled.run.bytes_freed == 2 * L * H_KV * D * (N - R) * width
-
-
-def test_evicted_tensors_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    evicted: list[weakref.ref[Tensor]] = []
-    follow = DenseLayer.follow
-
-    def watched(layer: DenseLayer, plan: Plan) -> None:
-        assert layer.keys is not None
-        assert layer.values is not None
-        evicted.extend((weakref.ref(layer.keys), weakref.ref(layer.values)))
-        follow(layer, plan)
-
-    monkeypatch.setattr(DenseLayer, "follow", watched)
-    model = build("llama")
-    with METHODS["crystalcache"]()(model) as run:
-        greedy(model, prompt(N), 2)
-        gc.collect()
-        assert len(evicted) == 2 * L
-        assert all(reference() is None for reference in evicted)
-    assert run.cache is not None
-
-
-def test_beams_share_what_is_kept() -> None:
-    model = build("llama")
-    with METHODS["crystalcache"]()(model) as run:
-        greedy(model, prompt(N), 4, num_beams=3)
-    assert run.kept is not None
-    assert run.bytes_freed == 3 * 2 * L * H_KV * D * (N - len(run.kept)) * 4
 
 
 def first_full() -> PreTrainedModel:
@@ -195,12 +174,14 @@ def test_a_choice_of_rows_that_fails_half_way_leaves_no_cache(monkeypatch: pytes
 
 
 @pytest.mark.law("a-cache-like-any-other")
-def test_a_reset_cache_is_as_new() -> None:
+@pytest.mark.parametrize("name", ["crystalcache", "adakv"])
+def test_a_reset_cache_is_as_new(name: str) -> None:
     model = build("llama")
-    cache = prefill(model, METHODS["crystalcache"](), prompt(N)).cache
+    cache = prefill(model, method(name), prompt(N)).cache
     cache.reset()
-    assert (cache.get_seq_length(), cache.stored_length) == (0, 0)
-    with METHODS["crystalcache"]()(model) as run, torch.no_grad():
+    assert [type(layer) for layer in cache.layers] == [DenseLayer] * 3
+    assert (cache.get_seq_length(), cache.stored_length, cache.layers_differ) == (0, 0, False)
+    with method(name)(model) as run, torch.no_grad():
         model(input_ids=prompt(N), past_key_values=cache)
     assert run.cache is cache
     assert cache.get_seq_length() == N
@@ -226,3 +207,181 @@ def test_the_caller_s_own_cache_is_the_one_that_is_compacted() -> None:
         assert [type(layer).__name__ for layer in cache.layers] == [
             "DynamicSlidingWindowLayer", "DenseLayer", "DynamicSlidingWindowLayer", "DenseLayer"
         ]
+
+
+def read(model: PreTrainedModel, method: RetentionPolicy, ids: Tensor, *, streamed: bool) -> tuple[Session, Tensor]:
+    """A prompt in one forward; inside `run.prompt()` it is decided and compacted when the forward is over."""
+    cache = RetainedCache(model.config)
+    with method(model) as run:
+        if streamed:
+            return run, at_once(model, ids, cache)
+        with run.prompt():
+            logits = at_once(model, ids, cache)
+    return run, logits
+
+
+@pytest.mark.parametrize(
+    ("family", "method"), [("llama", "crystalcache"), ("gemma3", "streamingllm"), ("llama", "snapkv")],
+)
+def test_one_layer_at_most_is_whole(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a layer's keys come, those of all earlier layers are compacted, and the whole ones are freed."""
+    alive: list[weakref.ref[Tensor]] = []
+    counts: list[int] = []
+    update = DenseLayer.update
+
+    def watched(layer: DenseLayer, *tensors: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+        counts.append(sum(reference() is not None for reference in alive))
+        keys, values = update(layer, *tensors, **others)
+        alive.extend((weakref.ref(keys), weakref.ref(values)))
+        return keys, values
+
+    monkeypatch.setattr(DenseLayer, "update", watched)
+    model = build(family)
+    policy = METHODS[method]() if method in METHODS else published(method, model)
+    policy(model)  # what is found out at the door, once a model, is no forward of this prompt
+    full = len(describe(model).full_layers)
+    for streamed, expected in ((True, [0] * full), (False, [2 * done for done in range(full)])):
+        alive.clear()
+        counts.clear()
+        read(model, policy, prompt(N), streamed=streamed)
+        assert counts == expected
+        assert sum(reference() is not None for reference in alive) == 0
+
+
+BY_LAYER = tuple(one.name for one in list_policies() if one.layer_by_layer and one.layers == "all")
+
+
+def of_two_prompts(family: str, name: str, *, streamed: bool) -> tuple[Session, Tensor]:
+    """Two prompts under a policy, one of them padded where the policy takes padding, and three decode steps.
+
+    Inside `run.prompt()` a prompt is decided and compacted when the forward is over.
+    """
+    model, ids = build(family), torch.cat([prompt(N), prompt(N, seed=4)])
+    mask = torch.ones_like(ids)
+    mask[1, : 9 * describe_policy(name).padded_batches] = 0
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    policy = METHODS[name]() if name in METHODS else published(name, model)
+    with torch.no_grad(), policy(model) as run:
+        if streamed:
+            logits = [model(**given).logits]
+        else:
+            with run.prompt():
+                logits = [model(**given).logits]
+        for step in range(3):
+            given = {"input_ids": prompt(2, seed=5 + step).T, "past_key_values": run.cache}
+            logits.append(model(**given).logits)
+    return run, torch.cat(logits, dim=1)
+
+
+@pytest.mark.spec("CC-COMPACT")
+@pytest.mark.parametrize(("family", "name"), [
+    *product(["llama"], [*METHODS, *BY_LAYER, "diverse-snapkv", "diverse-tova"]), *product(["gemma3"], METHODS),
+])
+def test_layers_that_are_decided_alone_keep_what_they_would_together(family: str, name: str) -> None:
+    (first, logits), (second, other) = (of_two_prompts(family, name, streamed=streamed) for streamed in (True, False))
+    assert torch.equal(logits, other)
+    assert sets(first) == sets(second)
+    assert first.cache is not None
+    assert second.cache is not None
+    for a, b in zip(first.cache.full_layers, second.cache.full_layers, strict=True):
+        assert type(a) is type(b)
+        assert torch.equal(a.keys, b.keys)  # type: ignore[arg-type]
+        assert torch.equal(a.values, b.values)  # type: ignore[arg-type]
+        assert all(
+            torch.equal(a.head_positions(row, head), b.head_positions(row, head))
+            for row in range(a.batch) for head in range(a.heads)
+        )
+    for what in ("bytes_freed", "over_budget"):
+        assert getattr(first, what) == getattr(second, what)
+    assert first.cache.layers_differ == second.cache.layers_differ
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most memory that tensors on the CPU took during the run, beyond what they took before."""
+    gc.collect()  # what other tests left would be freed during the run
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    used = peak = 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            used += event.nbytes()
+            peak = max(peak, used)
+    return peak
+
+
+def test_the_peak_of_a_deep_model_is_that_of_one_whole_layer() -> None:
+    layers, n = 24, 512
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**_GQA, "num_hidden_layers": layers, "num_key_value_heads": 4})
+    model = prepare(LlamaForCausalLM(config))
+    base, kept, ids, method = model.base_model, n // 8, prompt(n), StreamingLLM(0.125)
+    one = 2 * 4 * 12 * n * 4
+
+    def reading(*, streamed: bool) -> Callable[[], None]:
+        def run() -> None:
+            with torch.no_grad():
+                if streamed:
+                    with method(model):
+                        base(input_ids=ids)
+                else:
+                    with method(model) as session, session.prompt():
+                        base(input_ids=ids)
+
+        return run
+
+    streamed, deferred = (peak_bytes(reading(streamed=way)) for way in (True, False))
+    assert deferred - streamed > 0.95 * (layers - 2) * one * (1 - kept / n)
+    assert streamed < deferred / 3
+
+
+@pytest.mark.law("a-cache-like-any-other")
+@pytest.mark.parametrize("family", WHOLE)
+def test_masks_and_lengths_of_later_layers_are_undisturbed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the model asks the cache during the forward, the answers are those of a whole cache."""
+    answers: list[object] = []
+    for name in ("get_mask_sizes", "get_seq_length", "get_query_offset"):
+        original = getattr(RetainedCache, name)
+
+        def asked(cache: RetainedCache, *args: Any, original: Any = original, **kwargs: Any) -> object:
+            answer = original(cache, *args, **kwargs)
+            answers.append(answer)
+            return answer
+
+        monkeypatch.setattr(RetainedCache, name, asked)
+    model, found = build(family), []
+    for name in ("crystalcache", "fullcache"):
+        METHODS[name]()(model)  # what is found out at the door, once a model, is no forward of this prompt
+        answers.clear()
+        read(model, METHODS[name](), prompt(N), streamed=True)
+        found.append(list(answers))
+    assert found[0] == found[1]
+    assert found[0]
+
+
+@pytest.mark.law("as-it-is-described")
+@pytest.mark.parametrize(
+    ("needs", "when"), [(Needs(), 0), (Needs("observed", 4), 0), (Needs("all", 4), 3)],
+    ids=["none", "observed", "all"],
+)
+def test_a_policy_decides_as_soon_as_it_can(needs: Needs, when: int) -> None:
+    model = build("llama")
+    attended: list[int] = []
+    scorer = Looking(needs)
+    decided: list[int] = []
+    looking = scorer.__call__
+
+    class Noting(Looking):
+        def __call__(self, *args: Any) -> Any:
+            decided.append(len(attended))
+            return looking(*args)
+
+    handles = [
+        module.register_forward_hook(lambda *_: attended.append(1)) for module in describe(model).attention.values()
+    ]
+    with method_of(Noting(needs))(model):
+        at_once(model, prompt(N), RetainedCache(model.config))
+    for handle in handles:
+        handle.remove()
+    assert decided == [when]

@@ -32,7 +32,6 @@ from models_integration import (
     StreamingLLM,
     calibrate,
     policy_from_name,
-    prefill,
 )
 from models_integration.cli.app import app
 from models_integration.model.architecture import describe
@@ -158,13 +157,6 @@ def test_a_name_with_bad_constants_is_refused(name: str, constants: dict[str, An
         policy_from_name(name, 0.3, **constants)
 
 
-def test_constants_reach_the_policy() -> None:
-    model = build("llama")
-    wide, narrow = (Published("snapkv", 20, W=W).on(model).policy for W in (16, 4))
-    assert (wide.floor, narrow.floor) == (16, 4)
-    assert Published("snapkv", "30%").budget == parse_budget(0.3)
-
-
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(
     ("arguments", "constants", "words"),
@@ -273,11 +265,6 @@ def test_the_frequencies_take_the_rotation_off_the_model_s_queries(family: str) 
     assert relative(torch.from_numpy(found), queries.double()) < 1e-4
 
 
-def test_prefill_takes_one_too() -> None:
-    prefilled = prefill(build("llama"), Published("snapkv", 0.3, W=8), prompt(PROMPT))
-    assert prefilled.cache.mean_length == parse_budget(0.3).tokens(PROMPT)
-
-
 def without_keys(model: PreTrainedModel) -> PreTrainedModel:
     """The first KV head of layer 1 has keys of length 0."""
     model.model.layers[1].self_attn.k_proj.weight.data[:12] = 0.0
@@ -325,27 +312,6 @@ def test_it_is_named_and_the_cache_is_unusable(name: str) -> None:
             model(input_ids=prompt(1), past_key_values=cache)
     with pytest.raises(SpecError, match="an unusable cache"):
         cache.get_seq_length()
-
-
-@pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize("lam", [-0.1, float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["diverse-keydiff", "diverse-expected-attention"])
-def test_a_penalty_is_refused_before_there_is_a_model(name: str, lam: float) -> None:
-    with pytest.raises(SpecError, match="must be finite and not negative") as caught:
-        Published(name, 20, diversity=lam)
-    assert caught.value.argument == "diversity"
-
-
-@pytest.mark.law("as-it-is-described")
-@pytest.mark.parametrize("name", ["diverse-keydiff", "adakv", "nestedkv", "triattention"])
-def test_more_tokens_than_there_are_keep_all(name: str) -> None:
-    """k > n is refused by the selection; a session's budget above the prompt evicts nothing."""
-    model = build("llama")
-    constants = {"calibration": calibrate(model, prompt(PROMPT))} if name == "triattention" else {}
-    with Published(name, PROMPT + 1, **constants)(model) as run, torch.no_grad():
-        model(input_ids=prompt(PROMPT))
-    assert run.cache is not None
-    assert run.cache.mean_length == PROMPT
 
 
 @pytest.mark.law("refused-before-anything-changes")

@@ -1,7 +1,6 @@
 """Kept sets per layer, and per layer and KV head, in prompts and turns: what is kept, and that the rest is freed."""
 
-import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conformance.own.models_integration.session.families import (
+    METHODS,
     at_once,
     build,
     prompt,
@@ -27,13 +27,13 @@ from conformance.own.models_integration.session.sessions import (
     read_prompt,
     small,
 )
-from models_integration import Published, RetentionPolicy, StreamingLLM
+from models_integration import CustomPolicy, Published, RetentionPolicy, StreamingLLM
 from models_integration.attention.capture import observing
-from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, storage_bytes
 from models_integration.model.architecture import describe
 from models_integration.policies.methods import policy_from_name
+from reference.policies import chunkkv, diverse, snapkv
 from reference.policies.describe import describe_policy
 from reference.policies.names import DIVERSE, NAMES
 from spec.budget import parse_budget
@@ -60,8 +60,7 @@ def check_steps(model: PreTrainedModel, name: str) -> list[HeadSets]:
     oracle, expected = Masked(model, prompt(PROMPT), stored[0]), []
     for token, after in zip(torch.split(following, 1, dim=1), stored[1:], strict=True):
         expected.append(oracle.read(token))
-        for layer, sets in after.items():
-            oracle.forget(layer, sets)
+        oracle.keep(list(after.values()))
     assert relative(torch.cat(logits, dim=1), torch.cat(expected, dim=1)) < TOLERANCE
     one_set = describe_policy(name).granularity == "layer"
     assert one_set or any(len(set(map(tuple, sets))) > 1 for sets in stored[-1].values())
@@ -79,7 +78,7 @@ def test_tova_drops_the_least_attended_key_of_the_last_query() -> None:
             live = [*stored[step][layer][0], PROMPT + step]
             order = sorted(live, key=lambda at: (-float(weights[layer][:, at].double().mean()), at))
             assert sorted(order[: len(sets[0])]) == list(sets[0])
-            oracle.forget(layer, sets)
+        oracle.keep(list(stored[step + 1].values()))
 
 
 @pytest.mark.spec("PO-H2O")
@@ -100,7 +99,7 @@ def test_h2o_drops_the_smallest_sum() -> None:
                 newest = live[len(live) - len(own) // 2 :]
                 others = sorted(set(live) - set(newest), key=lambda at: -float(sums[layer][head][at]))
                 assert sorted([*newest, *others[: len(own) - len(newest)]]) == list(own)
-            oracle.forget(layer, sets)
+        oracle.keep(list(stored[step + 1].values()))
 
 
 def _weights(oracle: Masked, token: Tensor) -> list[Tensor]:
@@ -116,24 +115,6 @@ def _weights(oracle: Masked, token: Tensor) -> list[Tensor]:
 
 def _grouped(heads: Tensor, head: int) -> Tensor:
     return heads[2 * head : 2 * head + 2].sum(dim=0)
-
-
-@pytest.mark.law("the-model-stays-as-it-was")
-@pytest.mark.parametrize(
-    ("family", "name"), [("llama", "adakv"), ("llama", "chunkkv"), ("llama", "h2o"), ("gemma3", "snapkv")],
-)
-def test_a_full_budget_is_the_model_itself_bit_for_bit(family: str, name: str) -> None:
-    model, ids, following = build(family), prompt(PROMPT), prompt(4, seed=9)
-    with method(name, 1.0)(model) as run, torch.no_grad():
-        first = model(input_ids=ids)
-        assert run.cache is not None
-        steps = step_by_step(model, following, run.cache)
-    with torch.no_grad():
-        plain = model(input_ids=ids)
-        expected = step_by_step(model, following, plain.past_key_values)
-    assert torch.equal(first.logits, plain.logits)
-    assert torch.equal(steps, expected)
-    assert run.bytes_freed == 0
 
 
 @pytest.mark.law("freed-memory")
@@ -154,34 +135,6 @@ def test_a_quarter_of_the_bytes(name: str) -> None:
             assert layer.layout.spare <= 3
 
 
-@pytest.mark.law("freed-memory")
-def test_no_tensor_of_the_full_cache_is_left() -> None:
-    # N is no other size in this model.
-    n = 83
-    with method("adakv")(build("llama")) as run, torch.no_grad():
-        run._model(input_ids=prompt(n))
-    gc.collect()
-    sizes = {tuple(one.shape) for one in gc.get_objects() if type(one) is Tensor}
-    assert not [shape for shape in sizes if len(shape) == 4 and n in shape]
-
-
-@pytest.mark.law("parts-equal-the-whole")
-def test_beams_carry_their_heads_along() -> None:
-    model, ids, policy = build("llama"), prompt(PROMPT), method("adakv")
-    with policy(model):
-        found: Any = model.generate(  # type: ignore[operator]  # generation methods come from a mixin without types
-            input_ids=ids, max_new_tokens=NEW, num_beams=3, num_return_sequences=3, do_sample=False,
-            return_dict_in_generate=True, output_scores=True,
-        )
-    for tokens, score in zip(found.sequences[:, PROMPT:], found.sequences_scores, strict=True):
-        with policy(model) as run, torch.no_grad():
-            logits = model(input_ids=ids).logits[:, -1:]
-            assert run.cache is not None
-            logits = torch.cat([logits, step_by_step(model, tokens[None, :-1], run.cache)], dim=1)
-        chosen = logits[0].log_softmax(dim=-1).gather(1, tokens[:, None])
-        assert float(chosen.mean()) == pytest.approx(float(score), abs=1e-4)
-
-
 @pytest.mark.parametrize("name", ["adakv", "chunkkv"])
 def test_a_2d_mask_hides_positions_in_every_head(name: str) -> None:
     model, following = build("llama"), prompt(NEW, seed=9)
@@ -194,17 +147,6 @@ def test_a_2d_mask_hides_positions_in_every_head(name: str) -> None:
     expected = Masked(model, prompt(PROMPT), shown).read(following)
     with observing(describe(model), cache):
         assert relative(at_once(model, following, cache, attention_mask=mask), expected) < TOLERANCE
-
-
-@pytest.mark.law("a-cache-like-any-other")
-def test_a_reset_cache_is_as_new() -> None:
-    _, cache = read_prompt(build("llama"), method("adakv"))
-    cache.reset()
-    assert [type(layer) for layer in cache.layers] == [DenseLayer] * 3
-    assert (cache.get_seq_length(), cache.layers_differ) == (0, False)
-    with method("adakv")(build("llama")) as run, torch.no_grad():
-        run._model(input_ids=prompt(PROMPT), past_key_values=cache)
-    assert run.cache is cache
 
 
 @pytest.mark.law("a-cache-like-any-other")
@@ -260,7 +202,7 @@ TURNS = ((1, 11), (12, 12), (1, 13), (5, 14), (1, 15))
 """Tokens and seed: steps between turns."""
 
 
-def masked_turns(policy: RetentionPolicy, model: Any, twin: Any) -> Iterator[tuple[int, int, HeadSets]]:
+def masked_turns(policy: RetentionPolicy, model: Any) -> Iterator[tuple[int, int, HeadSets]]:
     """Logits of every forward equal those of the full cache under masks; its tokens, all seen, what is stored."""
     sets, logits = [], []
     with policy(model) as run, torch.no_grad():
@@ -270,12 +212,12 @@ def masked_turns(policy: RetentionPolicy, model: Any, twin: Any) -> Iterator[tup
         for n, seed in TURNS:
             logits.append(at_once(model, prompt(n, seed=seed), run.cache))
             sets.append(live_sets(run.cache))
-    oracle, seen = Masked(twin, prompt(PROMPT), sets[0]), PROMPT
+    oracle, seen = Masked(model, prompt(PROMPT), sets[0]), PROMPT
     for (n, seed), found, before, after in zip(TURNS, logits, sets[:-1], sets[1:], strict=True):
         assert relative(found, oracle.read(prompt(n, seed=seed))) < TOLERANCE
         seen += n
+        oracle.keep(list(after.values()))
         for layer, heads in after.items():
-            oracle.forget(layer, heads)
             for own, earlier in zip(heads, before[layer], strict=True):
                 assert set(own) <= {*earlier, *range(seen - n, seen)}
         yield n, seen, after
@@ -288,21 +230,22 @@ def test_whole_blocks_after_every_turn(name: str) -> None:
     """Of the text's own blocks of four each head holds all or none; those that decide in steps, in steps too."""
     model = build("llama")
     policy = policy_from_name(name, 0.3, block=4, **small(name))
-    for _, seen, after in masked_turns(policy, model, build("llama")):
+    for _, seen, after in masked_turns(policy, model):
         for own in (own for heads in after.values() for own in heads):
             assert {*own} == {at for first in {i // 4 * 4 for i in own} for at in range(first, min(first + 4, seen))}
             assert {*range(seen // 4 * 4, seen)} <= {*own}
 
 
-def check_small_keys_stay() -> None:
+@pytest.mark.spec("PO-TURN")
+def test_a_turn_is_decided_over_each_head_s_own_keys() -> None:
     """Knorm after a turn: of what a head stored, the smallest of the model's own keys."""
-    model, twin = build("llama"), build("llama")
+    model = build("llama")
     with published("knorm", model)(model) as run:
         at_once(model, prompt(PROMPT), cache := RetainedCache(model.config))
         before = live_sets(cache)
         at_once(model, prompt(12, seed=12), cache)
     assert run.retention is not None
-    oracle = Masked(twin, prompt(PROMPT), before)
+    oracle = Masked(model, prompt(PROMPT), before)
     oracle.read(prompt(12, seed=12))
     B = parse_budget(0.3).tokens(PROMPT + 12)
     for layer, heads in live_sets(cache).items():
@@ -310,11 +253,6 @@ def check_small_keys_stay() -> None:
         for head, own in enumerate(heads):
             stored = torch.tensor([*before[layer][head], *range(PROMPT, PROMPT + 12)])
             assert list(own) == stored[norms[head, stored].argsort()[:B]].sort().values.tolist()
-
-
-@pytest.mark.spec("PO-TURN")
-def test_a_turn_is_decided_over_each_head_s_own_keys() -> None:
-    check_small_keys_stay()
 
 
 @pytest.mark.law("parts-equal-the-whole")
@@ -330,32 +268,6 @@ def test_a_turn_in_pieces_is_one_turn(name: str) -> None:
                     at_once(model, ids, cache)
         kept.append(live_sets(cache))
     assert kept[0] == kept[1]
-
-
-@pytest.mark.law("parts-equal-the-whole")
-@pytest.mark.spec("PO-TURN")
-@pytest.mark.parametrize("name", ["adakv", "h2o", "rkv"])
-def test_turns_of_padded_rows_equal_their_single_runs(name: str) -> None:
-    model, lengths = build("llama"), (64, 47)
-    chosen, turns = published(name, model), [prompt(12, seed=20), prompt(12, seed=21)]
-    ids, mask = torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 64, dtype=torch.int64)
-    alone: list[tuple[Tensor, Any]] = []
-    for row, n in enumerate(lengths):
-        own = prompt(n, seed=40 + row)
-        ids[row, 64 - n :], mask[row, 64 - n :] = own[0], 1
-        with chosen(model):
-            at_once(model, own, cache := RetainedCache(model.config))
-            found = [at_once(model, one, cache) for one in (turns[row], prompt(1), prompt(3, seed=5))]
-        alone.append((found[-1], live_sets(cache)))
-    with chosen(model):
-        at_once(model, ids, cache := RetainedCache(model.config), attention_mask=mask)
-        for one in (torch.cat(turns), prompt(1).repeat(2, 1), prompt(3, seed=5).repeat(2, 1)):
-            together = at_once(model, one, cache)
-    for row, (logits, sets) in enumerate(alone):
-        assert relative(together[row : row + 1], logits) < TOLERANCE
-        for index, heads in sets.items():
-            layer = cache.full_layers[index]
-            assert [layer.head_positions(row, head).tolist() for head in range(layer.heads)] == list(heads)
 
 
 @pytest.mark.spec("DV-POLICY")
@@ -377,3 +289,28 @@ def test_no_diversity_is_the_policy_itself_bit_for_bit(name: str) -> None:
     assert torch.equal(logits, same)
     assert all(isinstance(one, Tensor) for one in keys)
     assert all(map(torch.equal, keys, equal))
+
+
+CHANGED: list[tuple[str, Callable[[], RetentionPolicy], str]] = [
+    ("adakv", lambda: StreamingLLM(20), "keeps one set for the whole model"),
+    ("adakv", lambda: method("chunkkv"), "keeps one set for a whole layer"),
+    ("adakv", lambda: Published("defensivekv", 0.3, W=8), "compares layers or heads token by token"),
+    ("snapkv", lambda: CustomPolicy(diverse(snapkv(W=8)), parse_budget(0.3)), "layers or heads token by token"),
+    ("chunkkv", lambda: CustomPolicy(chunkkv(W=8, N_reuse=2), 0.3), "layers or heads token by token"),
+    ("tova", lambda: method("h2o"), "h2o continues only caches made by h2o"),
+    ("adakv", lambda: method("h2o"), "h2o continues only caches made by h2o"),
+    ("streamingllm", METHODS["crystalcache"], "under a different policy"),
+]
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.spec("PO-TURN")
+@pytest.mark.parametrize(("before", "after", "words"), CHANGED)
+def test_a_turn_that_cannot_be_decided_is_named(before: str, after: Callable[[], Any], words: str) -> None:
+    model = build("llama")
+    _, cache = read_prompt(model, method(before))
+    kept = live_sets(cache)
+    with after()(model), torch.no_grad(), pytest.raises(SpecError, match=words):
+        model(input_ids=prompt(8), past_key_values=cache)
+    assert live_sets(cache) == kept
+    assert cache.get_seq_length() == PROMPT

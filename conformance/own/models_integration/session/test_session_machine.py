@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -37,9 +38,10 @@ from conformance.own.models_integration.session.running_cache import (
 )
 from conformance.own.models_integration.session.sessions import NOWHERE, PLACES, Trip
 from models_integration import Decision, RetainedCache, Session, compact, load_cache, save_cache
-from models_integration.archive.splice import computed, splice
+from models_integration.archive.splice import compacted, computed, splice
 from models_integration.cache.continuation import Nothing
 from models_integration.model.rotation import frequencies_at
+from spec.retention import Retention
 
 pytestmark = pytest.mark.law("eviction-equals-masking")
 
@@ -81,11 +83,17 @@ class SessionMachine(RuleBasedStateMachine):
         cuts: tuple[int, ...] = (), trip: Trip = NOWHERE,
     ) -> RunningCache:
         """A prompt in a new cache."""
+        life = self.begin(policy, rows)
+        life.open = any(hidden % n for hidden in padding[:rows])
+        self.segment(life, policy, ids_of(n, seed, rows), padding, cuts, trip)
+        return life
+
+    def begin(self, policy: str, rows: int = 1) -> RunningCache:
+        """A cache that has read nothing."""
         oracle = self.judge.subject.oracle
         cache = RetainedCache(self.model.config)
         life = RunningCache(cache, policy, [oracle.nothing] * rows, (len(oracle.full), oracle.heads))
-        life.sets, life.open = life.stored(), any(hidden % n for hidden in padding[:rows])
-        self.segment(life, policy, ids_of(n, seed, rows), padding, cuts, trip)
+        life.sets = life.stored()
         return life
 
     @rule(life=caches, n=st.sampled_from([12, 25, 7, 3, 2]), seed=seeds, padding=paddings, cuts=cuts, other=others,
@@ -325,13 +333,17 @@ class SessionMachine(RuleBasedStateMachine):
             self.judge.check_storage(life)
         self.met(f"a compaction by hand is {ended}")
 
-    @rule(life=caches, lengths=st.sampled_from([[9], [9, 14]]))
-    def splice(self, life: RunningCache, lengths: list[int]) -> None:
-        """Chunks that were computed elsewhere, after what a session has read."""
+    @rule(life=caches, lengths=st.sampled_from([[9], [9, 14]]), evicted=st.sampled_from([(), (0, 3, 4)]))
+    def splice(self, life: RunningCache, lengths: list[int], evicted: tuple[int, ...] = ()) -> None:
+        """Chunks that were computed elsewhere, after what a session has read, without their evicted tokens."""
         rotary = self.judge.subject.rotary
         if not self.runs(life) or rotary is None:
             return
-        chunks = [computed(self.model, ids_of(n, n)[0].tolist(), rotary) for n in lengths]
+        places = [[at for at in range(n) if at not in evicted] for n in lengths]
+        chunks = [
+            compacted(computed(self.model, ids_of(n, n)[0].tolist(), rotary), Retention.shared(np.array(kept), n))
+            for n, kept in zip(lengths, places, strict=True)
+        ]
         room = frequencies_at(self.model, rotary, life.columns + sum(lengths))
 
         def act() -> None:
@@ -339,10 +351,10 @@ class SessionMachine(RuleBasedStateMachine):
 
         if self.judge.attempt(life, act) != "done":
             return
-        for chunk in chunks:
+        for chunk, kept in zip(chunks, places, strict=True):
             start = life.columns
             life.rows, life.columns = [life.rows[0].read(chunk.ids)], start + len(chunk.ids)
-            added = [*range(start, life.columns)]
+            added = [start + at for at in kept]
             life.sets = [[[[*held, *added] for held in heads] for heads in life.sets[0]]]
         known = not isinstance(life.cache.continuation, Nothing)
         self.met(f"a chunk after which the states {'go on' if known else 'are forgotten'}")

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -176,14 +175,6 @@ def test_prefill_and_decode_in_different_processes(tmp_path: Path) -> None:
         expected = [at_once(model, token, cache) for token in torch.split(tokens(2 * T), 1, dim=1)]
     assert torch.equal(torch.load(out), torch.cat(expected, dim=1))
     same(load_cache(path, model), cache)
-
-
-def test_any_safetensors_reader_opens_it(tmp_path: Path) -> None:
-    model, cache = lived("llama")
-    save_cache(cache, model, tmp_path / "cache")
-    with safe_open(tmp_path / "cache", framework="pt") as file:
-        assert torch.equal(file.get_tensor("2.keys"), cache.full_layers[2].keys)  # type: ignore[arg-type]
-        assert set(file.metadata()) == {"digest", "format", "manifest"}
 
 
 @pytest.mark.law("an-object-proves-itself")

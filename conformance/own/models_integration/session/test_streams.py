@@ -1,13 +1,12 @@
-"""stream=True: segments end every C tokens, wherever the forwards end."""
+"""Breaths hold the cache at its budget while tokens are generated; streams end a segment every C tokens."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from conformance.own.models_integration.session.families import (
@@ -22,13 +21,191 @@ from conformance.own.models_integration.session.families import (
     relative,
     states_of,
 )
-from conformance.own.models_integration.session.sessions import Observed, now, same_state
+from conformance.own.models_integration.session.masked import Masked
+from conformance.own.models_integration.session.sessions import (
+    PROMPT,
+    SHORT,
+    Observed,
+    T,
+    breathing,
+    now,
+    same_state,
+    tokens,
+)
 from models_integration import CrystalCache, RetainedCache
-from reference.crystalcache import empty_state, extend
+from reference.crystalcache import decode_step, empty_state, extend
+from reference.crystalcache.activation import inverse_key_norms
+from reference.crystalcache.breath import decay
+from spec.backend import Backend, resolve
 from spec.budget import parse_budget
-from spec.errors import SpecError
+from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import TINY
 from spec.retention import Retention
+
+
+@pytest.mark.spec("CC-STEP")
+def test_the_states_are_those_of_the_reference() -> None:
+    """Prompt, breaths, a turn in the middle of a tail, more breaths: to the last kept position, and beyond."""
+    model = build("llama", dtype=torch.float64)
+    observed, expected = Observed(model), empty_state(parse_budget(36))
+    with breathing(36)(model):
+        cache = RetainedCache(model.config)
+        for ids in (prompt(PROMPT), *torch.split(tokens(2 * T + 3), 1, dim=1), prompt(9, seed=5), *torch.split(
+            tokens(T), 1, dim=1
+        )):
+            with observed.forward() as seen:
+                at_once(model, ids, cache)
+            numbers = ids[0].numpy()
+            if len(numbers) == 1:
+                norm = float(inverse_key_norms(seen.new_k)[0])
+                expected = decode_step(expected, int(numbers[0]), norm, ENDS, SHORT, resolve("numpy"))
+            else:
+                k = observed.stored(expected.stored, seen)
+                expected = extend(expected, seen.q, k, numbers, ENDS, SHORT)
+            (state,) = now(cache)
+            same_state(state, expected)
+            assert cache.stored_positions().tolist() == expected.stored.tolist()
+    assert expected.step == 3 * T + 3
+
+
+@pytest.mark.law("freed-memory")
+def test_hundreds_of_generated_tokens_stay_at_the_budget() -> None:
+    model, sizes = build("llama"), list[int]()
+    with breathing(32)(model) as run:
+        handle = model.register_forward_hook(
+            lambda *_: sizes.append(0 if run.cache is None else run.cache.stored_length)
+        )
+        chosen = greedy(model, prompt(PROMPT), 150)
+    handle.remove()
+    assert run.cache is not None
+    assert run.cache.get_seq_length() == PROMPT + 149
+    assert max(sizes[1:]) <= 32 + T
+    assert min(sizes[T:]) >= 32 - (SHORT.N_min - 1)
+    life = Masked(model, prompt(PROMPT), run.kept.tolist())  # type: ignore[union-attr]
+    assert chosen[0, : T + 1].tolist() == life.greedy(T + 1)
+
+
+@pytest.mark.law("parts-equal-the-whole")
+def test_beams_keep_their_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beam that goes on as another was takes that one's state with it.
+
+    The first layer's values depend on nothing but the token: they say which tokens a row has read.
+    """
+    model: Any = build("llama")
+    first = model.model.layers[0]
+    with torch.no_grad():
+        values = first.self_attn.v_proj(first.input_layernorm(model.model.embed_tokens.weight))
+    changed: list[bool] = []
+    reorder = RetainedCache.reorder_cache
+
+    def watched(cache: RetainedCache, beam_idx: Tensor) -> None:
+        changed.append(beam_idx.tolist() != list(range(len(beam_idx))))
+        reorder(cache, beam_idx)
+
+    monkeypatch.setattr(RetainedCache, "reorder_cache", watched)
+    with breathing()(model) as run:
+        model.generate(input_ids=prompt(PROMPT), max_new_tokens=2 * T - 1, num_beams=3, do_sample=False)
+    assert any(changed[T:])
+    assert run.cache is not None
+    stored = run.cache.full_layers[0].values
+    assert isinstance(stored, Tensor)
+    tails = set()
+    for row, state in enumerate(now(run.cache)):
+        assert state.step == 2 * T - 2
+        assert run.cache.stored_positions(row).tolist() == state.stored.tolist()
+        n = len(state.tail_ids)
+        assert n == T - 2
+        read = stored[row, :, -n:].transpose(0, 1).reshape(n, -1)
+        assert relative(read, values[list(state.tail_ids)]) < 1e-5
+        tails.add(state.tail_ids)
+    assert len(tails) > 1
+
+
+@pytest.mark.spec("CC-BREATH-PROTECTED")
+@pytest.mark.parametrize("protection", ["sink+recent", "none"])
+def test_the_newest_tokens_are_safe_unless_the_paper_s_rule_is_asked_for(protection: Any) -> None:
+    model = build("llama")
+    with breathing(16, breath_protection=protection)(model) as run:
+        greedy(model, prompt(PROMPT), 4 * T + 1)
+    assert run.cache is not None
+    seen, stored = run.cache.get_seq_length(), set(run.cache.stored_positions().tolist())
+    assert seen == PROMPT + 4 * T
+    safe = set(range(SHORT.N_sink)) | set(range(seen - SHORT.W_recent, seen))
+    assert (safe <= stored) == (protection == "sink+recent")
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_cache_that_grew_outside_the_context_is_refused_by_name() -> None:
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with breathing()(model):
+        at_once(model, prompt(PROMPT), cache)
+    at_once(model, tokens(3), cache)
+    stored = cache.stored_length
+    with breathing()(model):
+        for ids in (tokens(1), tokens(5)):
+            with pytest.raises(SpecError, match=r"67 tokens.*read outside the context"):
+                at_once(model, ids, cache)
+    assert (cache.stored_length, cache.get_seq_length()) == (stored, PROMPT + 3)
+    with breathing(decode=False)(model):
+        at_once(model, tokens(1), cache)
+    assert cache.get_seq_length() == PROMPT + 4
+
+
+@pytest.mark.law("a-cache-like-any-other")
+@pytest.mark.parametrize("decode", [False, True])
+def test_tokens_can_be_taken_back_until_a_breath(decode: bool) -> None:
+    """A state goes on from what is left; once it has gone beyond a token, it is forgotten with it."""
+    model, caches = build("llama"), []
+    for extra in (0, 3):
+        cache = RetainedCache(model.config)
+        with breathing(decode=decode)(model):
+            at_once(model, prompt(PROMPT), cache)
+            for token in torch.split(tokens(2 + extra), 1, dim=1):
+                at_once(model, token, cache)
+            cache.crop(-extra)
+            at_once(model, prompt(5, seed=1), cache)
+            caches.append(cache.stored_positions().tolist())
+            at_once(model, tokens(1), cache)
+            cache.crop(-2)
+            with pytest.raises(SpecError, match="do not cover all of them"):
+                at_once(model, prompt(5, seed=1), cache)
+    assert caches[0] == caches[1]
+
+
+@pytest.mark.law("decided-as-the-reference")
+def test_steps_read_without_decode_do_not_fade() -> None:
+    """One cache, one session without decode and one with it: D decays for the tokens of the second alone."""
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with breathing(decode=False)(model):
+        at_once(model, prompt(PROMPT), cache)
+        (start,) = states_of(cache).rows
+        for token in torch.split(tokens(2), 1, dim=1):
+            at_once(model, token, cache)
+        assert np.array_equal(now(cache)[0].D, start.D)
+    with breathing()(model):
+        at_once(model, tokens(1), cache)
+    expected = decay(start.D, start.live.trunk_impact, SHORT)
+    assert np.array_equal(now(cache)[0].D, expected)
+    assert now(cache)[0].step == 3
+    with breathing()(model):
+        for token in torch.split(tokens(T - 3), 1, dim=1):
+            at_once(model, token, cache)
+    assert states_of(cache).rows[0].step == T
+    assert states_of(cache).rows[0].tail_ids == ()
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_backend_without_decode_is_refused_when_it_is_asked_for() -> None:
+    engine = Backend("half", resolve("numpy").crystal)
+    with pytest.raises(BackendUnavailable, match="breath"):
+        CrystalCache(0.5, ENDS, TINY, engine, decode=True)
+    model, cache = build("llama"), RetainedCache(build("llama").config)
+    with CrystalCache(0.5, ENDS, TINY, engine)(model):
+        at_once(model, prompt(PROMPT), cache)
+        at_once(model, tokens(1), cache)
+        with pytest.raises(SpecError, match="a backend without decode"):
+            at_once(model, tokens(5), cache)
+
 
 pytestmark = pytest.mark.law("parts-equal-the-whole")
 
@@ -62,7 +239,7 @@ def test_it_does_not_matter_where_the_forwards_end(family: str, cut: str) -> Non
 
 
 @pytest.mark.law("decided-as-the-reference")
-def test_the_states_are_those_of_the_reference() -> None:
+def test_a_stream_s_states_are_those_of_the_reference() -> None:
     model, ids = build("llama", dtype=torch.float64), prompt(N)
     observed, expected = Observed(model), empty_state(parse_budget(BUDGET))
     cache = RetainedCache(model.config)
@@ -208,43 +385,3 @@ def test_what_a_stream_does_not_serve_is_named() -> None:
         at_once(model, prompt(3), cache)
         with pytest.raises(SpecError, match="must be the cache of the prompt that is open"):
             at_once(model, prompt(3), RetainedCache(model.config))
-
-
-@pytest.mark.law("unusable-after-a-failure")
-def test_a_piece_that_fails_leaves_no_usable_cache() -> None:
-    model, cache = build("llama"), RetainedCache(build("llama").config)
-    calls: list[int] = []
-
-    def third(*_: object) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeError("boom")
-
-    handle = model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(third)
-    with streaming()(model):
-        with pytest.raises(RuntimeError, match="boom"):
-            at_once(model, prompt(N), cache)
-        handle.remove()
-        with pytest.raises(SpecError, match="unusable cache"):
-            at_once(model, prompt(3), cache)
-        other = RetainedCache(model.config)
-        assert at_once(model, prompt(N), other).shape[1] == N
-
-
-SHORT_STREAM = """
-import json
-from conformance.measure.benchmarks.stream import streamed
-rows = streamed(4000, 200, "numpy")
-print(json.dumps([{"tokens": row.tokens, "stored": row.stored, "peak_rss": row.peak_rss} for row in rows]))
-"""
-
-
-@pytest.mark.law("freed-memory")
-def test_positions_are_right_and_memory_is_flat() -> None:
-    """The short form of `conformance.measure.benchmarks.stream`, in a process whose peak no other test has raised."""
-    child = subprocess.run([sys.executable, "-c", SHORT_STREAM], capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    rows = json.loads(child.stdout.splitlines()[-1])
-    assert rows[-1]["tokens"] == 4000
-    assert all(row["stored"] <= 512 + 256 for row in rows)
-    assert rows[-1]["peak_rss"] <= 1.05 * rows[4]["peak_rss"]

@@ -1,17 +1,21 @@
-"""Turns: later segments on a compacted cache, through generate, in pieces, under changing policies; refused turns."""
+"""Turns: later segments on a compacted cache, in pieces, through generate; padded rows equal their single runs."""
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import PreTrainedModel
 
 from conformance.own.models_integration.session.families import (
     ENDS,
+    FAMILIES,
     METHODS,
     SLIDING,
     at_once,
@@ -22,18 +26,24 @@ from conformance.own.models_integration.session.families import (
     states_of,
 )
 from conformance.own.models_integration.session.sessions import (
+    LENGTHS,
     TURN,
     Looking,
     Observed,
+    T,
     batch,
+    breathing,
     live_sets,
+    method,
     method_of,
+    now,
     prompts,
     same_state,
     sets,
     turn,
 )
 from models_integration import CrystalCache, RetainedCache, StreamingLLM
+from models_integration.policies.methods import RetentionPolicy
 from reference.crystalcache import empty_state, extend
 from reference.crystalcache.activation import inverse_key_norms
 from reference.crystalcache.tail import append
@@ -48,7 +58,169 @@ pytestmark = pytest.mark.law("parts-equal-the-whole")
 
 
 N = 64
-NEW = 5
+NEW = 6
+
+
+def test_a_batch_has_one_retention_for_each_prompt() -> None:
+    model = build("llama")
+    ids, mask = batch(prompts())
+    with METHODS["streamingllm"]()(model) as run:
+        greedy(model, ids, 2, attention_mask=mask)
+        assert isinstance(run.retention, tuple)
+        assert [one.seen for one in run.retention if isinstance(one, Retention)] == list(LENGTHS)
+        with pytest.raises(SpecError, match="kept = '3 prompts': a batch has no single kept set"):
+            run.kept  # noqa: B018
+        greedy(model, prompt(40), 2)
+        assert isinstance(run.retention, Retention)
+        assert run.kept is not None
+
+
+def test_beams_of_a_batch_stay_with_their_prompt() -> None:
+    """Three beams of each of two prompts: two retentions, and each prompt's beams as it has them alone."""
+    model, rows = build("llama"), prompts()[:2]
+    ids, mask = batch(rows)
+    options = {"num_beams": 3, "num_return_sequences": 3}
+    with METHODS["crystalcache"]()(model) as run:
+        together = greedy(model, ids, NEW, attention_mask=mask, **options)
+    found = sets(run)
+    for row, own in enumerate(rows):
+        with METHODS["crystalcache"]()(model) as single:
+            expected = greedy(model, own, NEW, **options)
+        assert single.kept is not None
+        assert found[row] == single.kept.tolist()
+        assert together[3 * row : 3 * row + 3].tolist() == expected.tolist()
+
+
+def test_rows_that_agree_are_stored_as_one() -> None:
+    model = build("llama")
+    cache = RetainedCache(model.config)
+    with METHODS["streamingllm"]()(model):
+        at_once(model, torch.cat([prompt(50, seed=1), prompt(50, seed=2)]), cache)
+    assert cache.full_layers[0].rows.shared
+
+
+FULL = [family for family in FAMILIES if family not in SLIDING]
+LIVES: dict[str, Callable[[], RetentionPolicy]] = {**METHODS, "breathing": breathing}
+BY_HEAD: dict[str, Callable[[], RetentionPolicy]] = {name: partial(method, name) for name in ("adakv", "h2o", "rkv")}
+# What three rows read, one list each: a prompt, then forwards of their own lengths, or of one token.
+FORWARDS = ((61, 1, 12, 1, 1, 5, 1, 1), (44, 1, 5, 1, 1, 9, 1, 1), (52, 1, 9, 1, 1, 2, 1, 1))
+PROMPTS_ALONE_DIFFER = tuple((n, 1, 12, 1, 7) for n in LENGTHS)
+
+
+def pieces(row: int, forwards: Sequence[Sequence[int]] = FORWARDS) -> list[Tensor]:
+    return [prompt(n, seed=1000 * row + number) for number, n in enumerate(forwards[row])]
+
+
+def together(
+    model: PreTrainedModel, policy: RetentionPolicy, rows: Sequence[Sequence[Tensor]], *, masks: bool = True,
+    known: Any = None,
+) -> tuple[RetainedCache, list[list[Tensor]]]:
+    """The cache, and each row's logits at its own tokens, forward by forward."""
+    cache = RetainedCache(model.config) if known is None else known[0]
+    shown = torch.empty(len(rows), 0, dtype=torch.int64) if known is None else known[1]
+    found: list[list[Tensor]] = [[] for _ in rows]
+    with policy(model):
+        for forward in zip(*rows, strict=True):
+            ids, mask = batch(forward)
+            shown = torch.cat([shown, mask], dim=1)
+            options = {"attention_mask": shown} if masks or not bool(mask.all()) else {}
+            logits = at_once(model, ids, cache, **options)
+            for row, own in enumerate(forward):
+                found[row].append(logits[row, ids.shape[1] - own.shape[1] :])
+    return cache, found
+
+
+def alone(model: PreTrainedModel, policy: RetentionPolicy, row: Sequence[Tensor]) -> tuple[RetainedCache, list[Tensor]]:
+    cache = RetainedCache(model.config)
+    with policy(model):
+        return cache, [at_once(model, ids, cache)[0] for ids in row]
+
+
+def stored(cache: RetainedCache, row: int = 0) -> list[list[int]]:
+    """The positions that each layer and head stores of a row."""
+    return [layer.head_positions(row, head).tolist() for layer in cache.full_layers for head in range(layer.heads)]
+
+
+def agree(
+    model: PreTrainedModel, policy: Callable[[], RetentionPolicy], rows: Sequence[Sequence[Tensor]], **given: Any,
+) -> None:
+    """Kept positions, states and logits of each row are those of its single run; no slot holds padding for ever."""
+    bound = 1e-10 if model.dtype == torch.float64 else 1e-5
+    cache, found = together(model, policy(), rows, **given)
+    for row, own in enumerate(rows):
+        single, expected = alone(model, policy(), own)
+        assert stored(cache, row) == stored(single)
+        for a, b in zip(found[row], expected, strict=True):
+            assert relative(a, b) < bound
+        if policy is breathing:
+            (state,) = now(single)
+            same_state(now(cache)[row], state, rtol=1e3 * bound)
+    if not cache.layers_differ:
+        widest = max(len(cache.stored_positions(row)) for row in range(len(rows)))
+        assert {layer.stored_length for layer in cache.full_layers} == {widest}
+
+
+@pytest.mark.spec("PO-TURN")
+@pytest.mark.parametrize(("family", "life"), [
+    *product([*SLIDING, "llama"], ["crystalcache", "streamingllm"]), *product(["llama"], BY_HEAD),
+])
+def test_turns_of_padded_rows_equal_their_single_runs(family: str, life: str) -> None:
+    """Rows whose prompts differ in length take turns of one length."""
+    model = build(family, dtype=torch.float32 if family == "gemma2" else torch.float64)
+    agree(model, (LIVES | BY_HEAD)[life], [pieces(row, PROMPTS_ALONE_DIFFER) for row in range(3)])
+
+
+@pytest.mark.parametrize(("family", "life"), [
+    *(("llama", life) for life in LIVES),
+    *((family, [*LIVES][-1 - at % 2 * 3]) for at, family in enumerate(FULL) if family != "llama"),
+])
+def test_each_row_equals_its_single_run(family: str, life: str) -> None:
+    """Two padded turns behind a padded prompt, with steps between them, in which every fourth breathes."""
+    agree(build(family, dtype=torch.float64), LIVES[life], [pieces(row) for row in range(3)])
+
+
+@pytest.mark.parametrize(("attention", "masks"), [("eager", True), ("sdpa", False)])
+def test_steps_after_it_may_leave_the_mask_out(attention: str, masks: bool) -> None:
+    agree(build("llama", attention=attention), breathing, [pieces(row) for row in range(3)], masks=masks)
+
+
+def test_what_a_mask_hides_of_a_turn_was_never_read() -> None:
+    """Holes anywhere but in the last column: the row's tokens are the others."""
+    model, rows = build("llama", dtype=torch.float64), [prompt(N, seed=row) for row in range(2)]
+    shown = torch.ones(2, TURN, dtype=torch.int64)
+    shown[0, [2, 3, 7]] = shown[1, [0, 9]] = 0
+    for life in LIVES:
+        cache, ids = RetainedCache(model.config), torch.cat([turn(1), turn(2)])
+        with LIVES[life]()(model):
+            at_once(model, torch.cat(rows), cache)
+            logits = at_once(model, ids, cache, attention_mask=torch.nn.functional.pad(shown, (N, 0), value=1))
+            after = at_once(model, torch.cat([turn(3, 1)] * 2), cache)
+        for row, own in enumerate(rows):
+            kept = ids[row : row + 1, shown[row].bool()]
+            single, expected = alone(model, LIVES[life](), [own, kept, turn(3, 1)])
+            assert cache.stored_positions(row).tolist() == single.stored_positions().tolist()
+            assert relative(logits[row, shown[row].bool()], expected[1]) < 1e-10
+            assert relative(after[row], expected[2]) < 1e-10
+
+
+def test_generate_reads_a_padded_turn() -> None:
+    """The second question of each row behind its own first answer, as a chat in a batch has it."""
+    model, first = build("llama"), prompts()
+    ids, mask = batch(first)
+    more, shown = batch([turn(row, (12, 5, 9)[row]) for row in range(3)])
+    cache = RetainedCache(model.config)
+    with breathing()(model):
+        answers = greedy(model, ids, T + 2, attention_mask=mask, past_key_values=cache)
+        history = torch.cat([ids, answers, more], dim=1)
+        seen = torch.cat([mask, torch.ones_like(answers), shown], dim=1)
+        second = greedy(model, history, T + 2, attention_mask=seen, past_key_values=cache)
+    for row, own in enumerate(first):
+        single = RetainedCache(model.config)
+        with breathing()(model):
+            answer = greedy(model, own, T + 2, past_key_values=single)
+            history = torch.cat([own, answer, turn(row, (12, 5, 9)[row])], dim=1)
+            assert answers[row].tolist() == answer[0].tolist()
+            assert second[row].tolist() == greedy(model, history, T + 2, past_key_values=single)[0].tolist()
 
 
 @pytest.mark.law("decided-as-the-reference")
@@ -72,10 +244,6 @@ def test_the_kept_sets_are_those_of_the_reference(budget: float | int, which: in
                 (state,) = states_of(cache).rows
                 same_state(state, expected)
             assert cache.stored_positions().tolist() == expected.stored.tolist()
-
-
-CHUNKS_AFTER_A_TURN = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 18)
-"""Before, `prefill_chunk_size` reads a conversation from its start again, behind what the cache holds of it."""
 
 
 @pytest.mark.parametrize(("family", "cut"), [("llama", (5, 1, 6)), ("gemma3", (1, 11))])
@@ -114,60 +282,6 @@ def test_a_block_of_one_token_is_a_step() -> None:
             at_once(model, turn(2), cache)
         kept.append(cache.stored_positions().tolist())
     assert kept[0] == kept[1]
-
-
-@pytest.mark.parametrize(
-    ("family", "method", "chunk"), [("gemma3", "crystalcache", 5), ("llama", "streamingllm", 1)],
-)
-def test_generate_takes_a_second_turn(family: str, method: str, chunk: int | None) -> None:
-    """The whole conversation is passed again, with the cache of the first turn."""
-    model, cache = build(family), DynamicCache()
-    options = {} if chunk is None else {"prefill_chunk_size": chunk}
-    with METHODS[method]()(model) as run:
-        first = greedy(model, prompt(N), NEW, past_key_values=cache)
-        asked = torch.cat([prompt(N), first, turn(1)], dim=1)
-        if chunk is not None and not CHUNKS_AFTER_A_TURN:
-            with pytest.raises(SpecError, match="attention_mask"):
-                greedy(model, asked, NEW, past_key_values=cache, **options)
-            return
-        second = greedy(model, asked, NEW, past_key_values=cache, **options)
-        kept = run.kept
-    # The last token of the first answer had not been read: it belongs to the turn.
-    by_hand = RetainedCache(model.config)
-    with METHODS[method]()(model) as run:
-        at_once(model, prompt(N), by_hand)
-        for token in torch.split(first[:, :-1], 1, dim=1):
-            at_once(model, token, by_hand)
-        token = at_once(model, torch.cat([first[:, -1:], turn(1)], dim=1), by_hand)[:, -1:].argmax(-1)
-        np.testing.assert_array_equal(kept, run.kept)
-        chosen = [int(token)]
-        while len(chosen) < NEW:
-            token = at_once(model, token, by_hand)[:, -1:].argmax(-1)
-            chosen.append(int(token))
-    assert second[0].tolist() == chosen
-
-
-@pytest.mark.parametrize("method", ["crystalcache", "streamingllm"])
-@pytest.mark.parametrize("family", [*SLIDING, "llama"])
-def test_turns_of_padded_rows_equal_their_single_runs(family: str, method: str) -> None:
-    """Rows whose prompts differ in length take turns of one length."""
-    model = build(family, dtype=torch.float32 if family == "gemma2" else torch.float64)
-    bound, rows = 1e-5 if family == "gemma2" else 1e-10, prompts()
-    ids, mask = batch(rows)
-    new = [torch.cat([turn(10 * number + row, n) for row in range(3)]) for number, n in enumerate((1, TURN, 1, 7))]
-    cache = RetainedCache(model.config)
-    with METHODS[method]()(model) as run:
-        at_once(model, ids, cache, attention_mask=mask)
-        found = [at_once(model, ids, cache) for ids in new]
-    for row, own in enumerate(rows):
-        single = RetainedCache(model.config)
-        with METHODS[method]()(model) as alone:
-            at_once(model, own, single)
-            expected = [at_once(model, ids[row : row + 1], single) for ids in new]
-        for together, other in zip(found, expected, strict=True):
-            assert relative(together[row], other[0]) < bound
-        assert alone.kept is not None
-        assert sets(run)[row] == cache.stored_positions(row).tolist() == alone.kept.tolist()
 
 
 def hiding(columns: slice) -> dict[str, Tensor]:

@@ -27,7 +27,6 @@ from models_integration.cli.options import names_of
 from models_integration.cli.study import Running, run
 from models_integration.studies.evidence.controls import CONTROL_BOUNDS, FULL
 from models_integration.studies.evidence.kept import steps
-from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import PARTS, Rules, load_rules, rules_of
 from models_integration.studies.evidence.run import Item, items, methods
 from models_integration.studies.evidence.summary import (
@@ -347,28 +346,6 @@ def test_files_that_cannot_be_written_are_refused_first(option: str, name: str, 
     found = CliRunner().invoke(app, ["compare", "--out", str(out), option, str(tmp_path / name)])
     assert words in str(found.exception)
     assert not (out / "study.jsonl").exists()
-
-
-@pytest.mark.law("promised-is-there-forgotten-is-not")
-def test_a_run_that_is_stopped_says_what_is_stored_and_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:
-    where, asked = "models_integration.studies.evidence.run.measure", list[int]()
-
-    def stopping(*arguments: Any) -> Any:
-        asked.append(1)
-        if len(asked) == 3:
-            raise KeyboardInterrupt
-        return measure(*arguments)
-
-    whole = ran(SMALL, tmp_path / "whole")
-    monkeypatch.setattr(where, stopping)
-    assert len(ran(SMALL, tmp_path / "stopped")) == 2
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"stopped: 2 samples of this run are in {tmp_path / 'stopped' / 'study.jsonl'}; the same command" in said
-    monkeypatch.setattr(where, measure)
-    again = ran(SMALL, tmp_path / "stopped")
-    assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in whole]
 
 
 def test_a_grid_is_a_run_of_its_variants(tmp_path: Path) -> None:
