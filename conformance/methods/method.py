@@ -47,7 +47,7 @@ ALTERNATIVES: Mapping[str, Sequence[Any]] = {
     "gamma": (0.0, 1.0, 200.0), "N_future": (128, 512), "N_recent": (128, 256),
 }
 """Values of constants in published codes, which are tried where an answer is another one."""
-EXTENTS = {"W": 1, "N_sink": 1, "N_recent": 1, "lag": 2, "c": 1, "block": 1}
+EXTENTS = {"W": 1, "N_sink": 1, "N_recent": 1, "lag": 3, "c": 1, "block": 1}
 """Constants that are a number of tokens, and how many times as many an input needs before they tell."""
 
 

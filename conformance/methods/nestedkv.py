@@ -9,7 +9,7 @@ from typing import Any
 from conformance.methods.brute import SINK, Brute, by_layer, shared, sinks
 from conformance.methods.keydiff import keydiff
 from conformance.methods.policies import best, competition_shares, top
-from conformance.oracles.boxes import leaves, surely
+from conformance.oracles.boxes import Answer, Undecided, leaves, surely
 from conformance.oracles.nestedkv import Row, scores
 from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import Inputs, Kept
@@ -25,15 +25,25 @@ def tokens(r: str, N: int) -> int:
     return kept
 
 
-def kept(rows: Sequence[Row], B: int, p: Any) -> list[list[int]]:
-    """A layer's kept sets: sinks at infinity, each head's quota of its own best, then the best pairs of the layer."""
+def kept(rows: Sequence[Row], B: int, p: Any) -> list[Answer]:
+    """A layer's kept sets: sinks at infinity, each head's quota of its own best, then the best pairs of the layer.
+
+    Rounding may exchange tokens of one head in the last choice; tokens of two heads would change their shares.
+    """
     pinned = [[math.inf if i < p.N_sink else x for i, x in enumerate(row)] for row in rows]
     own = [surely(best(range(len(row)), row, int(p.alpha_s * B // 1))) for row in pinned]
     chosen = {(h, i) for h, tokens in enumerate(own) for i in tokens}
     pairs = [(h, i) for h, row in enumerate(pinned) for i in range(len(row)) if (h, i) not in chosen]
     more = best(range(len(pairs)), [pinned[h][i] for h, i in pairs], len(rows) * min(B, len(rows[0])) - len(chosen))
-    chosen |= {pairs[at] for at in surely(more)}
-    return [sorted(i for g, i in chosen if g == h) for h in range(len(rows))]
+    chosen |= {pairs[at] for at in more}
+    open_ = {pairs[at] for at in more.open}
+    if len({h for h, _ in open_}) > 1:
+        raise Undecided("a head's share")
+    return [
+        Answer([i for g, i in chosen - open_ if g == h], sorted(i for g, i in open_ if g == h),
+               sum(g == h for g, _ in chosen & open_))
+        for h in range(len(rows))
+    ]
 
 
 def of_prompt(adaptive: bool) -> Callable[..., Kept]:

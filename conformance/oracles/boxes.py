@@ -3,7 +3,8 @@
 A `Box` is an interval. Inside `rounding(unit)` every operation on boxes widens its result by `unit`, relatively, so
 that the box holds the exact value, and what any arithmetic with that rounding makes of the same expression, with sums
 in any order. A comparison that a box does not decide raises `Undecided`. Two boxes of one tag are the same expression
-of the same inputs, and equal. The functions here take floats too, and are then those of `math`.
+of the same inputs, and equal. Sums of integers are exact. The functions here take floats too, and are then those of
+`math`.
 """
 
 import math
@@ -17,6 +18,8 @@ DOUBLE, SINGLE = 2.0**-51, 2.0**-22
 """Units of the arithmetic of a subject: four times its unit roundoff."""
 FUNCTION = 4.0
 """Units by which a library's exp, log, sin or cos may be wrong."""
+WHOLE = 2.0**24
+"""Integers below are exact in float32, and so are their sums."""
 TINY = {DOUBLE: 2.0**-1000, SINGLE: 2.0**-120}
 """What underflows."""
 
@@ -90,6 +93,8 @@ class Box:
         b = _box(other)
         if b.tag == self.tag and b:
             return Box(1.0, 1.0, 1.0)
+        if b.lo == b.hi == 1:
+            return self
         if b.lo <= 0 <= b.hi:
             raise Undecided("a divisor can be zero")
         ends = (self.lo / b.lo, self.lo / b.hi, self.hi / b.lo, self.hi / b.hi)
@@ -158,6 +163,11 @@ def _box(x: Any) -> Box:
     return Box(float(x), float(x), float(x))
 
 
+def _exact(x: Any, *values: Any) -> bool:
+    """Whether an arithmetic of any precision here computes sums of these boxes, of size x at most, without rounding."""
+    return x < WHOLE and all(v.lo == v.hi and v.lo.is_integer() for v in values)
+
+
 def _widened(lo: float, hi: float, tag: Any, times: float = 1.0) -> Box:
     unit = times * _State.unit
     return Box(lo - unit * abs(lo) - _State.tiny, hi + unit * abs(hi) + _State.tiny, hash(tag))
@@ -180,7 +190,8 @@ def fsum(terms: Iterable[Any]) -> Any:
     with suppress(TypeError):  # a box is no float
         return math.fsum(terms)
     boxes = [_box(x) for x in terms]
-    error = _State.unit * len(boxes) * math.fsum([max(-x.lo, x.hi) for x in boxes]) + _State.tiny
+    size = math.fsum([max(-x.lo, x.hi) for x in boxes])
+    error = 0.0 if _exact(size, *boxes) else _State.unit * len(boxes) * size + _State.tiny
     low, high = math.fsum([x.lo for x in boxes]), math.fsum([x.hi for x in boxes])
     return Box(low - error, high + error, hash(tuple(x.tag for x in boxes)))
 
@@ -190,11 +201,15 @@ def dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
     if not (a and (isinstance(a[0], Box) or isinstance(b[0], Box))):
         return math.fsum(x * y for x, y in zip(a, b, strict=True))
     pairs = [(_box(x), _box(y)) for x, y in zip(a, b, strict=True)]
+    telling = [(x, y) for x, y in pairs if x != 0] if all(_exact(0, x) for x, _ in pairs) else []
+    if len(telling) == 1 and telling[0][0] == 1:
+        return telling[0][1]
     if any(x.lo != x.hi or y.lo != y.hi for x, y in pairs):
         return fsum([x * y for x, y in pairs])
     products = [x.lo * y.lo for x, y in pairs]
-    error = _State.unit * (len(pairs) + 1) * math.fsum(map(abs, products)) + _State.tiny
-    total = math.fsum(products)
+    size, total = math.fsum(map(abs, products)), math.fsum(products)
+    exact = _exact(size, *(x for pair in pairs for x in pair))
+    error = 0.0 if exact else _State.unit * (len(pairs) + 1) * size + _State.tiny
     return Box(total - error, total + error, hash(("dot", *(x.tag for pair in pairs for x in pair))))
 
 
@@ -215,7 +230,10 @@ def sqrt(x: Any) -> Any:
     """The root; what rounding brings below zero is zero."""
     if not isinstance(x, Box):
         return math.sqrt(x)
-    return _widened(math.sqrt(max(0.0, x.lo)), math.sqrt(max(0.0, x.hi)), ("sqrt", x.tag))
+    if _exact(x.hi, x) and x.lo >= 0 and math.isqrt(int(x.lo)) ** 2 == x.lo:
+        return _box(math.sqrt(x.lo))
+    tag = x.lo if x.lo == x.hi else x.tag  # a root is that of its value: correctly rounded everywhere
+    return _widened(math.sqrt(max(0.0, x.lo)), math.sqrt(max(0.0, x.hi)), ("sqrt", tag))
 
 
 def around(values: Sequence[Any], units: float) -> list[Any]:

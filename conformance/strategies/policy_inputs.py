@@ -74,9 +74,17 @@ def same_keys(k: Array, seed: int) -> Array:
     return np.stack([k[0, rng.permutation(k.shape[1])] for _ in k])
 
 
+def axes(k: Array, seed: int) -> Array:
+    """Unit vectors along an axis: products with them are exact, so that equal keys tie in any arithmetic."""
+    found = np.zeros_like(k)
+    at = np.random.default_rng(seed).integers(0, k.shape[-1], k.shape[:-1])
+    np.put_along_axis(found, at[..., None], 1.0, axis=-1)
+    return found
+
+
 KINDS: Mapping[str, Callable[[Array, int], Array]] = {
     "normal": lambda k, seed: k, "few values": few_values, "nearly equal": lambda k, seed: 1 + 1e-3 * k,
-    "same keys": same_keys, "long": lambda k, seed: 30 * k,
+    "same keys": same_keys, "axes": axes, "long": lambda k, seed: 30 * k,
     "equal": lambda k, seed: np.broadcast_to(k[:, :1], k.shape).copy(), "short": lambda k, seed: k / 1024,
 }
 """Keys, values or queries of other kinds, from normal ones and a seed."""

@@ -111,7 +111,7 @@ def bounds(operation: str, test: Json) -> list[str]:
 def is_summary(group: Json, test: Json, name: str) -> bool:
     """Whether a result may be one: the kept sets of a policy are lists, unless they were published as a summary."""
     listed = isinstance(test.get("expected", {}).get(name, []), list)
-    return not (listed and name == "kept" and group["operation"].startswith("PO-"))
+    return not (listed and name == "kept" and group["operation"].startswith(("PO-", "NK-", "TA-")))
 
 
 def bits_of(test: Json, name: str) -> int:

@@ -185,11 +185,13 @@ def test_boxes_hold_what_rounding_makes_of_an_expression() -> None:
 
 def test_tokens_that_tie_may_be_exchanged_in_a_last_choice_alone() -> None:
     inputs = drawn(0, 3, 1, (1, 1))
-    inputs = replace(inputs, layers=[replace(x, k=np.ones_like(x.k)) for x in inputs.layers])
+    one, tenth = (replace(inputs, layers=[replace(x, k=size * np.ones_like(x.k)) for x in inputs.layers])
+                  for size in (1, 0.1))
     with rounding(DOUBLE):
-        (kept,) = METHODS["knorm"].kept(inputs, 1)
+        (exact,), (kept,) = (METHODS["knorm"].kept(each, 1) for each in (one, tenth))
     assert fits([2], kept)
     assert not fits([0, 1], kept)
+    assert [fits([token], exact) for token in range(3)] == [True, False, False]
     with pytest.raises(Undecided):
         surely(kept)
 
@@ -236,6 +238,14 @@ PLANTED = [
     ("pyramidkv", "Pyramid(W, check", "Pyramid(0, check"),
     ("caote", "np.divide(alpha * distance, rest", "np.divide(alpha * distance, np.ones_like(rest)"),
     ("caote", "np.divide(alpha * distance", "np.divide(distance"),
+    ("knorm", "return -norm", "return -norm + 1e-13 * np.arange(norm.shape[1])"),
+    ("keydiff", "return -cosine", "return -cosine + 1e-13 * np.arange(cosine.shape[1])"),
+    ("expected-attention", "max(seen - view.q.shape[1], self.N_sink)", "seen - view.q.shape[1]"),
+    ("rkv", "np.where(similar, columns, 0).max",
+     "np.where(similar, columns, np.where(similar.any(1), 0, columns)[:, None]).max"),
+    ("adakv", "budgets=Adaptive(safeguard)",
+     "budgets=lambda B, s: Adaptive(safeguard)(B, replace(s, values=s.values[::-1]))[::-1]"),
+    ("lagkv", "-rank.reshape(", "(1e-9 * np.arange(len(rank))[:, None] - rank).reshape("),
 ]
 
 

@@ -1,10 +1,11 @@
-/* An engine of kvspec in C99: the families `diversity` and `nestedkv`, whole, in float64.
+/* An engine of kvspec in C99: the families `diversity` and `nestedkv`, and three published methods, in float64.
  *
  *     cc -O2 -std=c99 engine.c -o engine -lm
  *     kvspec verify --command ./engine
+ *     kvspec verify --command ./engine --as snapkv,keydiff,knorm
  *
  * It reads requests and writes answers as spec/protocol.md has them. Names like DV-GREEDY are items of
- * spec/diversity.md and spec/nestedkv.md: what each function must do stands there.
+ * spec/diversity.md, spec/nestedkv.md and spec/policies.md, which say what each function must do.
  */
 #include <math.h>
 #include <setjmp.h>
@@ -536,12 +537,139 @@ static void anomaly_score(const Node *arguments) {
     printf("]]}\n");
 }
 
+/* ---- methods ---- */
+
+typedef struct {
+    double score;
+    size_t token;
+} Scored;
+
+/* The higher score first, then the lower position. */
+static int better(const void *a, const void *b) {
+    const Scored *x = a, *y = b;
+    if (x->score != y->score)
+        return x->score < y->score ? 1 : -1;
+    return x->token < y->token ? -1 : 1;
+}
+
+/* PO-TOP-UNITS: marks the `number` tokens with the highest scores, or all n. */
+static void mark_best(const double *score, size_t n, size_t number, char *kept) {
+    Scored *order = take(n, sizeof *order);
+    for (size_t i = 0; i < n; i++)
+        order[i].score = score[i], order[i].token = i;
+    qsort(order, n, sizeof *order, better);
+    for (size_t i = 0; i < n && i < number; i++)
+        kept[order[i].token] = 1;
+}
+
+/* A Selection from marks of g kept sets. */
+static void print_selection(const char *kept, size_t g, size_t n) {
+    const char *comma = "";
+    size_t total = 0;
+    printf("{\"id\": %s, \"result\": {\"positions\": [", id);
+    for (size_t i = 0; i < g * n; i++)
+        if (kept[i]) {
+            printf("%s%zu", comma, i % n);
+            comma = ", ";
+        }
+    printf("], \"offsets\": [0");
+    for (size_t i = 0; i < g * n; i++) {
+        total += (size_t)kept[i];
+        if (i % n == n - 1)
+            printf(", %zu", total);
+    }
+    printf("]}}\n");
+}
+
+static double dot(const double *x, const double *y, size_t d) {
+    double sum = 0;
+    for (size_t c = 0; c < d; c++)
+        sum += x[c] * y[c];
+    return sum;
+}
+
+/* PO-KNORM and PO-KEYDIFF: k is (L, H_kv, n, d), and each head has a kept set. */
+static void by_keys(const Node *arguments, int of_direction) {
+    Array k = array_of(member(arguments, "k"));
+    size_t g = k.shape[0] * k.shape[1], n = k.shape[2], d = k.shape[3], B = (size_t)whole(member(arguments, "B"));
+    double *score = take(n, sizeof *score), *mean = take(d, sizeof *mean);
+    char *kept = take(g * n, 1);
+    Array heads = {'f', 3, {g, n, d}, k.size, k.x};
+    if (of_direction)
+        unit_keys(&heads);
+    for (size_t head = 0; head < g; head++) {
+        const double *keys = k.x + head * n * d;
+        mean_of(keys, 0, n, d, mean);
+        for (size_t i = 0; i < n; i++) {
+            const double *key = keys + i * d;
+            double length = sqrt(of_direction ? dot(mean, mean, d) : dot(key, key, d));
+            score[i] = !of_direction ? -length : length > 0 ? -dot(key, mean, d) / length : 0;
+        }
+        mark_best(score, n, B, kept + head * n);
+    }
+    print_selection(kept, g, n);
+}
+
+typedef struct {
+    double scaling, softcap; /* NAN: none */
+    size_t d, past, window, kernel;
+} Attention;
+
+/* Adds the attention of query `row` of the window to the sums of the keys before it. */
+static void attend(const Attention *a, const double *query, const double *keys, size_t row, double *sums) {
+    size_t seen = a->past + row + 1;
+    double *weight = take(seen, sizeof *weight), most = -INFINITY, total = 0;
+    for (size_t j = 0; j < seen; j++) {
+        weight[j] = a->scaling * dot(query, keys + j * a->d, a->d);
+        if (!isnan(a->softcap))
+            weight[j] = a->softcap * tanh(weight[j] / a->softcap);
+        most = fmax(most, weight[j]);
+    }
+    for (size_t j = 0; j < seen; j++)
+        total += weight[j] = exp(weight[j] - most);
+    for (size_t j = 0; j < a->past; j++)
+        sums[j] += weight[j] / total;
+}
+
+/* PO-SNAPKV of one query head: adds the pooled sums to the score of its KV head. queries: those of the window. */
+static void observe(const Attention *a, const double *queries, const double *keys, double *score) {
+    double *sums = take(a->past, sizeof *sums);
+    for (size_t row = 0; row < a->window; row++)
+        attend(a, queries + row * a->d, keys, row, sums);
+    for (size_t j = 0; j < a->past; j++) {
+        double most = 0;
+        for (size_t i = j > a->kernel / 2 ? j - a->kernel / 2 : 0; i < a->past && i <= j + a->kernel / 2; i++)
+            most = fmax(most, sums[i]);
+        score[j] += most; /* a sum over the group keeps what its mean keeps */
+    }
+}
+
+static void snapkv(const Node *arguments) {
+    Array k = array_of(member(arguments, "k")), q = array_of(member(arguments, "q"));
+    size_t g = k.shape[0] * k.shape[1], n = k.shape[2], d = k.shape[3], m = q.shape[2];
+    size_t group = q.shape[1] / k.shape[1], B = (size_t)whole(member(arguments, "B"));
+    size_t W = (size_t)whole(member(arguments, "W")), window = W < n ? W : n;
+    const Node *softcap = member(arguments, "softcap");
+    Attention a = {real(member(arguments, "scaling")), softcap->type == 'n' ? NAN : real(softcap), d, n - window,
+                   window, (size_t)whole(member(arguments, "kernel"))};
+    char *kept = take(g * n, 1);
+    for (size_t head = 0; head < g; head++) {
+        double *score = take(n, sizeof *score);
+        for (size_t h = head * group; h < (head + 1) * group; h++)
+            observe(&a, q.x + (h * m + m - window) * d, k.x + head * n * d, score);
+        mark_best(score, a.past, B > window ? B - window : 0, kept + head * n);
+        memset(kept + head * n + a.past, 1, window);
+    }
+    print_selection(kept, g, n);
+}
+
 /* ---- requests ---- */
 
 static void hello(void) {
     printf("{\"id\": %s, \"result\": {\"protocol\": 1, \"spec\": \"" SPEC "\", ", id);
-    printf("\"name\": \"c99\", \"version\": \"1.0\", \"precision\": \"float64\", ");
-    printf("\"families\": {\"diversity\": [\"diverse\"], \"nestedkv\": [\"anomaly_score\"]}}}\n");
+    printf("\"name\": \"c99\", \"version\": \"1.1\", \"precision\": \"float64\", ");
+    printf("\"families\": {\"diversity\": [\"diverse\"], \"nestedkv\": [\"anomaly_score\"], ");
+    printf("\"methods\": [\"snapkv\", \"keydiff\", \"knorm\"]}}}\n");
 }
 
 static void answer(char *line) {
@@ -557,6 +685,10 @@ static void answer(char *line) {
         diverse(member(request, "arguments"));
     else if (strcmp(op, "nestedkv.anomaly_score") == 0)
         anomaly_score(member(request, "arguments"));
+    else if (strcmp(op, "methods.snapkv") == 0)
+        snapkv(member(request, "arguments"));
+    else if (strcmp(op, "methods.keydiff") == 0 || strcmp(op, "methods.knorm") == 0)
+        by_keys(member(request, "arguments"), strcmp(op, "methods.keydiff") == 0);
     else
         fail("no such operation");
 }
