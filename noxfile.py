@@ -42,6 +42,7 @@ EXTRAS = {
     "llamacpp": (("weights",), "engines/test_llama_cpp.py"),
 }
 WORKERS = ["-n", "2", "--dist", "worksteal"]
+# Shapes and types of each call, which doubles the time: on another Python in CI, and in all tests at night.
 CHECKED = "--jaxtyping-packages=reference,beartype.beartype"
 # Each worker has a core; more threads of BLAS and PyTorch than that wait for each other, for several times the work.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -70,6 +71,7 @@ NIGHTLY = {
                      f"{ARCHIVE}/test_faults.py", f"{ARCHIVE}/test_splice.py"],
     "family-pairs": [*MARKED, *WORKERS, "conformance/own/models_integration/session"],
     "tests-of-tests": [*MARKED, *WORKERS, "conformance/own/conformance"],
+    "shapes": ["pytest", *WORKERS, CHECKED],
     "mutants": ["conformance.assurance.mutants", "run", "--again"],
     "families": ["conformance.measure.families"],
     "coq-engine": ["conformance.assurance.proofs.coq", "judge"],
@@ -91,8 +93,7 @@ LAB = {
     "bench": ("how fast the stages are, as ratios inside one run; some minutes on a quiet machine",
               ["pytest", "-p", "no:xdist", "-s", "-o", "python_files=bench_*.py", "conformance/measure/benchmarks"]),
 }
-PARTS: dict[str, Callable[[nox.Session, list[str]], None]] = {}
-"""Of `lab`, what takes more than a command."""
+PARTS: dict[str, Callable[[nox.Session, list[str]], None]] = {}  # of `lab`, what takes more than a command
 
 
 def rare(part: Callable[[nox.Session, list[str]], None]) -> Callable[[nox.Session, list[str]], None]:
@@ -169,16 +170,15 @@ def conformance(session: nox.Session) -> None:
         environment = on_device_or_interpreted(session) if kernels else {}
         run(session, "pytest", *WORKERS, *session.posargs, **environment, **ONE_THREAD)
         return
-    checked = [CHECKED, "-p", "conformance.assurance.sometimes.plugin"]
-    run(session, "pytest", *WORKERS, *checked, **ONE_THREAD)
+    run(session, "pytest", *WORKERS, "-p", "conformance.assurance.sometimes.plugin", **ONE_THREAD)
     numba = ["pytest", *WORKERS, "--backend", "numba", *OF_NUMBA]
     run(session, *numba, **ONE_THREAD)
-    run(session, *numba, NUMBA_DISABLE_JIT="1", **ONE_THREAD)
+    few = ["--kvspec-profile", "few"]
+    run(session, *numba, *few, NUMBA_DISABLE_JIT="1", **ONE_THREAD)
     run(session, "pytest", *WORKERS, "--backend", "torch", *JUDGING, **ONE_THREAD)
     environment = {**on_device_or_interpreted(session), **ONE_THREAD}
-    few = ["pytest", *WORKERS, "--kvspec-profile", "few"]
-    run(session, *few, "--backend", "triton", *OF_TRITON, *ON_HOST, **environment)
-    run(session, *few, "--backend", ON_DEVICE, *LATER_STAGES, **environment)
+    run(session, "pytest", *WORKERS, *few, "--backend", "triton", *OF_TRITON, *ON_HOST, **environment)
+    run(session, "pytest", *WORKERS, *few, "--backend", ON_DEVICE, *LATER_STAGES, **environment)
 
 
 @nox.session(venv_backend="none")

@@ -1,4 +1,5 @@
-"""Arguments of compiled functions: contiguous, so that each function is compiled once and not once for each layout."""
+"""Arguments of compiled functions: contiguous and read-only, so that each function is compiled once and not once for
+each layout, nor for each choice of arrays that may be written."""
 
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
@@ -13,7 +14,7 @@ Stages = TypeVar("Stages")
 
 
 def contiguous_arguments(stages: type[Stages]) -> type[Stages]:
-    """The class, whose methods are given aligned arrays, contiguous up to two axes; keys and queries are not copied."""
+    """The class, whose methods are given aligned read-only arrays, contiguous up to two axes; keys are not copied."""
     for name, method in list(vars(stages).items()):
         if isinstance(method, staticmethod):
             setattr(stages, name, staticmethod(_wrapped(method.__func__)))
@@ -32,7 +33,11 @@ def _wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return np.require(value, requirements=["C", "A"] if value.ndim <= 2 else ["A"])
+        plain = np.require(value, requirements=["C", "A"] if value.ndim <= 2 else ["A"])
+        if plain.flags.writeable:
+            plain = plain.view()
+            plain.flags.writeable = False
+        return plain
     if isinstance(value, tuple) and any(isinstance(member, np.ndarray) for member in value):
         return type(value)(*map(_plain, value))
     if is_dataclass(value) and not isinstance(value, type):

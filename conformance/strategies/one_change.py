@@ -83,7 +83,7 @@ ACTIVE = np.arange(6) == 1
 ENDS = np.arange(24) % 4 == 3
 LATER = replace(coattention(), start=24, intra=np.where(coattention().intra >= 0, 24 + coattention().intra, -1))
 SCORES = np.linspace(0.2, 0.8, 6)
-N_KEYS = (drawn(2, 72, 4, seed=2) + 1).astype(np.float32)
+N_KEYS = (drawn(2, 40, 4, seed=2) + 1).astype(np.float32)
 V = drawn(150, 8, seed=3) / 4
 BEST = drawn(3, 40, seed=4)
 ATTENTION = {"q": Q, "k": K, "scaling": 0.5, "softcap": None}
@@ -168,7 +168,7 @@ CALLS: Mapping[str, Calls] = {
     ),
     "nestedkv.anomaly_score": Calls("NK-SCORE", {
         "k": N_KEYS, "parameters": replace(NESTEDKV, blocks=4, b_min=2, b_max=8, W=6, tau=0.1),
-    }, {}).with_arrays(k=within(N_KEYS, 1, 40, value=-3.0)).with_parameters(
+    }, {}).with_arrays(k=within(N_KEYS, 1, 22, value=-3.0)).with_parameters(
         b_max=(64, 12), blocks=(100,), W=(12,), p=(Fraction(1, 2),), beta=(1.0,), tau=(0.4,),
         kappa=(4.0,), w0=((0.2, 0.2, 0.6),),
     ),

@@ -64,6 +64,7 @@ def test_what_changes_is_read(judged: Backend, op: str, change: str) -> None:
     check_that_it_is_read(stage_of(judged, op), CALLS[op], change)
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("op", "calls", "change"), FAR_CHANGES)
 def test_large_arrays_are_read_whole(judged: Backend, op: str, calls: Calls, change: str) -> None:
     """The same of arrays that agree in their first 60 KB, in their last, and in all but one number or row."""

@@ -13,6 +13,7 @@ from conformance import tolerances
 from conformance.checks import decode_checks
 from conformance.oracles import decode, s5
 from conformance.oracles import decode as oracle
+from conformance.plugin import sparingly
 from conformance.strategies.decoding import decode_parameters, ends, flags, random_state, sixteenths, states
 from conformance.vectors.codec import fields_of, plain, state_of
 from conformance.vectors.models import WAITING, model_of, results_of, state
@@ -143,6 +144,7 @@ def test_a_second_eviction_changes_nothing(decoder: Backend, situation: Situatio
 
 
 @pytest.mark.spec("CC-BREATH")
+@sparingly
 @given(situation=situations())
 def test_a_breath_is_its_substeps_in_order(decoder: Backend, situation: Situation) -> None:
     """Activation, resonance, Hebbian update, new trunks, eviction; afterwards every live token has a trunk."""
@@ -254,6 +256,7 @@ def nearly_tied(before: oracle.Model, token: int, norm: float, p: CrystalCachePa
 
 
 @pytest.mark.spec("CC-RENEWAL", "CC-TIERS")
+@sparingly
 @given(tokens=TOKENS, budget=st.integers(3, 16), coverage=st.sampled_from([0.0, 0.25]), allocation=st.booleans())
 def test_breaths_of_the_essay_equal_the_model(
     decoder: Backend, tokens: list[tuple[int, float]], budget: int, coverage: float, allocation: bool,

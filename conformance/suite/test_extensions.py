@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from conformance.checks import stage_checks
 from conformance.oracles import s1
+from conformance.plugin import sparingly
 from conformance.strategies.numbers import forms, token_ids
 from conformance.strategies.prompts import AttentionInputs, Prompt, attention_inputs, hot_sets, prompts
 from conformance.strategies.trunks import EvictionProblem, Text, evictions, record, texts
@@ -121,6 +122,7 @@ def test_tiers_keep_the_size_bounds(stages: CrystalStages, problem: EvictionProb
 
 
 @pytest.mark.spec("CC-TIERS")
+@sparingly
 @given(problem=evictions())
 def test_tiers_and_the_cut_agree_where_nothing_or_everything_goes(
     stages: CrystalStages, problem: EvictionProblem,
@@ -136,6 +138,7 @@ def test_tiers_and_the_cut_agree_where_nothing_or_everything_goes(
     "CC-TIERS", "CC-UNIT-IMPACT", "CC-UNIT-TRUNK-IMPACT", "CC-MEAN-SALIENCE", "CC-RARITY-FORMS", "CC-ADAPTIVE-MERGE",
     "CC-COVERAGE",
 )
+@sparingly
 @given(prompt=prompts(), p=forms())
 def test_a_prefill_in_any_form_equals_its_chain(backend: Backend, prompt: Prompt, p: Any, precision: str) -> None:
     """End to end, every stage judged from the one before it."""
