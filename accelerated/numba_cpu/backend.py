@@ -114,7 +114,7 @@ class _BreathStages:
     def hebbian(self, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /) -> TrunkWeights:
         p = parameters
         if p.hebb == "static":
-            return TrunkWeights(*(array.copy() for array in W))
+            return TrunkWeights(W.indptr.copy(), W.indices.copy(), W.weights.copy())
         return TrunkWeights(*hebbian(*W, active, float(p.eta_Hebb), float(p.gamma_decay), float(p.tau_edge)))
 
     def segment_graph(
