@@ -33,7 +33,7 @@ def full_layers(model: PreTrainedModel) -> list[int]:
     """Indices of the layers that attend to all that was read, as the configuration has it."""
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+    return [index for index, kind in enumerate(kinds) if kind in ("full_attention", "hybrid")]
 
 
 class UnknownRotation(ValueError):
@@ -49,10 +49,11 @@ class Masked:
         self.cache, self.seen = DynamicCache(config=config), 0
         full = full_layers(model)
         self.modules: dict[int, nn.Module] = {}
-        for module in self.model.modules():
-            if type(module).__name__.endswith(("Attention", "MLA")) and getattr(module, "layer_idx", None) in full:
+        for name, module in self.model.named_modules():
+            index = _layer_of(name, module)
+            if type(module).__name__.endswith(("Attention", "MLA")) and index in full:
                 # A layer's attention to an encoder comes after its attention to itself.
-                self.modules.setdefault(cast(int, module.layer_idx), module)
+                self.modules.setdefault(index, module)
         self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full}
         self.model.set_attn_implementation(_registered(config._attn_implementation))
 
@@ -100,6 +101,15 @@ class Masked:
                 visible[head, : self.padding] = True  # the attention mask hides the padding
                 visible[head, [self.padding + position for position in positions]] = True
             self.visible[layer] = visible
+
+
+def _layer_of(name: str, module: Any) -> int:
+    """The layer of a module: what it says, or where it is; -1 if neither tells."""
+    said = getattr(module, "layer_idx", None)
+    if isinstance(said, int) and said >= 0:
+        return said
+    where = [int(part) for part in name.split(".") if part.isdigit()]
+    return where[0] if where and hasattr(module, "layer_idx") else -1
 
 
 def _given(model: PreTrainedModel, cache: DynamicCache) -> dict[str, Any]:

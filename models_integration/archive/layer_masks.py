@@ -57,8 +57,8 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
             undo.enter_context(observing(architecture, cache))
         else:
             undo.enter_context(cache.in_context())
-            for module in attention_modules(text).values():
-                undo.callback(module.register_forward_pre_hook(_masked(cache), with_kwargs=True).remove)
+            for index, module in attention_modules(text).items():
+                undo.callback(module.register_forward_pre_hook(_masked(cache, index), with_kwargs=True).remove)
         yield
 
 
@@ -85,11 +85,11 @@ def _agreeing(
     return agreeing
 
 
-def _masked(cache: RetainedCache) -> Callable[..., tuple[tuple[object, ...], dict[str, object]]]:
+def _masked(cache: RetainedCache, index: int) -> Callable[..., tuple[tuple[object, ...], dict[str, object]]]:
     """Before one layer attends: the mask of what it stores."""
 
-    def own_mask(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        layer = cache.layers[cast(int, module.layer_idx)]
+    def own_mask(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        layer = cache.layers[index]
         if not isinstance(layer, RetainedLayer):
             return args, options
         states = options["hidden_states"] if "hidden_states" in options else args[0]

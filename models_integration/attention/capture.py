@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -43,6 +43,8 @@ R = TypeVar("R")
 class Attended:
     """What one layer attended with: query (rows, H, n, d), key and value (rows, H_kv, live, d), or a ragged layer's."""
 
+    layer: int
+    """Index of the layer."""
     query: Tensor
     key: Tensor
     value: Tensor
@@ -136,7 +138,7 @@ class Recorder:
         q = layer.query.detach()
         if q.dtype not in _DTYPES:
             raise SpecError("dtype", q.dtype, f"must be one of {', '.join(map(str, _DTYPES))}")
-        index, scaling = cast(int, module.layer_idx), layer.options.get("scaling")
+        index, scaling = layer.layer, layer.options.get("scaling")
         if index in self.seen and self.seen[index].query() is layer.query:
             return
         if index in self.seen:
@@ -227,8 +229,8 @@ class Recorder:
         return LayerView(q, k, v, seen.scaling, seen.softcap, lse)
 
 
-# Who watches which attention module, for the time of one forward.
-_WATCHERS: WeakKeyDictionary[nn.Module, Watcher] = WeakKeyDictionary()
+# Who watches which attention module, and of which layer, for the time of one forward.
+_WATCHERS: WeakKeyDictionary[nn.Module, tuple[int, Watcher]] = WeakKeyDictionary()
 # The layer of a cache that a full-attention module reads, for the time of one forward.
 _READS: WeakKeyDictionary[nn.Module, RetainedLayer] = WeakKeyDictionary()
 
@@ -241,13 +243,11 @@ def observing(
     config = architecture.config
     stock = config._attn_implementation
     ours = _register(stock)
-    modules = [architecture.attention[layer] for layer in layers]
     # The public setter would also write to sub-configs.
     config._attn_implementation_internal = ours
     try:
-        for module in modules:
-            assert watcher is not None
-            _WATCHERS[module] = watcher
+        for index in layers if watcher is not None else ():
+            _WATCHERS[architecture.attention[index]] = index, watcher
         # Layers that agree share the forward's one mask: none of them need be asked.
         for index in architecture.full_layers if cache.layers_differ else ():
             layer = cache.layers[index]
@@ -297,14 +297,15 @@ def _observed(stock: str) -> AttentionFunction:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        own, watcher, layer = _own_attention(stock, module), _WATCHERS.get(module), _READS.get(module)
+        own, layer = _own_attention(stock, module), _READS.get(module)
+        index, watcher = _WATCHERS.get(module, (0, None))
         if isinstance(layer, RaggedLayer):
             # What stands for the heads' tokens is what the layer returned: it cannot be rearranged, or another's.
             if key is not layer.keys or value is not layer.values:
                 raise SpecError("model", type(module).__name__, OTHER_TENSORS)
             merged = ragged_attention(own, module, query, layer, attention_mask, options)
             if watcher is not None:
-                watcher.attended(module, Attended(query, key, value, None, attention_mask, options))
+                watcher.attended(module, Attended(index, query, key, value, None, attention_mask, options))
             return merged, None
         if isinstance(attention_mask, LayerMasks):
             assert layer is not None
@@ -312,13 +313,13 @@ def _observed(stock: str) -> AttentionFunction:
         if watcher is None:
             return own(module, query, key, value, attention_mask, **options)
         both = None
-        if stock == "sdpa" and attention_mask is None and watcher.wants_lse(cast(int, module.layer_idx)):
+        if stock == "sdpa" and attention_mask is None and watcher.wants_lse(index):
             both = flash_attention(module, query, key, value, options)
         if both is None:
             output, lse = own(module, query, key, value, attention_mask, **options), None
         else:
             output, lse = (both[0], None), both[1]
-        watcher.attended(module, Attended(query, key, value, lse, attention_mask, options))
+        watcher.attended(module, Attended(index, query, key, value, lse, attention_mask, options))
         return output
 
     return attention

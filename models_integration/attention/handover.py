@@ -200,13 +200,12 @@ class _Watcher:
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """A layer has attended."""
-        index = cast(int, module.layer_idx)
-        layer = self._cache.layers[index]
+        layer = self._cache.layers[seen.layer]
         assert isinstance(layer, RetainedLayer)
         self.keys &= seen.key is layer.keys
         self.values &= seen.value is layer.values
         self.masks.append(seen.mask)
-        self.queries &= self.asked.setdefault(index, seen.query) is seen.query
+        self.queries &= self.asked.setdefault(seen.layer, seen.query) is seen.query
 
 
 # What was found out, by decoder and attention implementation. What failed is tried again: its cause may be gone.

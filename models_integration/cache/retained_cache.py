@@ -1,6 +1,5 @@
 """A cache that forgets: tensors and positions of the kept tokens, and the number of tokens seen."""
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
@@ -16,22 +15,16 @@ from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, drop
 from models_integration.cache.history import ReadIds, call_into
 from models_integration.cache.positions import LayersDiffer, chosen_rows
 from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.cache.sliding_layer import (
-    check_window_crop,
-    copy_layers,
-    crop_window,
-    fresh_layer,
-    is_recurrent,
-    state_tensors,
-)
+from models_integration.cache.recurrent_states import StatefulCache, fresh_layer, is_recurrent, state_tensors
+from models_integration.cache.sliding_layer import check_window_crop, crop_window
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
 __all__ = ["RetainedCache", "check_adoptable", "failing_whole", "side_by_side", "storage_bytes"]
 
 
-class RetainedCache(DynamicCache):
-    """DynamicCache whose full-attention layers can be compacted. Sliding-window and recurrent layers are not changed.
+class RetainedCache(StatefulCache):
+    """DynamicCache whose full-attention layers can be compacted. Sliding windows and recurrent states are not changed.
 
         model(input_ids=next_token, cache=run.cache)    # past_key_values before transformers 5.24
 
@@ -50,8 +43,11 @@ class RetainedCache(DynamicCache):
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__(config=config)
-        self.layers = [DenseLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        super().__init__(config)
+        self.layers = [
+            DenseLayer() if type(layer) is DynamicLayer or index in self.beside else layer
+            for index, layer in enumerate(self.layers)
+        ]
         self.failure: str | None = None
         self.layers_differ = False
         self.continuation: Continuation = Nothing()
@@ -120,12 +116,12 @@ class RetainedCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Size of keys, values and recurrent states in bytes."""
-        return storage_bytes(self.layers)
+        return storage_bytes([*self.layers, *self.beside.values()])
 
     @property
     def state_bytes(self) -> int:
         """Size of the recurrent states in bytes: the part of `nbytes` that eviction cannot free."""
-        return storage_bytes(filter(is_recurrent, self.layers))
+        return storage_bytes(self.recurrent)
 
     def note_ids(self, ids: Tensor) -> None:
         """Record the ids (rows, n) of the last columns that were read."""
@@ -280,7 +276,7 @@ class RetainedCache(DynamicCache):
             SpecError: if a layer cannot be cropped, such as a sliding layer past its window or a recurrent layer.
                 Nothing has changed.
         """
-        if tokens_to_remove and any(map(is_recurrent, self.layers)):
+        if tokens_to_remove and self.recurrent:
             reason = "recurrent layers cannot remove a token from their states: read the text into a new cache"
             raise SpecError("tokens_to_remove", tokens_to_remove, reason)
         sliding = [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
@@ -307,6 +303,7 @@ class RetainedCache(DynamicCache):
             layer.reset()
             if isinstance(layer, RaggedLayer):
                 self.layers[index] = DenseLayer()
+        self.beside = {index: fresh_layer(layer) for index, layer in self.beside.items()}
         self.layers_differ, self.continuation, self._read = False, Nothing(), ReadIds()
 
     def fail(self, reason: str) -> None:
@@ -377,11 +374,10 @@ def side_by_side(cache: RetainedCache, rows: int) -> RetainedCache:
         raise SpecError("cache", f"{batch} rows", "must have one, which stores the same in all layers and heads")
     if rows < 1:
         raise SpecError("rows", rows, "must be at least 1")
-    wide = copy.copy(cache)
-    wide.layers = layers = copy_layers(cache.layers)
-    for layer in layers:
-        if is_recurrent(layer):
-            layer.reorder_cache(torch.zeros(rows, dtype=torch.int64, device="cpu"))
-        elif layer.keys is not None:
+    wide = cache.branch()
+    for state in wide.recurrent:
+        state.reorder_cache(torch.zeros(rows, dtype=torch.int64, device="cpu"))
+    for layer in wide.layers:
+        if not is_recurrent(layer) and layer.keys is not None:
             layer.keys, layer.values = (tensor.expand(rows, -1, -1, -1) for tensor in (layer.keys, layer.values))
     return wide

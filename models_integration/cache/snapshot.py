@@ -18,9 +18,10 @@ from models_integration.cache.crystal_states import CrystalStates, Pending, Spli
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import StoredRows
 from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.cache.recurrent_states import fill_states, state_tensors
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import ScorerRecords
-from models_integration.cache.sliding_layer import GappedSlidingLayer, fill_states, state_tensors
+from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.cache.snapshot_contents import check_contents, check_states_fit
 from models_integration.cache.tensor_file import Damaged, read, write
 from models_integration.model.architecture import Architecture, describe
@@ -69,6 +70,7 @@ def save_cache(
     layers = []
     for index, layer in enumerate(cache.layers):
         counts, own = _packed_layer(layer)
+        own |= state_tensors(cache.beside.get(index))
         tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
         layers.append(counts)
     known = cache.continuation if isinstance(cache.continuation, CrystalStates) else CrystalStates()
@@ -121,6 +123,8 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
     made: list[Any] = cache.layers
     for index, (layer, numbers) in enumerate(zip(made, manifest["layers"], strict=True)):
         made[index] = _unpacked_layer(layer, numbers, _named(f"{index}.", tensors), model.device)
+    for index, state in cache.beside.items():
+        fill_states(state, {name: one.to(model.device) for name, one in _named(f"{index}.", tensors).items()})
     spliced = tuple(
         Spliced(after, tensors[f"chunk {at}.ids"].numpy(), tensors[f"chunk {at}.kept"].numpy())
         for at, after in enumerate(manifest["chunks"])

@@ -13,8 +13,8 @@ from models_integration.cache.crystal_states import Pending
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import EMPTY, NO_HOLE, StoredRows
 from models_integration.cache.ragged_layer import HEADS
+from models_integration.cache.recurrent_states import state_tensors
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.sliding_layer import state_tensors
 from models_integration.cache.tensor_file import Damaged
 from models_integration.model.architecture import Architecture
 from models_integration.model.isolated_forward import isolated_forward, read_tokens
@@ -51,7 +51,7 @@ def check_contents(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], a
     layers: Sequence[Any] = RetainedCache(architecture.config).layers
     sample = _sample(architecture)
     states = {
-        f"{index}.{name}": tensor for index, layer in enumerate(sample.layers)
+        f"{index}.{name}": tensor for index, layer in (*enumerate(sample.layers), *sample.beside.items())
         for name, tensor in state_tensors(layer).items()
     }
     _check_manifest(manifest, layers)

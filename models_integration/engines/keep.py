@@ -121,7 +121,7 @@ def _asked(decoder: nn.Module, config: Any, ids: Tensor) -> tuple[nn.Module, Att
     def ask(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, **options: Any) -> NoReturn:
         # The sum of a session's own kernel, where a session takes it: the same bits.
         both = flash_attention(module, q, k, v, options) if sdpa else None
-        raise _Asked(module, Attended(q, k, v, None if both is None else both[1], None, options))
+        raise _Asked(module, Attended(0, q, k, v, None if both is None else both[1], None, options))
 
     AttentionInterface.register(_NAME, ask)
     AttentionMaskInterface.register(_NAME, lambda **_: None)

@@ -1,5 +1,6 @@
 """Which models can be compacted: what a policy needs to know of one, who is refused by name, and who is in use."""
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from models_integration.model.cache_argument import NAMES
 from reference.crystalcache.observed_layer import observed_layer
 from spec.errors import SpecError
 from spec.policy import Needs
@@ -25,9 +27,13 @@ __all__ = [
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 # Layers with a state of a fixed size, and layers that store nothing.
 RECURRENT, STORELESS = ("linear_attention", "conv"), ("moe", "mlp")
+# Layers that store keys and values, and have a state beside them.
+HYBRID = "hybrid"
 IMPLEMENTATIONS = ("sdpa", "eager")
 # Modules that a decoder adds to its embeddings: learned positions, or sines.
 POSITION_TABLES = ("wpe", "embed_positions")
+_FIXED_SIZE = "nothing to evict: it has no full-attention layer, and windows and recurrent states have a fixed size"
+_UNOBSERVED = "its attention cannot be observed: its module has no eager_attention_forward"
 
 # Decoders inside a context: a second context on one of them would fight over its cache.
 BUSY: WeakSet[nn.Module] = WeakSet()
@@ -133,7 +139,7 @@ def describe(model: PreTrainedModel) -> Architecture:
     full = tuple(index for index, kind in enumerate(types) if kind == FULL)
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     parts = _parts(decoder, set(attention.values()))
-    recurrent, latent = any(kind in RECURRENT for kind in types), _has_latents(config)
+    recurrent, latent = any(kind in (*RECURRENT, HYBRID) for kind in _stated_types(config)), _has_latents(config)
     wraps = decoder is not _text_decoder(model)
     known = recurrent or (not wraps and _keeps_positions(decoder))
     sinks = tuple(index for index in full if getattr(attention[index], "sinks", None) is not None)
@@ -213,9 +219,11 @@ def attention_modules(decoder: nn.Module) -> dict[int, nn.Module]:
     types = layer_types(cast(PretrainedConfig, decoder.config).get_text_config(decoder=True))
     keyless = {index for index, kind in enumerate(types) if kind in (*RECURRENT, *STORELESS)}
     modules: dict[int, nn.Module] = {}
-    for module in filter(_is_attention, decoder.modules()):
-        # A layer's attention to an encoder comes after its attention to itself.
-        modules.setdefault(cast(int, module.layer_idx), module)
+    for name, module in decoder.named_modules():
+        index = _layer_index(name, module) if type(module).__name__.endswith(("Attention", "MLA")) else None
+        if index is not None:
+            # A layer's attention to an encoder comes after its attention to itself.
+            modules.setdefault(index, module)
     return {index: module for index, module in modules.items() if index not in keyless}
 
 
@@ -271,8 +279,12 @@ def of_layer(config: PretrainedConfig, name: str, layer: int) -> Any:
     return values[layer if len(values) > 1 else 0]
 
 
-def _is_attention(module: nn.Module) -> bool:
-    return type(module).__name__.endswith(("Attention", "MLA")) and isinstance(getattr(module, "layer_idx", None), int)
+def _layer_index(name: str, module: nn.Module) -> int | None:
+    """Index of the layer of an attention module; the name says it of modules that were made without, as Zamba's."""
+    index, of_name = getattr(module, "layer_idx", None), re.match(r"layers\.(\d+)\.", name)
+    if of_name and hasattr(module, "layer_idx") and index in (None, -1):
+        return int(of_name[1])
+    return index if isinstance(index, int) else None
 
 
 def _parts(module: nn.Module, attention: Set[nn.Module]) -> tuple[Part, ...]:
@@ -287,6 +299,10 @@ def _parts(module: nn.Module, attention: Set[nn.Module]) -> tuple[Part, ...]:
 
 def layer_types(config: PretrainedConfig) -> list[str]:
     """What each layer attends to, as the cache that transformers makes for this config has it."""
+    return [FULL if kind == HYBRID else kind for kind in _stated_types(config)]
+
+
+def _stated_types(config: PretrainedConfig) -> list[str]:
     stated = getattr(config, "layer_types", None)
     if stated is not None:
         return list(stated)
@@ -332,7 +348,7 @@ def _refuse_layers(config: PretrainedConfig, types: list[str]) -> str | None:
         kinds = ", ".join(f"{count} of type {kind!r}" for kind, count in others.items())
         return f"it has {kinds}: kvspec serves full, sliding-window, chunked and recurrent layers"
     if FULL not in types:
-        return "nothing to evict: it has no full-attention layer, and windows and recurrent states have a fixed size"
+        return _FIXED_SIZE
     for name in ("num_attention_heads", "num_key_value_heads"):
         values = {of_layer(config, name, index) for index, kind in enumerate(types) if kind == FULL}
         if len(values) > 1:
@@ -343,8 +359,11 @@ def _refuse_layers(config: PretrainedConfig, types: list[str]) -> str | None:
 def _refuse_attention(
     config: PretrainedConfig, decoder: nn.Module, attention: Mapping[int, nn.Module], types: Sequence[str],
 ) -> str | None:
+    if not attention and getattr(decoder, "_is_stateful", False):
+        return _FIXED_SIZE
     if not attention:
-        return "its layers have no layer_idx: recurrent layers store no keys and values"
+        inputs = signature(decoder.forward).parameters
+        return _UNOBSERVED if any(name in inputs for name in NAMES) else "nothing to evict: it has no key-value cache"
     if sorted(attention) != [index for index, kind in enumerate(types) if kind not in (*RECURRENT, *STORELESS)]:
         return f"its {config.num_hidden_layers} layers do not have one attention module each"
     if any("cache_offset" in signature(module.forward).parameters for module in attention.values()):
@@ -365,5 +384,5 @@ def _refuse_implementation(config: PretrainedConfig, attention: Iterable[nn.Modu
     if implementation not in IMPLEMENTATIONS:
         return f"attn_implementation is {implementation!r}, and must be one of {', '.join(IMPLEMENTATIONS)}"
     if any(not hasattr(sys.modules[type(module).__module__], "eager_attention_forward") for module in attention):
-        return "its attention cannot be observed: its module has no eager_attention_forward"
+        return _UNOBSERVED
     return None

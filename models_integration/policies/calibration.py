@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import numpy as np
 import torch
@@ -139,7 +138,7 @@ class _Statistics:
         return False
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
-        self.layers[cast(int, module.layer_idx)] = [self.head(one) for one in seen.query[0]]
+        self.layers[seen.layer] = [self.head(one) for one in seen.query[0]]
 
     def head(self, q: Tensor) -> tuple[Float64[Matrix, "1 d"], Float64[Matrix, "1 half"]]:
         wide = q.detach().double().cpu().numpy()[None]

@@ -179,7 +179,7 @@ def later_span(
     is_token = _tokens_of_mask(mask, ids, before)
     if segment_end == ONE_FORWARD:
         check_tokens(is_token)
-    if len(cache.full_layers) < len(cache.layers) and not bool(is_token.all()):
+    if (cache.beside or len(cache.full_layers) < len(cache.layers)) and not bool(is_token.all()):
         raise SpecError(
             "attention_mask", "zeros", "a padded turn is not served beside sliding-window or recurrent layers: their "
             "windows and states would include the padding"

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from models_integration.attention.capture import Attended, Repeated, observing
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.sliding_layer import copy_layers
 from models_integration.model.architecture import Architecture, restored_rotation
 from models_integration.model.cache_argument import cache_name
 from reference.policies.kvzip import rehearsal_chunks
@@ -23,8 +22,7 @@ class _Watcher:
     """Notes what each layer asks with, and takes the tokens back from it as soon as it has attended."""
 
     def __init__(self, cache: RetainedCache) -> None:
-        self.cache, self._before = copy.copy(cache), cache
-        self.cache.layers = copy_layers(cache.layers)
+        self.cache, self._before = cache.branch(), cache
         self.attention: dict[int, tuple[Tensor, Tensor]] = {}
         self.norms: dict[int, Tensor] = {}
 
@@ -34,7 +32,7 @@ class _Watcher:
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """A layer has attended: its keys and values of all tokens are needed no more."""
-        index, r = cast(int, module.layer_idx), seen.query.shape[2]
+        index, r = seen.layer, seen.query.shape[2]
         self.attention[index] = seen.query.detach(), seen.key[:, :, -r:].detach().clone()
         self.cache.layers[index] = copy.copy(self._before.layers[index])
 

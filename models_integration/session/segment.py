@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -334,7 +333,7 @@ class Segment:
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """After a layer has attended."""
-        layer = cast(int, module.layer_idx)
+        layer = seen.layer
         if self._each_alone and layer not in self._full:
             return
         if layer in self.observed.layers:

@@ -8,7 +8,6 @@
 A session does the same layer by layer, so that the full cache never exists; here it does, and stays as it is.
 """
 
-import copy
 import inspect
 from typing import Any
 
@@ -21,7 +20,6 @@ from models_integration.attention.handover import check_handover, check_readable
 from models_integration.attention.recurrence import check_recurrence
 from models_integration.cache.continuation import Decision
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.sliding_layer import copy_layers
 from models_integration.model.architecture import check_free, decoder_inputs, describe
 from models_integration.model.cache_argument import cache_name
 from models_integration.session.inputs import (
@@ -156,8 +154,7 @@ def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
     rows = cache.full_layers[0].batch
     if len(decision.retentions) != rows:
         raise SpecError("decision", f"{len(decision.retentions)} prompts", f"the cache has {rows} rows")
-    compacted = copy.copy(cache)
-    compacted.layers = copy_layers(cache.layers)
+    compacted = cache.branch()
     compacted.compact(decision.retentions, decision.padding)
     compacted.continuation = decision.continuation
     return compacted

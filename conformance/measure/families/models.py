@@ -89,7 +89,8 @@ OWN: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16], "attn_layers": ["local", "lsh"]},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8, "mamba_d_state": 8},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -166,7 +167,7 @@ def _drawn(model: PreTrainedModel) -> PreTrainedModel:
         if parameter.dim() >= 2:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data = noise * (1.2 / parameter.shape[-1] ** 0.5)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "temp")):
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.eos_token_id = None

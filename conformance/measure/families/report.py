@@ -26,7 +26,6 @@ _NECESSARY = {
     "its attention depends on the distance of slots": "yes, as for ALiBi",
     "its attention is not causal": "yes: later tokens change what earlier ones store",
     "it stores one latent for all heads (MLA)": "yes: no head has keys of its own to evict",
-    "its layers have no layer_idx": "yes if the model is recurrent, otherwise no: its layers lack an index",
     "its recurrent layers lose their state when several tokens follow others": "yes: transformers computes it wrongly",
     "its decoder numbers positions itself": "yes: the model counts padding",
     "its layers": "yes: those layers store an image or nothing",

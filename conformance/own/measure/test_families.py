@@ -11,18 +11,23 @@ pytest.importorskip("transformers", reason="families are transformers models")
 
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from typer.testing import CliRunner
 
 from conformance.measure.families import __main__ as command
 from conformance.measure.families import models, report, run
 from conformance.measure.families.models import Family, families
 from conformance.measure.families.run import COLUMNS, POLICIES, Outcome, outcomes
 from models_integration import RetainedCache, StreamingLLM
+from models_integration.cli.app import app
+from models_integration.pocket.shipped import load_pocket_tokenizer
+from models_integration.studies.results import load_rows
 from spec.errors import SpecError
 
 KNOWN = {family.name: family for family in families()}
 looped = pytest.mark.skipif("dory" not in KNOWN, reason="Dory is in transformers since 5.24")
 REFUSED = {
-    "gpt_neo": "layer_idx", "bloom": "ALiBi", "mpt": "ALiBi", "dory": "run several times",
+    "gpt_neo": "no eager_attention_forward", "rwkv": "nothing to evict", "openai-gpt": "no key-value cache",
+    "bloom": "ALiBi", "mpt": "ALiBi", "dory": "run several times",
     "mamba2": "nothing to evict", "musicgen": "several codebooks",
     "mllama": r"layers \[1, 3\] store nothing", "gemma3n_text": "share one cache",
 }
@@ -42,7 +47,7 @@ def test_a_family_that_holds(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "refused"), [
-    ("jamba", {"turn": "lose their state"}), ("bart", {"padded batch": "numbers positions itself"}),
+    ("zamba", {"turn": "lose their state"}), ("bart", {"padded batch": "numbers positions itself"}),
     ("deepseek_v2", {"per head": "one latent for all heads"}),
 ])
 @pytest.mark.filterwarnings("ignore")
@@ -59,6 +64,32 @@ def test_a_family_is_refused_for_what_it_is(name: str) -> None:
     for column, one in zip(COLUMNS, outcomes(KNOWN[name]), strict=True):
         assert (one.policy, one.verdict) == (column, "refused"), one
         assert re.search(REFUSED[name], one.detail)
+
+
+BY_DAY = ("falcon_h1", "gpt_oss")
+BY_NIGHT = (
+    "qwen3_5", "qwen3_next", "gemma3_text", "deepseek_v2", "nemotron_h", "granitemoehybrid", "lfm2", "gpt2",
+)
+
+
+@pytest.mark.law("saved-is-what-was")
+@pytest.mark.parametrize("name", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT)])
+@pytest.mark.filterwarnings("ignore")
+def test_compare_loads_a_saved_checkpoint_and_evicts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = load_pocket_tokenizer()
+    for entry, value in (("vocab_size", len(tokenizer)), ("max_position_embeddings", 512)):
+        monkeypatch.setitem(models.TINY, entry, value)
+    for saved in (KNOWN[name].build(), tokenizer):
+        saved.save_pretrained(tmp_path / name)
+    asked = ["--policies", "streamingllm", "--budgets", "64", "--length", "200", "--samples", "1", "--tasks", "needle"]
+    ran = CliRunner().invoke(
+        app, ["compare", "--model", str(tmp_path / name), *asked, "--no-controls", "--out", str(tmp_path)],
+    )
+    assert ran.exit_code == 0, ran.output
+    (row,) = load_rows(tmp_path / "study.jsonl")
+    assert [cell["kept"] for cell in row["cells"]] == [64]
 
 
 def test_layers_that_share_a_cache_are_refused_and_those_that_could_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

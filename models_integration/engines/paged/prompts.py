@@ -1,7 +1,7 @@
 """What a policy is shown of prompts that are read in pieces, many in one forward."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -65,14 +65,13 @@ class BatchWatcher:
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """After a layer has attended: its keys and values are in the pool."""
-        layer = cast(int, module.layer_idx)
         for piece in self.pieces:
-            if piece.observed is None or layer not in piece.observed.layers:
+            if piece.observed is None or seen.layer not in piece.observed.layers:
                 continue
             columns = slice(piece.start, piece.stop)
             keys, values = seen.key[:, :, columns], seen.value[:, :, columns]
             if piece.ends:
                 slots = self.pool.slots(piece.state.request_id, piece.observed.columns)
-                keys, values = self.pool.stored(layer, slots)
-            query = seen.query[:, :, columns]
-            piece.observed.attended(module, Attended(query, keys, values, None, seen.mask, seen.options))
+                keys, values = self.pool.stored(seen.layer, slots)
+            own = replace(seen, query=seen.query[:, :, columns], key=keys, value=values, lse=None)
+            piece.observed.attended(module, own)

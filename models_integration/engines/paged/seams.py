@@ -68,7 +68,7 @@ def check_served(architecture: Architecture, method: Any) -> None:
         SpecError: otherwise.
     """
     layers = architecture.config.num_hidden_layers
-    if len(architecture.full_layers) < layers:
+    if architecture.recurrent or len(architecture.full_layers) < layers:
         raise SpecError("model", architecture.name, "its sliding-window or recurrent layers have no pages")
     if architecture.wraps:
         reason = "it takes images too, and pages store text: use text = model.get_decoder() and policy(text)"

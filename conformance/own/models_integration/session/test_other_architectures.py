@@ -1,4 +1,4 @@
-"""Models unlike Llama: recurrent states, which eviction leaves alone, latents, and positions without RoPE.
+"""Models unlike Llama: recurrent states, alone or beside keys and values, latents, and positions without RoPE.
 
 The oracle is a plain full cache with masks. Turns and padded rows are also compared with one forward over all tokens,
 because an oracle that runs the same model shares the model's faults.
@@ -22,6 +22,8 @@ from transformers import (
     CTRLLMHeadModel,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
     GptOssConfig,
@@ -69,6 +71,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     )),
     "lfm2": lambda: Lfm2ForCausalLM(Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"] * 2)),
     "bamba": lambda: BambaForCausalLM(BambaConfig(**_SIZES, **_MAMBA)),
+    "falcon_h1": lambda: FalconH1ForCausalLM(FalconH1Config(
+        **{**_SIZES, "num_hidden_layers": 2}, head_dim=8, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8,
+        mamba_d_ssm=64,
+    )),
 }
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,

@@ -214,7 +214,7 @@ def test_gradient_checkpointing_leaves_the_cache_out(when: str) -> None:
 ])
 def test_attention_beyond_q_and_k_is_refused(dtype: torch.dtype, options: dict[str, Tensor], words: str) -> None:
     tensor = torch.zeros(1, 2, 3, 4, dtype=dtype)
-    seen = Attended(tensor, tensor, tensor, None, None, options)
+    seen = Attended(0, tensor, tensor, tensor, None, None, options)
     with pytest.raises(SpecError, match=words):
         Recorder(Needs("observed", None)).record(describe(build("llama")).attention[0], seen)
 

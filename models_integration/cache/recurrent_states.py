@@ -1,0 +1,120 @@
+"""Recurrent states, in layers that store nothing else and beside keys and values: eviction leaves them as they are."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any, Self
+
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+__all__ = ["StatefulCache", "fill_states", "fresh_layer", "is_recurrent", "state_tensors"]
+
+
+class StatefulCache(DynamicCache):
+    """DynamicCache whose layers of keys and values may have a recurrent state beside them.
+
+    Args:
+        config: the (text) config of the model.
+
+    Attributes:
+        beside: states by index of such a layer, each as a layer that stores no keys.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config=config)
+        self.beside = {
+            index: fresh_layer(layer) for index, layer in enumerate(self.layers)
+            if type(layer) is LinearAttentionAndFullAttentionLayer
+        }
+
+    @property
+    def recurrent(self) -> list[Any]:
+        """Every recurrent state, as layers that store no keys."""
+        return [*filter(is_recurrent, self.layers), *self.beside.values()]
+
+    def branch(self) -> Self:
+        """Return a cache that shares keys and values with this cache, and has separate states."""
+        made = copy.copy(self)
+        made.layers = _copies(self.layers)
+        made.beside = dict(zip(self.beside, _copies(self.beside.values()), strict=True))
+        return made
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Replace row i by row beam_idx[i]."""
+        super().reorder_cache(beam_idx)
+        for layer in self.beside.values():
+            layer.reorder_cache(beam_idx)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Append inputs of a convolution, and return all that it reads."""
+        found: Tensor = self._state(layer_idx).update_conv_state(conv_states, *args, **kwargs)
+        return found
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Replace a recurrent state."""
+        found: Tensor = self._state(layer_idx).update_recurrent_state(recurrent_states, *args, **kwargs)
+        return found
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the inputs of a convolution; None before the first token."""
+        layer = self._state(layer_idx)
+        return layer.conv_states[state_idx] if layer.has_previous_state[state_idx] else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return a recurrent state; None before the first token."""
+        layer = self._state(layer_idx)
+        return layer.recurrent_states[state_idx] if layer.has_previous_state[state_idx] else None
+
+    def _state(self, index: int) -> Any:
+        return self.beside.get(index, self.layers[index])
+
+
+STATES = ("conv_states", "recurrent_states")
+"""The tensors of a recurrent layer, by number."""
+
+
+def is_recurrent(layer: object) -> bool:
+    """Whether a cache layer holds a state, and no keys."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)
+
+
+def state_tensors(layer: Any) -> dict[str, Tensor]:
+    """The states of a layer by name; none for a layer of keys and values."""
+    if not is_recurrent(layer):
+        return {}
+    states = {f"{name}.{number}": tensor for name in STATES for number, tensor in getattr(layer, name).items()}
+    return {name: tensor for name, tensor in states.items() if tensor is not None}
+
+
+def _copies(layers: Iterable[Any]) -> list[Any]:
+    """Layers that share keys and values with these, and have their own states: a forward changes states in place."""
+    copies = [copy.copy(layer) for layer in layers]
+    for layer in filter(is_recurrent, copies):
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                own = {key: one.clone() if isinstance(one, Tensor) else one for key, one in value.items()}
+                setattr(layer, name, own)
+    return copies
+
+
+def fresh_layer(layer: Any) -> LinearAttentionLayer:
+    """A recurrent layer that has read nothing, in place of this one."""
+    return LinearAttentionLayer(number_of_states=layer.number_of_states)
+
+
+def fill_states(layer: Any, states: dict[str, Tensor]) -> None:
+    """Give a fresh layer the states of `state_tensors`; tensors of other names are left out."""
+    for name, tensor in states.items():
+        kind, _, number = name.partition(".")
+        if kind not in STATES:
+            continue
+        layer.lazy_initialization(**{kind: tensor}, state_idx=int(number))
+        getattr(layer, kind)[int(number)].copy_(tensor)
+        layer.has_previous_state[int(number)] = True
