@@ -45,7 +45,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from conformance.cache_suite.oracle import Masked
 from conformance.own.models_integration.session.families import METHODS, at_once, greedy, prepare, prompt, relative
 from conformance.own.models_integration.session.sessions import Looking, live_sets, method, method_of
-from models_integration import RetainedCache, decide, load_cache, save_cache
+from models_integration import RetainedCache, RetentionPolicy, decide, load_cache, save_cache
 from models_integration.session.verbs import compact, observe, read
 from spec.errors import SpecError
 from spec.policy import Needs
@@ -128,10 +128,14 @@ def in_one_forward(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return logits
 
 
+def policy_of(name: str) -> RetentionPolicy:
+    return METHODS[name]() if name in METHODS else method(name)
+
+
 def check_conversation(model: PreTrainedModel, policy: str) -> None:
     """Prompt, steps, a turn and a step beside the masked model."""
     masked, cache = Masked(model), RetainedCache(model.config)
-    with (METHODS[policy]() if policy in METHODS else method(policy))(model) as run:
+    with policy_of(policy)(model) as run:
         for number, tokens in enumerate((N, 1, 1, 9, 1)):
             ids = prompt(tokens, seed=number)
             assert relative(at_once(model, ids, cache), masked.read(ids)) < BOUND
@@ -194,19 +198,19 @@ def test_turns_go_on_from_the_state(name: str) -> None:
     assert relative(torch.cat(pieces, dim=1), in_one_forward(model, ids)) < BOUND
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_padded_rows_equal_their_single_runs(name: str) -> None:
+@pytest.mark.parametrize(("name", "policy"), [*((name, "streamingllm") for name in MODELS), ("gpt_oss", "keydiff")])
+def test_padded_rows_equal_their_single_runs(name: str, policy: str) -> None:
     model, texts, rows = build(name), [prompt(N)[:, :31], prompt(N, seed=4)], []
     ids = torch.cat([torch.nn.functional.pad(texts[0], (N - 31, 0)), texts[1]])
     mask = torch.tensor([[0] * (N - 31) + [1] * 31, [1] * N])
     later = [prompt(1, seed=5).expand(2, -1), prompt(6, seed=6).expand(2, -1)]
     cache = RetainedCache(model.config)
-    with METHODS["streamingllm"]()(model):
+    with policy_of(policy)(model):
         at_once(model, ids, cache, attention_mask=mask)
         found = torch.cat([at_once(model, part, cache) for part in later], dim=1)
     for text in texts:
         single = RetainedCache(model.config)
-        with METHODS["streamingllm"]()(model):
+        with policy_of(policy)(model):
             at_once(model, text, single)
             rows.append(torch.cat([at_once(model, part[:1], single) for part in later], dim=1))
     assert relative(found, torch.cat(rows)) < BOUND
