@@ -246,7 +246,8 @@ def observing(
     # The public setter would also write to sub-configs.
     config._attn_implementation_internal = ours
     try:
-        for index in layers if watcher is not None else ():
+        for index in layers:
+            assert watcher is not None
             _WATCHERS[architecture.attention[index]] = index, watcher
         # Layers that agree share the forward's one mask: none of them need be asked.
         for index in architecture.full_layers if cache.layers_differ else ():

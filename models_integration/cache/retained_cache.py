@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -377,7 +377,8 @@ def side_by_side(cache: RetainedCache, rows: int) -> RetainedCache:
     wide = cache.branch()
     for state in wide.recurrent:
         state.reorder_cache(torch.zeros(rows, dtype=torch.int64, device="cpu"))
-    for layer in wide.layers:
+    layers: list[Any] = wide.layers
+    for layer in layers:
         if not is_recurrent(layer) and layer.keys is not None:
             layer.keys, layer.values = (tensor.expand(rows, -1, -1, -1) for tensor in (layer.keys, layer.values))
     return wide

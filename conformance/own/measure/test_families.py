@@ -81,8 +81,8 @@ def test_compare_loads_a_saved_checkpoint_and_evicts(
     tokenizer = load_pocket_tokenizer()
     for entry, value in (("vocab_size", len(tokenizer)), ("max_position_embeddings", 512)):
         monkeypatch.setitem(models.TINY, entry, value)
-    for saved in (KNOWN[name].build(), tokenizer):
-        saved.save_pretrained(tmp_path / name)
+    KNOWN[name].build().save_pretrained(tmp_path / name)
+    tokenizer.save_pretrained(tmp_path / name)
     asked = ["--policies", "streamingllm", "--budgets", "64", "--length", "200", "--samples", "1", "--tasks", "needle"]
     ran = CliRunner().invoke(
         app, ["compare", "--model", str(tmp_path / name), *asked, "--no-controls", "--out", str(tmp_path)],
