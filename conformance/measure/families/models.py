@@ -39,6 +39,7 @@ _SEEN: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attenti
 
 # By the first name that AutoModelForCausalLM has for the class.
 OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 4},
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},

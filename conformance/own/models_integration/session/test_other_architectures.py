@@ -72,7 +72,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: Lfm2ForCausalLM(Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"] * 2)),
     "bamba": lambda: BambaForCausalLM(BambaConfig(**_SIZES, **_MAMBA)),
     "falcon_h1": lambda: FalconH1ForCausalLM(FalconH1Config(
-        **{**_SIZES, "num_hidden_layers": 2}, head_dim=8, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8,
+        **{**_SIZES, "num_hidden_layers": 2}, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8,
         mamba_d_ssm=64,
     )),
 }
