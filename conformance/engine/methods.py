@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from conformance.engine.ops import Op
+from conformance.engine.steps import decoded
 from reference.policies.describe import example_policy
 from reference.policies.names import BACKEND, POLICIES, make_policy
 from reference.policies.retain import retain
@@ -23,12 +24,15 @@ from spec.policy import LayerView, Observation, Policy, Selection
 FAMILY = "methods"
 _DECODING = frozenset({"every", "slack", BACKEND})
 """Constants that decide nothing at the end of a prompt."""
+DECODED = ("h2o", "tova")
+"""Methods that are asked for kept sets after some decoded tokens too."""
 SHARED: Mapping[str, str] = {
     "g": "number of kept sets: one for the model, or for each layer, or for each layer and KV head, layer by layer",
     "n": "number of tokens of the prompt", "B": "tokens that a kept set holds on average, at least what is protected",
     "k": "cached keys after rotation", "v": "cached values",
     "q": "queries of the last m tokens after rotation; query head h belongs to KV head h // (H / H_kv)",
     "scaling": "factor of the logits", "softcap": "logits are softcap * tanh(logit / softcap)",
+    "steps": "number of tokens that are decoded after the prompt; k and q have them too, and t is n + steps",
     "W_o": "output projection of each head", "inv_freq": "rotary frequencies; channels f and f + d / 2 are a pair",
     "factor": "what rotation multiplies by", "parameters": "all parameters of NestedKV",
 }
@@ -63,6 +67,8 @@ def _arguments(name: str) -> dict[str, str]:
         found["k"] = "float[L, H_kv, n, d]"
     if needs.query_rows != 0:
         found |= {"q": "float[L, H, m, d]", "scaling": "float", "softcap": "float or null"}
+    if name in DECODED:
+        found |= {"steps": "int", "k": "float[L, H_kv, t, d]"}
     if needs.values:
         found["v"] = "float[L, H_kv, n, d]"
     found |= {key: kind for key, kind in _OF_MODEL.items() if key in of_model}
@@ -70,9 +76,9 @@ def _arguments(name: str) -> dict[str, str]:
 
 
 def arguments_of(name: str, observation: Observation, B: int, constants: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an operation's arguments; `constants` has the model's too."""
+    """The values of an operation's arguments; `constants` has the model's too, and the steps."""
     views = list(observation.layers.values())
-    found: dict[str, Any] = {"g": observation.groups, "n": observation.seen, "B": B}
+    found: dict[str, Any] = {"g": observation.groups, "n": observation.seen - constants.get("steps", 0), "B": B}
     if views:
         found |= {"scaling": views[0].scaling, "softcap": views[0].softcap}
         found |= {one: np.stack([np.asarray(getattr(view, one)) for view in views]) for one in ("q", "k", "v")
@@ -86,7 +92,7 @@ def arguments_of(name: str, observation: Observation, B: int, constants: Mapping
 def answered(op: str, given: Mapping[str, Any], backend: Backend) -> Selection:
     """What the reference keeps, with the scores of a backend: a model of an engine's answer."""
     name, kinds = op.partition(".")[2], method_ops()[op].arguments
-    fixed = {"g", "n", "B", "k", "q", "v", "scaling", "softcap"}
+    fixed = {"g", "n", "B", "k", "q", "v", "scaling", "softcap", "steps"}
     constants: dict[str, Any] = {
         key: Fraction(given[key]) if kind == "text" and given[key][0].isdigit() else given[key]
         for key, kind in kinds.items() if key not in fixed
@@ -94,6 +100,10 @@ def answered(op: str, given: Mapping[str, Any], backend: Backend) -> Selection:
     if "W_o" in constants:
         constants["W_o"] = dict(enumerate(constants["W_o"]))
     policy = make_policy(name, {**constants, **({BACKEND: backend} if name != "streamingllm" else {})})
+    if given.get("steps"):
+        layers = list(_observation(policy, given).layers.values())
+        kept = decoded(policy, layers, given["g"], given["B"], given["n"])[-1]
+        return Selection(np.concatenate(kept), np.cumsum([0, *map(len, kept)]))
     found = retain(policy, Budget(count=given["B"]), _observation(policy, given))[0]
     return Selection(found.positions, found.offsets)
 

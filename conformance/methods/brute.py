@@ -133,7 +133,7 @@ def by_layer(score: Callable[..., list[oracle.Score]]) -> Callable[..., Kept]:
 def shared(score: Callable[..., list[oracle.Score]], shares: Callable[..., list[int]]) -> Callable[..., Kept]:
     """Heads of a layer share its budget, by a safeguard."""
     def kept(inputs: Inputs, B: int, safeguard: Fraction = Fraction(0), **constants: Any) -> Kept:
-        found = []
+        found = Kept()
         for view in inputs.layers:
             rows = score(plain(view), **constants)
             found += [oracle.top(row, b) for row, b in zip(rows, shares(rows, B, safeguard), strict=True)]

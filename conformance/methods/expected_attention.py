@@ -53,7 +53,7 @@ def expected_attention(layer: Layer, inv_freq: Row, factor: float, N_sink: int, 
 
 
 def kept(inputs: Inputs, B: int, N_sink: int, N_future: int) -> Kept:
-    found = []
+    found = Kept()
     for view in inputs.layers:
         rows = expected_attention(plain(view), leaves(inputs.inv_freq), inputs.factor, N_sink, N_future)
         found += [top(row, B) for row in rows]

@@ -1,22 +1,47 @@
 """H2O by brute force: the attention that each key got from all queries, and the newest tokens."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from conformance.methods.brute import Brute, W, by_layer, newest, newest_half, plain
-from conformance.methods.policies import Layer, Score, accumulated, top, window
+from conformance.methods.policies import DECODE, Layer, Score, accumulated, decoded, groups, seen_by, top, window
+from conformance.oracles.boxes import Answer, fsum
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 
-def rows(inputs: Inputs, B: int, sums: str = "all", recent: str = "half") -> list[Score]:
-    """The newest half of B has no score."""
+def unheld(sums: Mapping[int, Any], live: Sequence[int], B: int, kind: str, recent: str) -> Score:
+    """The sums of live tokens; the newest half of B has no score."""
+    total: Score = [sums[at] / (live[-1] + 1 - at) if kind == "mean" else sums[at] for at in live]
+    held = min(len(live), B // 2) if recent == "half" else 0
+    return [*total[: len(live) - held], *[None] * held]
+
+
+def rows(inputs: Inputs, B: int) -> list[Score]:
+    """At the end of a prompt."""
     found = [row for view in inputs.layers for row in accumulated(plain(view))]
-    if sums == "mean":
-        found = [[(x or 0.0) / (len(row) - at) for at, x in enumerate(row)] for row in found]
-    if recent == "none":
-        return found
-    return [[*row[: max(0, len(row) - B // 2)], *[None] * min(len(row), B // 2)] for row in found]
+    return [unheld(dict(enumerate(row)), range(inputs.n), B, "all", "half") for row in found]
 
 
-def h2o(inputs: Inputs, B: int, sums: str = "all", recent: str = "half") -> Kept:
-    return [top(row, B) for row in rows(inputs, B, sums, recent)]
+def of_head(layer: Layer, steps: int, B: int, sums: str, recent: str, decode: str) -> Answer:
+    """One KV head: the sums of its prompt, to which each step adds what its queries give to the keys that are live."""
+    prompt = len(layer["k"][0]) - steps
+    there = {**layer, "k": [layer["k"][0][:prompt]], "q": [rows[:prompt] for rows in layer["q"]]}
+    got: dict[int, Any] = dict(enumerate(accumulated(there)[0]))
+
+    def score(at: int, live: list[int]) -> Score:
+        given = [fsum(column) for column in zip(*seen_by(layer, at, live), strict=True)]
+        got.update({p: got[p] + x if p in got else x for p, x in zip(live, given, strict=True)})
+        return unheld(got, live, B, sums, recent)
+
+    first = top(unheld(got, range(prompt), B, sums, recent), B)
+    return decoded(first, range(prompt, prompt + steps), B, score, decode)
+
+
+def h2o(inputs: Inputs, B: int, sums: str = "all", recent: str = "half", decode: str = DECODE[0]) -> Kept:
+    return [
+        of_head({**layer, "k": [keys], "q": [layer["q"][h] for h in group]}, inputs.steps, B, sums, recent, decode)
+        for layer in map(plain, inputs.layers) for keys, group in zip(layer["k"], groups(layer), strict=True)
+    ]
 
 
 def described(layer: Layer, W: int) -> list[Score]:
@@ -27,6 +52,7 @@ def described(layer: Layer, W: int) -> list[Score]:
 
 BRUTES = [
     Brute("PO-H2O", "h2o", h2o, guaranteed=newest_half,
-          readings={"sums": ("all", "mean"), "recent": ("half", "none")}),  # kvpress: of the queries that see a key
+          readings={"sums": ("all", "mean"), "recent": ("half", "none"), "decode": DECODE}),
+    # kvpress: the mean over the queries that see a key
     Brute("PO-H2O-DESCRIBED", "h2o-described", by_layer(described), {"W": W}, W, newest, published={"W": 128}),
 ]

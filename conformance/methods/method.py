@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.engine.methods import arguments_of
+from conformance.engine.methods import DECODED, arguments_of
 from conformance.engine.process import Engine, ask_method
 from conformance.methods import brutes
 from conformance.methods.brute import Brute
@@ -125,7 +125,8 @@ def asked(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
     Raises:
         SpecError, EngineFailure: as `ask_method`.
     """
-    policy, values = method.reference(inputs), {**of_model(method.name, inputs), **method.constants}
+    policy = method.reference(inputs)
+    values = {**of_model(method.name, inputs), **method.constants, "steps": inputs.steps}
     return ask_method(engine, method.name, arguments_of(method.name, observation(policy, inputs), B, values))
 
 
@@ -232,7 +233,8 @@ def _telling(method: Method) -> Iterator[tuple[Inputs, int]]:
     """Inputs of one layer on which other constants tell: short ones, and such that any window leaves tokens."""
     span = span_of(method)
     for seed, n in enumerate((span + 14, 2 * span + 22, 4 * span + 30)):
-        yield rounded(drawn(4 * seed + 1, n, 1 + seed % 2, (1 + seed % 2, 2))), (n + span) // 2
+        inputs = rounded(drawn(4 * seed + 1, n, 1 + seed % 2, (1 + seed % 2, 2)))
+        yield replace(inputs, steps=seed if method.name in DECODED else 0), (n + span) // 2
 
 
 def _explains(decide: Decide, method: Method, inputs: Sequence[tuple[Inputs, int]], unit: float) -> bool:

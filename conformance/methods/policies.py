@@ -5,12 +5,14 @@ where a token is protected. Kept sets are sorted lists.
 """
 
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 from conformance.oracles.boxes import Answer, Box, Undecided, dot, exp, fsum, largest, places, surely, tanh
 
+DECODE = ("every step", "never")
+"""When a method decides after the prompt: KVCache-Factory and kvpress decide once."""
 Row = Sequence[float]
 Layer = dict[str, Any]
 Score = list[float | None]
@@ -95,10 +97,33 @@ def best(tokens: Sequence[int], score: Sequence[Any], number: int, pinned: Seque
     return Answer([*pinned, *sure], open_, min(number, len(tokens)) - len(sure))
 
 
-def top(score: Sequence[float | None], B: int) -> list[int]:
+def top(score: Sequence[float | None], B: int) -> Answer:
     """Protected tokens, then the highest scores; lower position first."""
     pinned = [i for i, s in enumerate(score) if s is None]
     return best([i for i, s in enumerate(score) if s is not None], score, max(0, B - len(pinned)), pinned)
+
+
+def placed(kept: Answer, live: Sequence[int]) -> Answer:
+    """The positions of what is kept of some live ones."""
+    open_ = sorted(live[i] for i in kept.open)
+    return Answer([live[i] for i in kept if i not in kept.open], open_, sum(i in kept.open for i in kept))
+
+
+def decoded(
+    kept: Answer, tokens: Sequence[int], B: int, score: Callable[[int, list[int]], Score], decode: str,
+) -> Answer:
+    """What stays of a kept set while tokens are decoded: `score` of a token and the live positions with its own."""
+    for at in tokens:
+        live = [*surely(kept), at]
+        row = score(at, live)
+        kept = placed(top(row, B), live) if decode == "every step" and len(live) > B else Answer(live)
+    return kept
+
+
+def seen_by(layer: Layer, at: int, live: Sequence[int]) -> list[list[float]]:
+    """Per query head the weights of one query on the live keys of its KV head, for all heads or of one group."""
+    part = {**layer, "k": [[head[i] for i in live] for head in layer["k"]]}
+    return [weights(part, h, rows[at], len(live)) for h, rows in enumerate(layer["q"])]
 
 
 def chunk_totals(members: Sequence[float | None], c: int, totals: str = "sum") -> list[float]:

@@ -71,7 +71,7 @@ def of_criticalkv(
 ) -> Callable[..., Kept]:
     """In two stages inside each head's share."""
     def kept(inputs: Inputs, B: int, safeguard: Fraction = Fraction(0), **constants: Any) -> Kept:
-        found = []
+        found = Kept()
         for view, W_o in zip(inputs.layers, inputs.W_o, strict=True):
             rows = score(plain(view), **constants)
             found += critical(plain(view), leaves(W_o), rows, shares(rows, B, safeguard))

@@ -8,6 +8,7 @@ from hypothesis import example, given, reject
 from hypothesis import strategies as st
 
 from conformance.checks.refusals import boundary
+from conformance.engine.methods import DECODED
 from conformance.methods.method import Method, explanations, rounded, span_of
 from conformance.oracles.boxes import DOUBLE, SINGLE, Undecided, fits
 from conformance.plugin import with_rejections
@@ -57,6 +58,8 @@ def test_the_kept_sets_are_those_of_the_method(
     span = span_of(method)
     inputs = rounded(draw._replace(times=min(draw.times, 1 + LONG_SPAN // (1 + span))).inputs(span, 1))
     inputs = replace(inputs, inv_freq=inputs.inv_freq * (1 if draw.seed % 2 else SLOW))
+    if method.name in DECODED:
+        inputs = replace(inputs, steps=min(draw.seed // 8 % 4, inputs.n - 1))
     floor = method.floor(inputs)
     B = floor + draw.budget % (max(1, inputs.n - floor) + 2)
     unit = DOUBLE if precision == "float64" else SINGLE
@@ -71,9 +74,10 @@ def test_the_kept_sets_are_those_of_the_method(
     if str(method) not in explained:
         explained[str(method)] = explanations(lambda inputs, B: keeps(method, inputs, B), method, unit)
     said = difference(kept, wanted)
+    decoded = f", of which {inputs.steps} are decoded" if inputs.steps else ""
     raise AssertionError(
-        f"not {method} with {inputs.n} tokens, B = {B}, layers x KV heads = {len(inputs.layers)} x {inputs.H_kv}:"
-        f" {said}{advice(explained[str(method)])}"
+        f"not {method} with {inputs.n} tokens{decoded}, B = {B},"
+        f" layers x KV heads = {len(inputs.layers)} x {inputs.H_kv}: {said}{advice(explained[str(method)])}"
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from conformance.engine.steps import decoded as decoded_sets
 from reference.calibration import Calibration, Identity
 from reference.policies import retain
 from reference.policies.kvzip import rehearsal_chunks
@@ -31,6 +32,8 @@ class Inputs:
     W_o: Sequence[Array]
     token_ids: Array
     factor: float = 1.0
+    steps: int = 0
+    """The last tokens, which are decoded one by one."""
 
     @property
     def n(self) -> int:
@@ -174,7 +177,7 @@ def repeats(inputs: Inputs, view: LayerView, rehearsal: Rehearsal) -> tuple[Repe
 def observation(policy: Policy, inputs: Inputs) -> Observation:
     """As a session makes one: the layers, query rows and ids that the scorer asked for."""
     needs, layers = policy.scorer.needs, range(len(inputs.layers))
-    first = 0 if needs.query_rows is None else max(0, inputs.n - needs.query_rows)
+    first = 0 if needs.query_rows is None else max(0, inputs.n - needs.query_rows - inputs.steps)
     watched = {"all": layers, "observed": layers[needs.observed :][:1], "none": ()}[needs.layers]
     views = {at: replace(inputs.layers[at], q=inputs.layers[at].q[:, first:]) for at in watched}
     if needs.rehearsal is not None:
@@ -191,6 +194,9 @@ def retained(policy: Policy, inputs: Inputs, B: int) -> Retention:
 
 
 def decided(policy: Policy, inputs: Inputs, B: int) -> Kept:
-    """Its kept sets."""
+    """Its kept sets, after the steps if there are some."""
+    if inputs.steps:
+        groups = groups_of(policy, inputs)
+        return decoded_sets(policy, inputs.layers, groups, B, inputs.n - inputs.steps)[-1]
     found = retained(policy, inputs, B)
     return [found.group(g).tolist() for g in range(found.groups)]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.engine.methods import method_ops
+from conformance.engine.methods import DECODED, method_ops
 from conformance.engine.process import Engine
 from conformance.methods import brutes
 from conformance.methods.method import METHODS, Method, asked, explanations, method_of, on_backend, rounded, span_of
@@ -40,7 +40,7 @@ from reference.policies.names import POLICIES
 from reference.policies.protections import SinkAndRecent
 from spec.backend import resolve
 from spec.errors import SpecError
-from spec.policy import Needs, Observation, Policy
+from spec.policy import Cadence, Needs, Observation, Policy
 
 BARE = replace(resolve("numpy"), name="bare", policies=None, scores={})
 MEASURED = ("snapkv", "h2o", "keydiff", "adakv", "rkv", "chunkkv", "kvzip")
@@ -134,9 +134,10 @@ def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
         inputs, B = rounded(drawn(1, 70, 1, (2, 1))), 66
         for op in method_ops():
             method = Method(op.partition(".")[2])
-            wanted = method.wanted(inputs, max(B, method.floor(inputs)))
+            each = replace(inputs, steps=3 * (method.name in DECODED))
+            wanted = method.wanted(each, max(B, method.floor(each)))
             for kept in (partial(asked, engine), partial(on_backend, "numpy")):
-                assert all(map(fits, kept(method, inputs, max(B, method.floor(inputs))), wanted)), op
+                assert all(map(fits, kept(method, each, max(B, method.floor(each))), wanted)), op
         with pytest.raises(SpecError, match="as = 'kvzip': is no method of numpy, whose hello offers streamingllm"):
             asked(engine, Method("kvzip"), inputs, B)
         with pytest.raises(SpecError, match=re.escape("as = 'knorm': is not offered by backend") + ".* for nestedkv, "):
@@ -238,6 +239,9 @@ PLANTED = [
     ("pyramidkv", "Pyramid(W, check", "Pyramid(0, check"),
     ("caote", "np.divide(alpha * distance, rest", "np.divide(alpha * distance, np.ones_like(rest)"),
     ("caote", "np.divide(alpha * distance", "np.divide(distance"),
+    ("h2o", "sums[:, : old.shape[1]] += old", "old"),
+    ("h2o", "Cadence(every=1)", "Cadence(every=2)"),
+    ("tova", "Cadence(every=1)", "Cadence()"),
     ("knorm", "return -norm", "return -norm + 1e-13 * np.arange(norm.shape[1])"),
     ("keydiff", "return -cosine", "return -cosine + 1e-13 * np.arange(cosine.shape[1])"),
     ("expected-attention", "max(seen - view.q.shape[1], self.N_sink)", "seen - view.q.shape[1]"),
@@ -251,8 +255,9 @@ PLANTED = [
 
 EXPLAINED = [
     ("snapkv", "max_pool", "average_pool", 'pooling="average"'),
-    ("h2o", "view.softcap)", "view.softcap) / np.arange(view.k.shape[1], 0, -1)", 'sums="mean"'),
+    ("h2o", "view.softcap)", "view.softcap) / np.arange(view.k.shape[1], 0, -1)", 'sums="mean", decode="never"'),
     ("h2o", "partial(recent_half, choose", "partial(top_tokens, choose", 'recent="none"'),
+    ("h2o", "Cadence(every=1)", "Cadence()", 'decode="never"'),
     ("tova", "SinkAndRecent(0, 0)", "SinkAndRecent(0, 1)", 'last="kept"'),
     ("keydiff", "anchor = unit.mean(", "anchor = wide(view.k).mean(", 'anchors="keys"'),
     ("adakv", "max_pool", "average_pool", 'pooling="average"'),
@@ -274,6 +279,7 @@ def edited(name: str, old: str, new: str) -> Any:
 @pytest.mark.parametrize(("name", "old", "new", "said"), EXPLAINED)
 def test_another_reading_is_named(name: str, old: str, new: str, said: str) -> None:
     policy = edited(name, old, new)()
+    policy = replace(policy, cadence=Cadence() if "never" in said else policy.cadence)
     found = explanations(lambda inputs, B: decided(policy, inputs, B), Method(name))
     assert any(said in one for one in found), found
     judge(method_of(f"{name}({said})"), lambda inputs: policy)

@@ -124,7 +124,7 @@ def test_tova_may_evict_the_newest(seed: int, B: int) -> None:
         for seen in range(PROMPT, PROMPT + STEPS + 1):
             live = live if seen == PROMPT else [*live, seen - 1]
             now = {**layer, "q": [q[:seen] for q in layer["q"]], "k": [[k[p] for p in live] for k in layer["k"]]}
-            live = [live[at] for at in oracle.top(brute_tova(now)[0], B)]
+            live = [live[at] for at in oracle.top(brute_tova(now, seen - 1, [*range(len(live))]), B)]
             history.append(live)
         return history
 

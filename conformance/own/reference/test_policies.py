@@ -83,7 +83,7 @@ SCORES: dict[str, tuple[Score, Score]] = {
     "snapkv": (lambda v, i: snapkv_score(v, W, KERNEL), lambda x, i: brute_snapkv(x, W, KERNEL)),
     "adakv": (lambda v, i: adakv_score(v, W, KERNEL), lambda x, i: brute_adakv(x, W, KERNEL)),
     "h2o": (lambda v, i: h2o_score(v), lambda x, i: oracle.accumulated(x)),
-    "tova": (lambda v, i: tova_score(v), lambda x, i: brute_tova(x)),
+    "tova": (lambda v, i: tova_score(v), lambda x, i: [brute_tova(x, i.n - 1, [*range(i.n)])]),
     "keydiff": (lambda v, i: keydiff_score(v), lambda x, i: brute_keydiff(x)),
     "knorm": (lambda v, i: knorm_score(v), lambda x, i: brute_knorm(x)),
     "caote": (lambda v, i: caote_score(v), lambda x, i: brute_caote(x)),

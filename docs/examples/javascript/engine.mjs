@@ -1,9 +1,10 @@
 // An engine of spec/protocol.md in JavaScript: `kvspec verify --command "node docs/examples/javascript/engine.mjs"`.
-// It offers the family crystal, S1 to S6, in float64.
+// It offers the family crystal, S1 to S6, and three published methods, in float64.
 
 import { createInterface } from "node:readline";
 import * as stages from "../../../models_integration/cli/explain/stages.mjs";
 import * as essay from "./essay.mjs";
+import { METHODS, selection } from "./methods.mjs";
 import * as s1 from "./observe.mjs";
 
 // Values of the protocol
@@ -168,13 +169,14 @@ const CRYSTAL = { coattention, impact, trunks, graph, score, dissolve };
 // The protocol
 
 const HELLO = {
-  protocol: 1, spec: "0.4.0", name: "javascript", version: "1.0", precision: "float64",
-  families: { crystal: Object.keys(CRYSTAL) },
+  protocol: 1, spec: "0.4.0", name: "javascript", version: "1.1", precision: "float64",
+  families: { crystal: Object.keys(CRYSTAL), methods: METHODS },
 };
 
 function result({ op, arguments: given }) {
   if (op === "hello") return HELLO;
-  const stage = op.replace("crystal.", "");
+  const [family, stage] = op.split(".");
+  if (family === "methods") return encoded(selection(stage, decoded(given)));
   // What S1 refuses is in the form in which it came.
   return encoded(stage === "coattention" ? coattention(given) : CRYSTAL[stage](decoded(given)));
 }

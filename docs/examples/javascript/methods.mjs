@@ -1,0 +1,61 @@
+// Published methods: SnapKV, KeyDiff and Knorm, as spec/policies.md has them. Arrays are nested lists.
+
+const dot = (x, y) => x.reduce((sum, a, c) => sum + a * y[c], 0);
+const length = (x) => Math.sqrt(dot(x, x));
+
+/** The tokens with the highest scores in ascending order; of equal scores the lower position (PO-TOP-UNITS). */
+const best = (scores, number) => {
+  const order = [...scores.keys()].sort((i, j) => scores[j] - scores[i] || i - j);
+  return order.slice(0, number).sort((i, j) => i - j);
+};
+
+/** PO-KEYDIFF: minus the cosine between each key and the mean direction. */
+function directions(keys) {
+  const unit = keys.map((key) => key.map((x) => x / length(key)));
+  const mean = keys[0].map((_, c) => unit.reduce((sum, key) => sum + key[c], 0) / unit.length);
+  return unit.map((key) => (length(mean) > 0 ? -dot(key, mean) / length(mean) : 0));
+}
+
+/** Attention of one query on the first `seen` keys. */
+function attention(query, keys, seen, { scaling, softcap }) {
+  const logits = keys.slice(0, seen).map((key) => scaling * dot(query, key));
+  const capped = softcap === null ? logits : logits.map((x) => softcap * Math.tanh(x / softcap));
+  const powers = capped.map((x) => Math.exp(x - Math.max(...capped)));
+  const total = powers.reduce((sum, x) => sum + x, 0);
+  return powers.map((x) => x / total);
+}
+
+/** PO-SNAPKV: the window's attention, summed, pooled per query head, and averaged over the group. */
+function observed(heads, keys, { W, kernel, ...how }) {
+  const past = Math.max(0, keys.length - W);
+  const pooled = heads.map((head) => {
+    const rows = head.slice(past - keys.length).map((q, at) => attention(q, keys, past + at + 1, how));
+    const sums = Array.from({ length: past }, (_, j) => rows.reduce((sum, row) => sum + row[j], 0));
+    const half = (kernel - 1) / 2;
+    return sums.map((_, j) => Math.max(...sums.slice(Math.max(0, j - half), j + half + 1)));
+  });
+  return Array.from({ length: past }, (_, j) => pooled.reduce((sum, row) => sum + row[j], 0) / pooled.length);
+}
+
+function snapkv(keys, head, { q, B, ...how }) {
+  const group = q.length / how.H_kv;
+  const scores = observed(q.slice(head * group, (head + 1) * group), keys, how);
+  const window = Array.from({ length: keys.length - scores.length }, (_, at) => scores.length + at);
+  return [...best(scores, Math.max(0, B - window.length)), ...window];
+}
+
+const KEPT = {
+  snapkv, keydiff: (keys, head, { B }) => best(directions(keys), B),
+  knorm: (keys, head, { B }) => best(keys.map((key) => -length(key)), B),
+};
+
+export const METHODS = Object.keys(KEPT);
+
+/** The kept sets of each layer and KV head as a Selection. */
+export function selection(name, { k, q, ...given }) {
+  const sets = k.flatMap((heads, layer) => heads.map((keys, head) => (
+    KEPT[name](keys, head, { ...given, q: q?.[layer], H_kv: heads.length })
+  )));
+  const offsets = sets.reduce((ends, kept) => [...ends, ends.at(-1) + kept.length], [0]);
+  return { positions: sets.flat(), offsets };
+}
