@@ -68,7 +68,7 @@ class Brute:
         return self.kept(inputs, B, **self.small)
 
 
-GIVEN = ("q", "k", "v", "n", "scaling", "W_o", "inv_freq", "B", "chunks", "repeat_q", "repeat_k", "norms")
+GIVEN = ("q", "k", "v", "n", "scaling", "W_o", "inv_freq", "B", "chunks", "repeat_q", "repeat_k", "norms", "steps")
 """The inputs of a vector that are not constants of its policy."""
 
 
@@ -93,7 +93,8 @@ def layers_of(i: Json) -> Inputs:
         ) for at, k in enumerate(keys)
     ]
     W_o = [floats(i["W_o"])] if "W_o" in i else []
-    return Inputs(views, floats(i.get("inv_freq", [])), W_o, np.zeros(keys[0].shape[1], np.int64))
+    ids = np.zeros(keys[0].shape[1], np.int64)
+    return Inputs(views, floats(i.get("inv_freq", [])), W_o, ids, steps=i.get("steps", 0))
 
 
 def from_vector(i: Json) -> tuple[Inputs, int, dict[str, Any]]:
