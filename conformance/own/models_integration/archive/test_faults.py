@@ -273,7 +273,7 @@ def test_without_any_one_sync_something_is_lost_or_left(quick_path: Path, operat
     """A put loses the chunk or its salt, and a forgotten chunk's bytes or name are left."""
     case = prepared(quick_path / "archive", operation, encrypted)
     for path in case.folder.rglob(".tmp-*"):
-        path.unlink()  # bytes of nobody
+        path.unlink()  # bytes that no entry names
     _, syncs = recorded(case.copied(quick_path / "counted"))
     rng, unnoticed = Random(1), []
     for dropped in range(1, syncs + 1):

@@ -238,7 +238,7 @@ def test_one_layer_at_most_is_whole(family: str, method: str, monkeypatch: pytes
     monkeypatch.setattr(DenseLayer, "update", watched)
     model = build(family)
     policy = METHODS[method]() if method in METHODS else published(method, model)
-    policy(model)  # what is found out at the door, once a model, is no forward of this prompt
+    policy(model)  # what a policy finds out once for each model is no forward of this prompt
     full = len(describe(model).full_layers)
     for streamed, expected in ((True, [0] * full), (False, [2 * done for done in range(full)])):
         alive.clear()
@@ -352,7 +352,7 @@ def test_masks_and_lengths_of_later_layers_are_undisturbed(family: str, monkeypa
         monkeypatch.setattr(RetainedCache, name, asked)
     model, found = build(family), []
     for name in ("crystalcache", "fullcache"):
-        METHODS[name]()(model)  # what is found out at the door, once a model, is no forward of this prompt
+        METHODS[name]()(model)  # what a policy finds out once for each model is no forward of this prompt
         answers.clear()
         read(model, METHODS[name](), prompt(N), streamed=True)
         found.append(list(answers))
