@@ -64,6 +64,7 @@ OWN: dict[str, dict[str, Any]] = {
             "hy_v4", "minicpm3", "sarvam_mla", "youtu",
         )
     },
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
     "fuyu": {"text_config": {"model_type": "persimmon", **_TEXT}},
     "gemma3": {"text_config": {**_TEXT, **_HALF}, "vision_config": {**_SEEN, "image_size": 28, "patch_size": 14}},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _ALTERNATING},
