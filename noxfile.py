@@ -60,6 +60,8 @@ LATER_STAGES = [f"conformance/suite/test_{name}.py" for name in LATER]
 # Of decode, Triton has the key norms, which test_activation.py judges; the rest is Numba's, as are saved lives.
 DECODE = ("decode", "decode_machine", "resonance", "segments")
 ON_HOST = [f"--ignore=conformance/suite/test_{name}.py" for name in DECODE]
+# torch leaves S2 to S6 and diversity to the host too.
+OF_TORCH = [*JUDGING, *ON_HOST, *(f"--ignore-glob=*/test_{x}.py" for x in ("diversity", "scale_[dgt]*", *LATER[:-1]))]
 
 # What is too long for CI, as modules with arguments. The oracle of the first holds some gigabytes: it is one process.
 ARCHIVE = "conformance/own/models_integration/archive"
@@ -83,6 +85,8 @@ LAB = {
                 ["models_integration.cli", "models", "fetch", "smollm2"]),
     "gpu": ("conformance, generation and benchmarks on a GPU, for docs/results; `--dry-run --out X` needs none",
             ["conformance.measure.gpu"]),
+    "device": ("peaks and host reads of each policy, or of `NAME ...`, on an emulated device; needs no GPU",
+               ["conformance.measure.gpu.counts"]),
     "prove": ("proofs by z3 over the source of the integer decisions, beside false claims that must be refuted",
               ["conformance.assurance.proofs"]),
     "vectors": ("spec/vectors made again by the oracles and compared; `--write` adds new ones",
@@ -175,7 +179,7 @@ def conformance(session: nox.Session) -> None:
     run(session, *numba, **ONE_THREAD)
     few = ["--kvspec-profile", "few"]
     run(session, *numba, *few, NUMBA_DISABLE_JIT="1", **ONE_THREAD)
-    run(session, "pytest", *WORKERS, "--backend", "torch", *JUDGING, **ONE_THREAD)
+    run(session, "pytest", *WORKERS, *few, "--backend", "torch", *OF_TORCH, **ONE_THREAD)
     environment = {**on_device_or_interpreted(session), **ONE_THREAD}
     run(session, "pytest", *WORKERS, *few, "--backend", "triton", *OF_TRITON, *ON_HOST, **environment)
     run(session, "pytest", *WORKERS, *few, "--backend", ON_DEVICE, *LATER_STAGES, **environment)
@@ -267,18 +271,18 @@ def trace(session: nox.Session) -> None:
     run(session, "conformance.assurance.trace", *session.posargs)
 
 
-@nox.session(venv_backend="none")
-def coq(session: nox.Session) -> None:
-    """Theorems about a model of the integer core, its vectors, its engine judged; `-- planted [FILE]` for errors."""
-    run(session, "conformance.assurance.proofs.coq", *session.posargs)
-
-
 @rare
 def floats(session: nox.Session, options: list[str]) -> None:
     """Float bounds: proofs by Gappa (apt install gappa), and the worst of many inputs by ball arithmetic."""
     python = python_of(session, "floats", *FLOATS_NEED)
     session.run(python, "-m", "conformance.assurance.proofs.floats", *options, external=True)
     session.run(python, "-m", "pytest", "conformance/own/conformance/test_floats.py", external=True)
+
+
+@nox.session(venv_backend="none")
+def coq(session: nox.Session) -> None:
+    """Theorems about a model of the integer core, its vectors, its engine judged; `-- planted [FILE]` for errors."""
+    run(session, "conformance.assurance.proofs.coq", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -337,15 +341,6 @@ def docs(session: nox.Session, options: list[str]) -> None:
     session.run(python, "-m", pages, "check", "site", external=True)
 
 
-def built_wheel(session: nox.Session, home: Path) -> Path:
-    """The wheel of this checkout."""
-    shutil.rmtree(home, ignore_errors=True)
-    build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(home), "."]
-    session.run(sys.executable, *build, external=True)
-    (wheel,) = home.glob("*.whl")
-    return wheel
-
-
 def collected(session: nox.Session, python: str) -> set[str]:
     """The tests that the installed suite has for the reference."""
     arguments = ["verify", "--backend", "numpy", "--", "--collect-only", "-q"]
@@ -368,7 +363,10 @@ def transformers(session: nox.Session, options: list[str]) -> None:
 def package(session: nox.Session, options: list[str]) -> None:
     """The wheel judges the reference without torch by the same tests as beside it, and shows the demo."""
     home = ROOT / ".nox" / "package"
-    wheel = built_wheel(session, home).as_uri()
+    shutil.rmtree(home, ignore_errors=True)
+    build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(home), "."]
+    session.run(sys.executable, *build, external=True)
+    (wheel,) = (found.as_uri() for found in home.glob("*.whl"))
     light = new_environment(session, home / "conformance", f"kvspec[conformance] @ {wheel}")
     heavy = new_environment(session, home / "models", f"kvspec[models] @ {wheel}")
     elsewhere = home / "elsewhere"

@@ -1,16 +1,44 @@
-"""The backend `torch`: what policies ask of attention, and their scores, on any device that torch has."""
+"""The backend `torch`: what policies ask of attention, and their scores, on any device that torch has.
+
+S2 to S6, decode and set-conditioned selection are sequential and small: they run on the host.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from accelerated.torch_device.attention import expected_attention, largest_attention, received_attention
+from accelerated.torch_device.coattention import coattention, inverse_key_norms
 from accelerated.torch_device.device import takes
 from accelerated.torch_device.nestedkv import anomaly_score, nestedkv_score
 from accelerated.torch_device.scores import SCORES, SCORES_OF_LAYERS
 from accelerated.torch_device.selection import adaptive_shares, best_tokens, competition_shares, kept_tokens
-from spec.backend import Backend
+from spec.backend import Backend, resolve
+from spec.errors import BackendUnavailable
 
-__all__ = ["BACKEND"]
+__all__ = ["BACKEND", "with_host"]
+
+
+def _host() -> Backend:
+    """Numba, or the reference where Numba is not installed."""
+    try:
+        return resolve("numba")
+    except BackendUnavailable:
+        return resolve("numpy")
+
+
+HOST = _host()
+
+
+class _Stages:
+    """Stages as attributes."""
+
+    def __init__(self, stages: Mapping[str, Callable[..., Any]]) -> None:
+        vars(self).update(stages)
+
+
+def with_host(host: object, **own: Callable[..., Any]) -> Any:
+    """A stage family of the host, with the device's own stages in the place of the host's."""
+    return _Stages({name: getattr(host, name) for name in dir(host) if not name.startswith("_")} | own)
 
 
 class _PolicyStages:
@@ -33,5 +61,7 @@ TENSORS: Mapping[str, Callable[..., Any]] = {
     "Competition": competition_shares,
 }
 BACKEND = Backend(
-    "torch", policies=_PolicyStages(), nestedkv=_NestedKVStages(), takes=takes, scores=SCORES, tensors=TENSORS
+    "torch", crystal=with_host(HOST.require_crystal(), coattention=coattention),
+    breath=with_host(HOST.require_breath(), inverse_key_norms=inverse_key_norms), diversity=HOST.diversity,
+    policies=_PolicyStages(), nestedkv=_NestedKVStages(), takes=takes, scores=SCORES, tensors=TENSORS,
 )

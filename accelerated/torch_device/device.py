@@ -30,7 +30,7 @@ def upload(array: np.ndarray[Any, Any], dtype: Any, device: torch.device | None 
 def on_device(x: DeviceArray, device: torch.device | None = None) -> Tensor:
     """A tensor in float32, or in float64 if it is; a tensor stays where it is unless a device is named."""
     if not isinstance(x, Tensor):
-        x = upload(x, np.result_type(x.dtype, np.float32), device)
+        x = upload(x, np.float64 if x.dtype.itemsize > 4 else np.float32, device)
     found: Tensor = x.to(device or x.device, torch.promote_types(x.dtype, torch.float32))
     return found
 

@@ -8,6 +8,7 @@ from accelerated.numba_cpu.adaptive import adapted
 from accelerated.numba_cpu.backend import BACKEND as NUMBA
 from accelerated.numba_cpu.impact import unit_trunk_impact
 from accelerated.torch_device.backend import BACKEND as TORCH
+from accelerated.torch_device.backend import with_host
 from accelerated.triton_gpu.activation import inverse_key_norms
 from accelerated.triton_gpu.coattention import coattention
 from accelerated.triton_gpu.crystallization import crystallization
@@ -83,42 +84,20 @@ class _OnDevice:
         return Dissolution(*dissolve(score, trunks.offsets, impact, D, protected, budget, parameters.N_min))
 
 
-class _HostAfterAttention:
-    """S1 on the device, S2 to S6 on the host: there the data is small and the scans are sequential.
-
-    `python -m conformance.measure.gpu` measures both routes, and says whether this one is the faster.
-    """
-
-    def __init__(self) -> None:
-        device, host = _OnDevice(), NUMBA.require_crystal()
-        self.coattention = device.coattention
-        self.impact, self.trunks, self.graph = host.impact, host.trunks, host.graph
-        self.score, self.dissolve = host.score, host.dissolve
-
-
-class _BreathOnHost:
-    """Key norms on the device; all else is of a few thousand trunks, which live on the host."""
-
-    inverse_key_norms = staticmethod(inverse_key_norms)
-
-    def __init__(self) -> None:
-        host = NUMBA.require_breath()
-        self.impact, self.decay, self.activation = host.impact, host.decay, host.activation
-        self.resonance, self.hebbian = host.resonance, host.hebbian
-        self.segment_graph, self.segment_crystallization = host.segment_graph, host.segment_crystallization
-
-
 class _NestedKVOnDevice:
     """NestedKV's score, on the device to the last sum."""
 
     anomaly_score = staticmethod(anomaly_score)
 
 
+# S2 to S6 and decode are on the host: there the data is small and the scans are sequential. Both routes are measured by
+# `python -m conformance.measure.gpu`, which says which one is the faster.
 # Set-conditioned selection is on the host: each pick depends on all before it, so that a device would wait for a launch
 # and a reduction over all tokens k times, where lazy greedy looks at a few tokens a pick. What it reads is the
 # signatures, one vector a token for the whole cache, and scorers give their scores on the host anyway.
 BACKEND = Backend(
-    "triton", crystal=_HostAfterAttention(), breath=_BreathOnHost(), diversity=NUMBA.require_diversity(),
+    "triton", crystal=with_host(NUMBA.require_crystal(), coattention=coattention),
+    breath=with_host(NUMBA.require_breath(), inverse_key_norms=inverse_key_norms), diversity=NUMBA.diversity,
     nestedkv=_NestedKVOnDevice(), policies=TORCH.policies, takes=takes, scores=TORCH.scores,
 )
 ON_DEVICE = replace(BACKEND, name="triton-on-device", crystal=_OnDevice())

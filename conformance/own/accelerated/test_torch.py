@@ -15,23 +15,28 @@ import numpy as np
 import pytest
 import torch
 
+from accelerated.torch_device import coattention as s1
 from accelerated.torch_device import scores
 from accelerated.torch_device.backend import BACKEND
 from accelerated.torch_device.selection import adaptive_shares, kept_tokens
 from conformance.assurance.mutants.edits import Edit, replaced
 from conformance.assurance.policy_cases import CASES
+from conformance.checks import stage_checks
 from conformance.own.models_integration.session import test_device as sessions
 from conformance.strategies.numbers import keys
 from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
+from conformance.strategies.prompts import AttentionInputs
 from conformance.tolerances import scores_agree
 from models_integration.cache.device_compaction import read_retentions
 from models_integration.session.device_choice import choose, policy_on_device
 from reference import policies
+from reference.backend import BACKEND as REFERENCE
 from reference.policies.keydiff import keydiff_score
 from reference.policies.layers import is_layerwise, policy_of_layer
 from reference.policies.names import with_twins
 from spec.budget import Budget
 from spec.errors import SpecError
+from spec.parameters import TINY
 from spec.policy import LayerView, Policy
 
 pytestmark = pytest.mark.usefixtures('reference_items')
@@ -110,6 +115,34 @@ def test_tensors_are_scored_in_float32_where_they_are(name: str, seed: int, monk
     assert all(close(got, row) for got, row in zip(again, found, strict=True))
 
 
+@pytest.mark.spec("CC-COATTENTION", "CC-KEY-NORM")
+@pytest.mark.parametrize("seed", range(4))
+def test_s1_of_tensors_lies_in_the_certified_box(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later segment, scored in blocks of two queries."""
+    rng, at = np.random.default_rng(seed), np.arange(5, 29)
+    q, k = (torch.from_numpy(rng.standard_normal(shape)).bfloat16() for shape in ((4, 21, 4), (2, 24, 4)))
+    wide = [one.double().numpy() for one in (q, k)]
+    monkeypatch.setattr(s1, "FLOATS", 200)
+    found = BACKEND.require_crystal().coattention(q, k, at, TINY, 0.5, None)
+    assert not list(stage_checks.coattention(found, AttentionInputs(*wide, at, TINY, 0.5, None), "float32"))
+    norms = REFERENCE.require_breath().inverse_key_norms(wide[1])
+    np.testing.assert_allclose(BACKEND.require_breath().inverse_key_norms(k), norms, rtol=1e-12)
+
+
+@pytest.mark.spec("CC-COATTENTION")
+def test_tensors_of_s1_are_checked_by_name() -> None:
+    q, k = torch.ones(4, 6, 4), torch.ones(2, 6, 4)
+    run = BACKEND.require_crystal().coattention
+    wrong: list[tuple[str, Any, Any, Any]] = [
+        ("q", q.int(), k, None), ("k", q, k[0], None), ("k", q, k.numpy(), None), ("q", q[:3], k, None),
+        ("k", q, k[..., :3], None), ("q", q, k[:, :5], None), ("lse", q, k, torch.ones(4, 5)),
+        ("k", q, k.clone().index_fill_(1, torch.tensor(3), torch.nan), None),
+    ]
+    for name, own, given, lse in wrong:
+        with pytest.raises(SpecError, match=f"^{name} "):
+            run(own, given, np.arange(6), TINY, 0.5, None, lse)
+
+
 def test_a_twin_has_the_name_and_the_arguments_of_a_function_of_the_reference() -> None:
     modules = [import_module(f"{policies.__name__}.{module.name}") for module in iter_modules(policies.__path__)]
     for name, twin in BACKEND.scores.items():
@@ -164,6 +197,10 @@ def check(kind: str, name: str) -> None:
     """One of this file's tests, or a session's, over its seeds."""
     if kind == "ties":
         test_of_ties_the_lower_index_is_kept()
+    elif kind == "s1":
+        for seed in range(4):
+            with pytest.MonkeyPatch.context() as patch:
+                test_s1_of_tensors_lies_in_the_certified_box(seed, patch)
     elif kind == "shares":
         test_equal_remainders_go_to_the_lower_heads()
     elif kind == "padded":

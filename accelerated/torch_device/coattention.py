@@ -1,0 +1,134 @@
+"""S1 in torch (Section 3.2), and the norms of cached keys: where the tensors are, with one download.
+
+Weights are float32, or float64 if q and k are; sums over queries are float64. Workspace: two times FLOATS numbers for
+the weights of some queries, the keys in float32, and four squares of a chunk.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accelerated.torch_device.device import download, on_device
+from spec.arrays import IntVector, Vector
+from spec.errors import SpecError
+from spec.parameters import CrystalCacheParameters
+from spec.policy import DeviceArray
+from spec.records import CoAttention
+from spec.validate import check_attention_inputs, check_attention_tensors, check_keys, check_lse, check_shapes
+
+__all__ = ["coattention", "inverse_key_norms"]
+
+FLOATS = 2**26
+
+
+def coattention(
+    q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters, scaling: float,
+    softcap: float | None, lse: DeviceArray | None = None,
+) -> CoAttention:
+    """S1; a given lse is only checked for its form.
+
+    Implements: CC-COATTENTION
+
+    Raises:
+        SpecError: for q, k or lse of a wrong shape, type or value.
+    """
+    _check_form(q, k, lse)
+    n, p, keys = q.shape[1], parameters, on_device(k)
+    before = k.shape[1] - n
+    queries = q if isinstance(q, Tensor) else on_device(q, keys.device)
+    rows = torch.cat([
+        _chunk(queries[:, c : c + p.C], keys[:, : before + min(n, c + p.C)], p, scaling, softcap)
+        for c in range(0, n, p.C)
+    ])
+    finite = (queries.isfinite().all() & keys.isfinite().all()).to(rows).expand(n, 1)
+    found = download(torch.cat([finite, rows], dim=1), np.float64)
+    if not found[0, 0]:
+        check_attention_tensors(q, k)
+    S, *lists = np.split(found[:, 1:], np.cumsum([1, p.k_intra, p.k_intra, p.k_cross]), axis=1)
+    intra, intra_weight, cross, cross_weight = lists
+    slots = (np.where(one < 0, -1, positions[one.astype(np.int64)]) for one in (intra, cross))
+    return CoAttention(
+        int(positions[before]), S[:, 0].copy(), next(slots), intra_weight.copy(), next(slots), cross_weight.copy()
+    )
+
+
+def _check_form(q: DeviceArray, k: DeviceArray, lse: DeviceArray | None) -> None:
+    """Whether values are finite is known on the device, for tensors."""
+    if isinstance(q, np.ndarray):
+        check_attention_inputs(q, k)
+        check_lse(lse, q)
+        return
+    for name, tensor in (("q", q), ("k", k)):
+        if not isinstance(tensor, Tensor) or tensor.ndim != 3 or not (tensor.is_floating_point() and tensor.numel()):
+            shape = getattr(tensor, "shape", type(tensor).__name__)
+            raise SpecError(name, shape, "must be a floating-point tensor (heads, tokens, d), no axis empty")
+    check_shapes(q, k)
+    if lse is not None and tuple(lse.shape) != tuple(q.shape[:2]):
+        raise SpecError("lse", tuple(lse.shape), f"must be a tensor (heads, queries), {tuple(q.shape[:2])}")
+
+
+def _chunk(q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, softcap: float | None) -> Tensor:
+    """Of a chunk's queries (H, Q, d) and the keys up to its last: salience, slots and weights of both lists, (Q, _).
+
+    Implements: CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS
+    """
+    H, Q = q.shape[:2]
+    first, size = k.shape[1] - Q, max(1, FLOATS // (H * k.shape[1]))
+    h, own, cross = torch.zeros(H, Q, dtype=torch.float64, device=k.device), list[Tensor](), list[Tensor]()
+    for start in range(0, Q, size):
+        A = attention(q[:, start : start + size].to(k.dtype), k, first + start, scaling, softcap)
+        h += A[:, :, first:].sum(dim=1, dtype=torch.float64)
+        mean = A.mean(dim=0)
+        own.append(mean[:, first:])
+        cross.append(strongest(mean[:, :first], p.k_cross, p.tau_cross))
+    rows = torch.cat(own)
+    rows = rows / (torch.linalg.vector_norm(rows, dim=1, keepdim=True) + p.epsilon)
+    intra = strongest(torch.matmul(rows, rows.mT).fill_diagonal_(-1.0), p.k_intra, p.tau_intra)
+    intra[:, : p.k_intra] += torch.where(intra[:, : p.k_intra] < 0, 0, first)
+    top = torch.sort(h, dim=0, descending=True).values[: p.k_heads]
+    S = top.sum(dim=0) / (max(1, len(top)) if p.heads == "mean" else 1)
+    return torch.cat([S.clamp(p.M_min, p.M_max)[:, None], intra, torch.cat(cross)], dim=1)
+
+
+def attention(q: Tensor, k: Tensor, at: int, scaling: float, softcap: float | None) -> Tensor:
+    """Weights (H, rows, keys) of queries (H, rows, d), the first of which belongs to the key `at`.
+
+    Implements: CC-ATTENTION
+    """
+    S = torch.matmul(q.reshape(len(k), -1, q.shape[2]), k.mT).mul_(scaling).view(*q.shape[:2], -1)
+    S = S if softcap is None else S.div_(softcap).tanh_().mul_(softcap)
+    slot = torch.arange(k.shape[1], device=k.device)
+    return torch.softmax(S.masked_fill_(slot > slot[at : at + q.shape[1], None], -torch.inf), dim=-1)
+
+
+def strongest(weights: Tensor, k: int, tau: float) -> Tensor:
+    """Columns, then weights, of the k largest weights per row that are above tau, (rows, 2 k); -1 and 0 if fewer are.
+
+    Compared as float32, the lower column first on a tie: the bits of a weight and a column make one whole number.
+    """
+    order = (weights.float().view(torch.int32).long() << 32) - torch.arange(weights.shape[1], device=weights.device)
+    columns = torch.topk(order, min(k, weights.shape[1]), dim=1).indices
+    best = weights.gather(1, columns)
+    passes = best.float() > float(np.float32(tau))
+    found = torch.zeros(len(weights), 2, k, dtype=torch.float64, device=weights.device)
+    found[:, 0] = -1
+    found[:, 0, : columns.shape[1]] = torch.where(passes, columns, -1).double()
+    found[:, 1, : columns.shape[1]] = torch.where(passes, best, 0.0).double()
+    return found.flatten(1)
+
+
+def inverse_key_norms(k: DeviceArray) -> Vector:
+    """Mean over KV heads of 1 / ||k|| (n,), float64; infinite where a key is zero.
+
+    Implements: CC-KEY-NORM
+
+    Raises:
+        SpecError: for keys of a wrong shape, type or value.
+    """
+    if not isinstance(k, Tensor):
+        check_keys(k)
+    keys = on_device(k).double()
+    largest = keys.abs().amax(dim=2)
+    inverse = 1.0 / torch.linalg.vector_norm(keys / largest[:, :, None], dim=2) / largest
+    found: Vector = download(torch.where(largest > 0, inverse, torch.inf).mean(dim=0), np.float64)
+    return found
