@@ -217,9 +217,9 @@ class Backend:
     """Scores of published policies, by the name of the reference's function and with its arguments."""
     tensors: Mapping[str, Callable[..., DeviceArray]] = field(default_factory=dict, hash=False)
     """Functions that leave their result on the device and read none of its values: scores of a layer, as in `scores`;
-    `top_units`: a score (g, n), shares (g,) and marks of protected tokens (g, n) give marks of kept tokens; `Adaptive`
-    and `Competition`: a score, NaN for protected tokens, the tokens to share, the protected ones of each set and the
-    safeguard give shares."""
+    `top_units`: a score (g, n), shares (g,) and marks of protected tokens (g, n) give marks of kept ones; `fill_units`
+    takes the size of a chunk and the number of tokens in chunks after the score; `Adaptive` and `Competition`: a score,
+    NaN for protected tokens, the tokens to share, the protected ones of each set and the safeguard give shares."""
 
     def require_crystal(self) -> CrystalStages:
         """The CrystalCache stages.

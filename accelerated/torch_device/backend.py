@@ -11,7 +11,13 @@ from accelerated.torch_device.coattention import coattention, inverse_key_norms
 from accelerated.torch_device.device import takes
 from accelerated.torch_device.nestedkv import anomaly_score, nestedkv_score
 from accelerated.torch_device.scores import SCORES, SCORES_OF_LAYERS
-from accelerated.torch_device.selection import adaptive_shares, best_tokens, competition_shares, kept_tokens
+from accelerated.torch_device.selection import (
+    adaptive_shares,
+    best_tokens,
+    competition_shares,
+    filled_chunks,
+    kept_tokens,
+)
 from spec.backend import Backend, resolve
 from spec.errors import BackendUnavailable
 
@@ -57,8 +63,8 @@ class _NestedKVStages:
 
 
 TENSORS: Mapping[str, Callable[..., Any]] = {
-    **SCORES_OF_LAYERS, "nestedkv_score": nestedkv_score, "top_units": kept_tokens, "Adaptive": adaptive_shares,
-    "Competition": competition_shares,
+    **SCORES_OF_LAYERS, "nestedkv_score": nestedkv_score, "top_units": kept_tokens, "fill_units": filled_chunks,
+    "Adaptive": adaptive_shares, "Competition": competition_shares,
 }
 BACKEND = Backend(
     "torch", crystal=with_host(HOST.require_crystal(), coattention=coattention),

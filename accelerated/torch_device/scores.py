@@ -1,7 +1,7 @@
 """Scores of the published policies, each with the name and the arguments of the reference's function.
 
-A score is computed where the keys are, in float32 (in float64 if the keys are), and is downloaded once. Sums over more
-tokens than a window are float64. Workspace: the weights of a window, (H, W, n), or FLOATS numbers.
+A score is computed where the keys are, in float32 (in float64 if the keys are), and stays there. Sums over more tokens
+than a window are float64. Workspace: the weights of a window, (H, W, n), or FLOATS numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,14 +15,16 @@ from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
 from accelerated.torch_device.attention import expected_weights
 from accelerated.torch_device.attention import received as attention_received
-from accelerated.torch_device.device import download, on_device
-from spec.arrays import Matrix
+from accelerated.torch_device.device import download, on_device, upload
+from spec.arrays import Matrix, Vector
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView
 
 __all__ = ["SCORES", "SCORES_OF_LAYERS"]
 
 FLOATS = 2**26
+OFFSETS = 2 ** np.arange(17)
+LEAST_DEVIATION = 1e-6
 P = ParamSpec("P")
 
 
@@ -229,16 +231,35 @@ def _defensive_maximum(A: Tensor, kernel: int, H_kv: int) -> Tensor:
 
 def cake_layer(
     view: LayerView, W: int, kernel: int, gamma: float, tau1: float, tau2: float,
-) -> tuple[Matrix, float]:
+) -> tuple[Tensor, Tensor]:
     """Implements: PO-CAKE"""
     A, n = before(observed(view, W)), view.k.shape[1]
     if A.shape[2] == 0:
-        return np.full((len(view.k), n), np.nan), 0.0
+        return A.new_full((len(view.k), n), torch.nan), A.new_zeros(1, 1)
     variance = A.var(dim=1, correction=min(1, A.shape[1] - 1))
     pooled = groups(average_pool(A.mean(dim=1) + gamma * variance, kernel), len(view.k)).mean(dim=1)
     entropy = -torch.special.xlogy(A, A).sum(dtype=torch.float64).clamp(max=0.0)
     preference = entropy ** (1 / tau1) * variance.sum(dtype=torch.float64) ** (1 / tau2)
-    return download(with_window(pooled, n), np.float64), float(preference)
+    return with_window(pooled, n), preference[None, None]
+
+
+def largest_z_scores(
+    k: DeviceArray, t: int, mean: Matrix, magnitude: Matrix, inv_freq: Vector, factor: float, pinned: int,
+) -> Tensor:
+    """In float64, as a deviation may be small: a query head's score is a product of the keys with one vector.
+
+    Implements: TA-SCORE, TA-RANKING
+    """
+    half, keys = len(inv_freq), on_device(k).double()
+    turn = np.exp(1j * inv_freq * t) * np.exp(1j * inv_freq * OFFSETS[:, None]).mean(axis=0)
+    centre = mean[:, :half] + 1j * mean[:, half:]
+    turned, rest = factor * turn * centre, factor * (magnitude - np.abs(centre))
+    vectors = upload(np.concatenate([turned.real, turned.imag, rest], axis=1), np.float64, keys.device)
+    parts = torch.cat([keys, torch.hypot(keys[:, :, :half], keys[:, :, half:])], dim=2)[:, pinned:]
+    score = torch.matmul(groups(vectors, len(keys)), parts.mT)
+    score = score - score.mean(dim=2, keepdim=True)
+    deviation = (score * score).mean(dim=2, keepdim=True).sqrt().clamp(min=LEAST_DEVIATION)
+    return pad((score / deviation).amax(dim=1), (keys.shape[1] - parts.shape[1], 0), value=torch.nan)
 
 
 def host_score(score: Callable[P, Tensor]) -> Callable[P, Matrix]:
@@ -280,15 +301,6 @@ def shared(*args: Any) -> Matrix:
     return found
 
 
-SCORES: Mapping[str, Callable[..., Any]] = {
-    score.__name__: host_score(score) for score in (
-        snapkv_score, adakv_score, morphkv_score, window_members, knorm_score, caote_score, lagkv_score,
-        all_members, rkv_score, value_range, window_attention, value_norms, output_size,
-    )
-} | {"keydiff_score": directed, "cake_layer": cake_layer, "defensive_score": shared}
-"""By name: twins of the functions of `reference.policies`."""
-
-
 def h2o_score(view: LayerView, received: object = None) -> Tensor:
     """Implements: PO-H2O-DESCRIBED"""
     return attention_received(on_device(view.q), on_device(view.k), view.scaling, view.softcap)
@@ -301,10 +313,17 @@ def tova_score(view: LayerView, received: object = None) -> Tensor:
     return last.sum(dim=0, keepdim=True) / len(q)
 
 
-SCORES_OF_LAYERS: Mapping[str, Callable[..., Tensor]] = {
+SCORES_OF_LAYERS: Mapping[str, Callable[..., Any]] = {
     score.__name__: score for score in (
-        snapkv_score, adakv_score, knorm_score, caote_score, lagkv_score, keydiff_score, h2o_score, tova_score,
-        output_size, defensive_score, expected_weights,
+        snapkv_score, adakv_score, morphkv_score, window_members, all_members, knorm_score, caote_score, lagkv_score,
+        rkv_score, value_norms, output_size, h2o_score, tova_score, keydiff_score, defensive_score, expected_weights,
+        cake_layer, largest_z_scores,
     )
 } | {"expected_attention": expected_weights}
 """By name: scores of a layer that stay on the device."""
+SCORES: Mapping[str, Callable[..., Any]] = {
+    **{name: score for name, score in SCORES_OF_LAYERS.items() if not name.startswith("expected")},
+    **{score.__name__: host_score(score) for score in (value_range, window_attention)},
+    "keydiff_score": directed, "defensive_score": shared,
+}
+"""By name: twins of the functions of `reference.policies`, of which some read their result on the host."""

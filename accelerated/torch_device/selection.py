@@ -9,11 +9,12 @@ from fractions import Fraction
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from spec.arrays import BoolMatrix, IntVector, Matrix
 from spec.policy import Selection
 
-__all__ = ["adaptive_shares", "best_tokens", "competition_shares", "kept_tokens"]
+__all__ = ["adaptive_shares", "best_tokens", "competition_shares", "filled_chunks", "kept_tokens"]
 
 
 def kept_tokens(values: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
@@ -28,6 +29,23 @@ def kept_tokens(values: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
     share = torch.maximum(shares, pinned.sum(dim=1))[:, None]
     first = torch.arange(values.shape[1], device=values.device) < share
     return torch.zeros_like(pinned).scatter_(1, order, first)
+
+
+def filled_chunks(members: Tensor, c: int, past: int, shares: Tensor, pinned: Tensor) -> Tensor:
+    """Of each row (g, n) its pinned tokens, then the chunks of c with the largest sums; the last one in part.
+
+    Chunks are of the first `past` tokens; the rest is pinned.
+
+    Implements: PO-FILL-UNITS, PO-CHUNKKV
+    """
+    chunks = pad(members[:, :past], (0, -past % c)).double().view(len(members), -1, c).sum(dim=2)
+    rank = torch.argsort(torch.argsort(-chunks, dim=1, stable=True), dim=1)
+    rank = pad(rank.repeat_interleave(c, dim=1)[:, :past], (0, members.shape[1] - past))
+    order = torch.argsort(-members, dim=1, stable=True)
+    for key in (rank, (~pinned).int()):
+        order = order.gather(1, torch.argsort(key.gather(1, order), dim=1, stable=True))
+    share = torch.maximum(shares, pinned.sum(dim=1))[:, None]
+    return torch.zeros_like(pinned).scatter_(1, order, torch.arange(members.shape[1], device=members.device) < share)
 
 
 def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Selection:

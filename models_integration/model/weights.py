@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from models_integration.model.architecture import FULL, Architecture, of_layer
-from spec.arrays import Cube
 from spec.errors import SpecError
+from spec.policy import DeviceArray
 
 __all__ = ["CHANGING", "check_fixed", "output_projections", "rotary"]
 
@@ -21,8 +21,11 @@ CHANGING = ("dynamic", "longrope")
 """Rotations whose frequencies change with the length of what is read."""
 
 
-def output_projections(architecture: Architecture) -> Mapping[int, Cube]:
+def output_projections(architecture: Architecture, on_device: bool = False) -> Mapping[int, DeviceArray]:
     """W_o (H, d, hidden) of each full-attention layer: the rows of each query head.
+
+    Args:
+        on_device: return views of the model's weights, not float64 arrays.
 
     Raises:
         SpecError: for a model whose output projection is not a linear layer of a known name, with its weights there.
@@ -38,7 +41,8 @@ def output_projections(architecture: Architecture) -> Mapping[int, Cube]:
             reason = "its output projection is quantised or offloaded: load the model in bfloat16, float16 or float32"
             raise SpecError("model", type(module).__name__, reason)
         rows = weight if isinstance(linear, Conv1D) else weight.T  # a Conv1D, as GPT-2 has it, is stored by its inputs
-        found[layer] = rows.to("cpu", torch.float64).reshape(H, -1, rows.shape[1]).numpy()
+        cut = (rows if on_device else rows.to("cpu", torch.float64)).reshape(H, -1, rows.shape[1])
+        found[layer] = cut if on_device else cut.numpy()
     return found
 
 

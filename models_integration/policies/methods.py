@@ -248,8 +248,10 @@ class Published(RetentionPolicy):
             SpecError: if kvspec does not support the model, if the model does not support the policy, or if the
                 calibration belongs to a different model.
         """
-        policy = names.make_policy(self.name, {**_learned(self.name, model, self.identity), **self.constants})
         engine = resolve(self.constants.get("backend", "numpy"))
+        reads_tensors = engine.takes is not None and not names.families_of(self.name)  # KVzip+ weighs on the host
+        learned = _learned(self.name, model, self.identity, reads_tensors)
+        policy = names.make_policy(self.name, {**learned, **self.constants})
         used = names.families_of(self.name) or with_twins(policy, engine) is not policy
         return method_of(policy, self.budget, engine.name if used else "numpy", engine if engine.tensors else None)
 
@@ -317,12 +319,14 @@ def _calibration(given: Calibration | str | PathLike[str] | None) -> Calibration
     return given if isinstance(given, Calibration) else load_calibration(given)
 
 
-def _learned(name: str, model: PreTrainedModel, identity: ModelIdentity | None) -> dict[str, object]:
+def _learned(
+    name: str, model: PreTrainedModel, identity: ModelIdentity | None, on_device: bool,
+) -> dict[str, object]:
     """The constants that the model decides."""
     architecture, wanted, model = describe(model), names.constants_of_model(name), unwrapped(model)
     learned: dict[str, object] = {}
     if "W_o" in wanted:
-        learned["W_o"] = output_projections(architecture)
+        learned["W_o"] = output_projections(architecture, on_device)
     if "inv_freq" in wanted:
         learned |= rotary(architecture)
     if "served" in wanted:

@@ -16,13 +16,15 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import ScorerRecords
 from models_integration.session.method import Method
 from reference.policies.budgets import Above, Adaptive, Competition
+from reference.policies.chunkkv import Chunks
 from reference.policies.criticalkv import EPSILON, TwoScores, two_stages
 from reference.policies.defensivekv import Defensive
 from reference.policies.expected_attention import ExpectedAttention
 from reference.policies.names import with_twins
 from reference.policies.retain import tokens_of
 from reference.policies.scorers import LayerScorer
-from reference.policies.selectors import top_tokens, top_units
+from reference.policies.selectors import fill_units, top_tokens, top_units
+from reference.policies.triattention import TriAttention
 from spec.backend import Backend
 from spec.budget import Budget
 from spec.errors import SpecError
@@ -79,10 +81,13 @@ def policy_on_device(policy: Policy, engine: Backend) -> Policy | None:
     """A layerwise policy with scores on the device, if the number of tokens that it keeps depends on no score."""
     twin = with_twins(policy, replace(engine, scores=engine.tensors))
     selector = getattr(policy.selector, "func", policy.selector)
-    if twin is policy or selector not in (top_units, top_tokens, two_stages) or isinstance(policy.budgets, Above):
-        return None
+    choices = top_units, top_tokens, two_stages, fill_units
     scorer = twin.scorer.host if isinstance(twin.scorer, TwoScores) else twin.scorer
-    return twin if isinstance(scorer, LayerScorer | Defensive | ExpectedAttention) else None
+    known = isinstance(scorer, LayerScorer | Chunks | Defensive | ExpectedAttention | TriAttention)
+    if not known or selector not in choices or isinstance(policy.budgets, Above):
+        return None
+    functions = [getattr(part, "func", part) for part in vars(scorer).values()]
+    return twin if any(own is one for own in functions for one in engine.tensors.values()) else None
 
 
 def choose(policy: Policy, engine: Backend, budget: Budget, one: Observation) -> Chosen | None:
@@ -98,14 +103,17 @@ def choose(policy: Policy, engine: Backend, budget: Budget, one: Observation) ->
     values, pinned = _scores(twin.scorer, layer, view, B, one.seen), int(protected.sum())
     g, n = values.shape
     held = torch.from_numpy(protected).to(values.device).expand(g, n)
-    unscored, values = values.isnan() & ~held, values.masked_fill(held, torch.nan)
+    unscored, members, values = values.isnan() & ~held, values, values.masked_fill(held, torch.nan)
     shares, kept = _shares(policy, engine, B, values, pinned)
     top: Callable[..., Tensor] = engine.tensors["top_units"]
     if isinstance(twin.scorer, TwoScores):
         share = cast("partial[Selection]", policy.selector).keywords["share"]
         held = top(values, pinned + (shares - pinned) * share.numerator // share.denominator, held)
         values = (values + EPSILON) * cast(Tensor, twin.scorer.size(view.v, twin.scorer.W_o[layer]))
-    marks = top(values, shares, held).flatten()
+    if isinstance(twin.scorer, Chunks):
+        marks = engine.tensors["fill_units"](members, twin.scorer.c, max(0, n - twin.scorer.W), shares, held).flatten()
+    else:
+        marks = top(values, shares, held).flatten()
     lost = torch.where(unscored.any(), unscored.flatten().int().argmax(), -1)
     return Chosen(torch.argsort((~marks).int(), stable=True)[:kept], lost[None], g, n)
 
@@ -116,6 +124,10 @@ def _scores(scorer: Scorer, layer: int, view: LayerView, B: int, seen: int) -> T
         return _scores(scorer.host, layer, view, B, seen)
     if isinstance(scorer, Defensive):
         return cast(Tensor, scorer.score(view, scorer.W_o[layer], B, scorer.W, scorer.kernel))
+    if isinstance(scorer, Chunks):
+        return cast(Tensor, scorer.members(view))
+    if isinstance(scorer, TriAttention):
+        return cast(Tensor, scorer.layers({layer: view}, seen)[0])
     if not isinstance(scorer, ExpectedAttention):
         assert isinstance(scorer, LayerScorer)
         return cast(Tensor, scorer.score(view))

@@ -11,7 +11,7 @@ from reference.policies.attention import average_pool, group_mean, observed_atte
 from reference.policies.budgets import largest_remainder, spread
 from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
-from reference.policies.scorers import check_odd, check_positive, stacked, with_window
+from reference.policies.scorers import check_odd, check_positive, host_rows, stacked, with_window
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntVector, Matrix
 from spec.errors import SpecError
@@ -48,7 +48,7 @@ def cake_score(A: Float64[Cube, "H w past"], gamma: float, kernel: int, H_kv: in
 
 def cake_layer(
     view: LayerView, W: int, kernel: int, gamma: float, tau1: float, tau2: float,
-) -> tuple[Float64[Matrix, "H_kv n"], float]:
+) -> tuple[Float64[Matrix, "H_kv n"], Float64[Matrix, "one one"]]:
     """A layer's scores, and its preference, by the attention of the last W queries on the keys before them.
 
     Implements: PO-CAKE
@@ -56,7 +56,7 @@ def cake_layer(
     A = observed_attention(view, W)
     past = A[:, :, : A.shape[2] - A.shape[1]]
     scores = with_window(cake_score(past, gamma, kernel, len(view.k)), A.shape[2])
-    return scores, layer_preference(past, tau1, tau2)
+    return scores, np.array([[layer_preference(past, tau1, tau2)]])
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Cake:
     tau1: float
     tau2: float
     takes: Callable[[DeviceArray], bool] | None = None
-    layer: Callable[..., tuple[Matrix, float]] = cake_layer
+    layer: Callable[..., tuple[DeviceArray, DeviceArray]] = cake_layer
 
     @property
     def needs(self) -> Needs:
@@ -79,7 +79,7 @@ class Cake:
         constants = self.W, self.kernel, self.gamma, self.tau1, self.tau2
         found = [self.layer(view, *constants) for view in observation.layers.values()]
         scores = stacked(observation, [rows for rows, _ in found])
-        preferences = np.array([preference for _, preference in found])
+        preferences = host_rows([preference for _, preference in found])[:, 0]
         return Scores(scores.values, scores.offsets, heads=scores.heads, preferences=preferences)
 
 

@@ -5,15 +5,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 
-import numpy as np
-
 from reference.policies.adakv import adakv
 from reference.policies.defensivekv import output_size
 from reference.policies.named import named
-from reference.policies.scorers import check_weighable
+from reference.policies.scorers import check_weighable, host_rows
 from reference.policies.selectors import Choice, best_tokens, staged, top_tokens, top_units
 from reference.policies.snapkv import snapkv
-from spec.arrays import BoolVector, Cube, IntVector, Matrix
+from spec.arrays import BoolVector, IntVector, Matrix
 from spec.errors import SpecError
 from spec.policy import (
     NOTHING_PROMISED,
@@ -55,7 +53,7 @@ class TwoScores:
     """
 
     host: Scorer
-    W_o: Mapping[int, Cube]
+    W_o: Mapping[int, DeviceArray]
     size: Callable[[DeviceArray, DeviceArray], Matrix] = output_size
 
     @property
@@ -79,11 +77,11 @@ class TwoScores:
         scores = check_weighable(self.host(observation, protected))
         if any(view.v is None for view in observation.layers.values()):
             raise SpecError("v", None, "CriticalKV weighs keys by their values")
-        size = np.concatenate([self.size(view.v, self.W_o[layer]) for layer, view in observation.layers.items()])
+        size = host_rows([self.size(view.v, self.W_o[layer]) for layer, view in observation.layers.items()])
         return replace(scores, second=(scores.values + EPSILON) * size)
 
 
-def with_critical_selection(host: Policy, W_o: Mapping[int, Cube], share: Fraction = Fraction(1, 2)) -> Policy:
+def with_critical_selection(host: Policy, W_o: Mapping[int, DeviceArray], share: Fraction = Fraction(1, 2)) -> Policy:
     """Any policy that keeps the best single tokens of each KV head by attention, at the end of segments.
 
     Raises:
@@ -105,7 +103,7 @@ def with_critical_selection(host: Policy, W_o: Mapping[int, Cube], share: Fracti
     "criticalkv", "Feng et al., CriticalKV (arXiv 2502.03805)",
     "SnapKV's tokens in two stages, the second by projected values", of_model=frozenset({"W_o"}), diverse=False,
 )
-def criticalkv(W_o: Mapping[int, Cube], W: int = 32, kernel: int = 7) -> Policy:
+def criticalkv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7) -> Policy:
     """SnapKV's scores and window, in two stages.
 
     The authors' code is kvpress's: there the window takes its part of the first stage, and where it does not fit it,
@@ -123,7 +121,7 @@ def criticalkv(W_o: Mapping[int, Cube], W: int = 32, kernel: int = 7) -> Policy:
     of_model=frozenset({"W_o"}), diverse=False,
 )
 def critical_adakv(
-    W_o: Mapping[int, Cube], W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 5),
+    W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 5),
 ) -> Policy:
     """Ada-KV's budgets, shared by its scores; then two stages in each head.
 

@@ -108,7 +108,7 @@ def defensive_score(view: LayerView, W_o: DeviceArray, B: int, W: int, kernel: i
 class Defensive:
     """Needs each layer's output projection (H, d, hidden), under the layer's index."""
 
-    W_o: Mapping[int, Cube]
+    W_o: Mapping[int, DeviceArray]
     W: int
     kernel: int
     takes: Callable[[DeviceArray], bool] | None = None
@@ -133,7 +133,7 @@ class Defensive:
     "defensivekv", "Feng et al., DefensiveKV (arXiv 2510.13334)",
     "the largest attention in the window, times the projected values; heads compete", of_model=frozenset({"W_o"}),
 )
-def defensivekv(W_o: Mapping[int, Cube], W: int = 32, kernel: int = 5) -> Policy:
+def defensivekv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 5) -> Policy:
     """The last W tokens, and the layer's best others, whichever KV head they are in.
 
     The official code's layer-wise form lets layers compete too; with a budget below W it marks nearly every token.

@@ -108,7 +108,7 @@ class KVzipPlus:
     """KVzip+ over all layers; needs each layer's output projection (H, d, hidden), under the layer's index."""
 
     needs: Needs
-    W_o: Mapping[int, Cube]
+    W_o: Mapping[int, DeviceArray]
     N_sink: int
     largest: Largest = largest_attention
 
@@ -169,7 +169,7 @@ def kvzip_uniform(
     "KVzip's scores times the norm of the attention output", of_model=frozenset({"W_o"}),
 )
 def kvzip_plus(
-    W_o: Mapping[int, Cube], template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0,
+    W_o: Mapping[int, DeviceArray], template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0,
     chunk: int = 2000, overlap: int = 8, backend: str | Backend = "numpy",
 ) -> Policy:
     """KVzip's budgets over its scores with the output's norm.

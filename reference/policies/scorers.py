@@ -11,8 +11,8 @@ from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView, Needs, Observation, Scores
 
 __all__ = [
-    "LayerScorer", "Received", "Score", "check_odd", "check_positive", "check_weighable", "recency", "stacked",
-    "with_window",
+    "LayerScorer", "Received", "Score", "check_odd", "check_positive", "check_weighable", "host_rows", "recency",
+    "stacked", "with_window",
 ]
 
 
@@ -45,7 +45,20 @@ class LayerScorer:
         return None
 
 
-def stacked(observation: Observation, rows: list[Float64[Matrix, "h n"]], carry: object = None) -> Scores:
+def host_rows(rows: Sequence[DeviceArray]) -> Float64[Matrix, "g n"]:
+    """The rows (h, n) of all layers, one below the other; tensors leave their device in one transfer."""
+    if isinstance(rows[0], np.ndarray):
+        return np.concatenate(rows)
+    whole = rows[0].new_empty((sum(map(len, rows)), rows[0].shape[1]))
+    at = 0
+    for own in rows:
+        whole[at : at + len(own)] = own
+        at += len(own)
+    found: Matrix = whole.double().cpu().numpy()
+    return found
+
+
+def stacked(observation: Observation, rows: Sequence[DeviceArray], carry: object = None) -> Scores:
     """The layers' rows, one below the other, as scores of single tokens.
 
     Raises:
@@ -53,7 +66,7 @@ def stacked(observation: Observation, rows: list[Float64[Matrix, "h n"]], carry:
     """
     if not rows:
         raise SpecError("layers", len(rows), "the policy needs the attention inputs of a layer")
-    values = np.concatenate(rows)
+    values = host_rows(rows)
     if len(values) != observation.groups:
         raise SpecError("groups", observation.groups, f"the policy decides for {len(values)} groups")
     return Scores(values, np.arange(values.shape[1] + 1), carry=carry, heads=len(rows[0]))

@@ -1,6 +1,6 @@
 """TriAttention: a calibrated scorer, and a decision each time 128 tokens have gathered above the budget."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,18 +11,33 @@ from reference.policies.attention import wide
 from reference.policies.budgets import even
 from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
+from reference.policies.scorers import host_rows
 from reference.policies.selectors import top_units
 from reference.triattention import Mode, distance_score, joined, z_scores
-from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
+from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix, Vector
 from spec.errors import SpecError
-from spec.policy import Cadence, LayerView, Needs, Observation, Policy, Scores
+from spec.policy import Cadence, DeviceArray, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
-__all__ = ["TriAttention", "triattention"]
+__all__ = ["TriAttention", "largest_z_scores", "triattention"]
 
 GRANULARITY: Mapping[Mode, Granularity] = {
     "global": Granularity.MODEL, "head": Granularity.HEAD, "layer and head": Granularity.HEAD,
 }
+
+
+def largest_z_scores(
+    k: DeviceArray, t: int, mean: Float64[Matrix, "H d"], magnitude: Float64[Matrix, "H half"],
+    inv_freq: Float64[Vector, " half"], factor: float, pinned: int,
+) -> Float64[Matrix, "H_kv n"]:
+    """The largest z-score of each KV head's query heads, over the tokens behind the first `pinned`.
+
+    Implements: TA-SCORE, TA-RANKING
+    """
+    candidates = np.arange(k.shape[1]) >= pinned
+    heads = zip(wide(k), np.split(mean, len(k)), np.split(magnitude, len(k)), strict=True)
+    scores = (distance_score(keys, t, own, size, inv_freq, factor) for keys, own, size in heads)
+    return np.stack([z_scores(score, candidates).max(axis=0) for score in scores])
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,7 @@ class TriAttention:
     mode: Mode
     pin_prompt: int
     needs: Needs = Needs("all", 0, budget=True)
+    score: Callable[..., DeviceArray] = largest_z_scores
 
     @property
     def layerwise(self) -> bool:
@@ -50,11 +66,8 @@ class TriAttention:
 
         Implements: TA-POLICY
         """
-        views = observation.layers
-        known = self.calibration.layers
-        if not (set(views) <= set(known) if self.layerwise else tuple(views) == known):
-            raise SpecError("calibration", known, f"was taken in other layers than {tuple(views)}")
-        best = np.stack([self.layer(known.index(layer), view, observation.seen) for layer, view in views.items()])
+        rows = self.layers(observation.layers, observation.seen)
+        best = host_rows(rows).reshape(len(rows), *rows[0].shape)
         values = joined(best, self.mode)
         heads = 1 if self.mode == "global" else best.shape[1]
         return Scores(values, np.arange(values.shape[1] + 1), heads=heads)
@@ -65,18 +78,18 @@ class TriAttention:
     def join(self, records: Sequence[None], /) -> None:
         return None
 
-    def layer(self, at: int, view: LayerView, t: int) -> Float64[Matrix, "H_kv n"]:
-        """Of one layer, over the tokens that are not pinned."""
-        k, found, rope = wide(view.k), self.calibration, self.calibration.identity
-        if found.mean.shape[1] % len(k) or found.mean.shape[2] != k.shape[2]:
-            raise SpecError("calibration", found.mean.shape, f"does not fit keys of shape {k.shape}")
-        candidates = np.arange(k.shape[1]) >= self.pin_prompt
-        best = np.empty(k.shape[:2])
-        for g, keys in enumerate(k):
-            mean, magnitude = (np.split(x[at], len(k))[g] for x in (found.mean, found.magnitude))
-            score = distance_score(keys, t, mean, magnitude, rope.inv_freq, rope.factor)
-            best[g] = z_scores(score, candidates).max(axis=0)
-        return best
+    def layers(self, views: Mapping[int, LayerView], t: int) -> list[DeviceArray]:
+        """Of each layer (H_kv, n), over the tokens that are not pinned."""
+        found, rope, known, rows = self.calibration, self.calibration.identity, self.calibration.layers, []
+        if not (set(views) <= set(known) if self.layerwise else tuple(views) == known):
+            raise SpecError("calibration", known, f"was taken in other layers than {tuple(views)}")
+        for layer, view in views.items():
+            shape, at = tuple(view.k.shape), known.index(layer)
+            mean, magnitude = found.mean[at], found.magnitude[at]
+            if len(mean) % shape[0] or mean.shape[1] != shape[2]:
+                raise SpecError("calibration", found.mean.shape, f"does not fit keys of shape {shape}")
+            rows.append(self.score(view.k, t, mean, magnitude, rope.inv_freq, rope.factor, self.pin_prompt))
+        return rows
 
 
 @named(

@@ -9,7 +9,7 @@ from reference.policies.attention import wide
 from reference.policies.h2o import h2o
 from reference.policies.named import named
 from reference.policies.protections import protecting
-from reference.policies.scorers import check_weighable
+from reference.policies.scorers import check_weighable, host_rows
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
 from spec.backend import Backend
 from spec.errors import SpecError
@@ -74,7 +74,7 @@ class ValueWeighted:
         """
         if any(view.v is None for view in observation.layers.values()):
             raise SpecError("v", None, "VATP weighs scores by values")
-        sizes = np.concatenate([self.size(view.v) for view in observation.layers.values()])
+        sizes = host_rows([self.size(view.v) for view in observation.layers.values()])
         return replace(scores, values=check_weighable(scores).values * sizes)
 
 

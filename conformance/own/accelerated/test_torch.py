@@ -106,8 +106,9 @@ def close(found: Any, want: Any) -> bool:
 def test_tensors_are_scored_in_float32_where_they_are(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half precision is read exactly; no part of a score is computed in it."""
     inputs = of_type(drawn(seed, n=21), lambda x: torch.from_numpy(x).bfloat16())
-    policy = CASES[name].policy(inputs)
-    want = values(policy, of_type(inputs, lambda x: x.double().numpy()))
+    wide = of_type(inputs, lambda x: x.double().numpy())
+    policy = CASES[name].policy(wide)
+    want = values(policy, wide)
     found = values(with_twins(policy, BACKEND), inputs)
     assert all(close(got, row) for got, row in zip(found, want, strict=True))
     monkeypatch.setattr(scores, "FLOATS", 40)
@@ -121,11 +122,11 @@ def test_s1_of_tensors_lies_in_the_certified_box(seed: int, monkeypatch: pytest.
     """A later segment, scored in blocks of two queries."""
     rng, at = np.random.default_rng(seed), np.arange(5, 29)
     q, k = (torch.from_numpy(rng.standard_normal(shape)).bfloat16() for shape in ((4, 21, 4), (2, 24, 4)))
-    wide = [one.double().numpy() for one in (q, k)]
+    inputs = AttentionInputs(q.double().numpy(), k.double().numpy(), at, TINY, 0.5, None)
     monkeypatch.setattr(s1, "FLOATS", 200)
     found = BACKEND.require_crystal().coattention(q, k, at, TINY, 0.5, None)
-    assert not list(stage_checks.coattention(found, AttentionInputs(*wide, at, TINY, 0.5, None), "float32"))
-    norms = REFERENCE.require_breath().inverse_key_norms(wide[1])
+    assert not list(stage_checks.coattention(found, inputs, "float32"))
+    norms = REFERENCE.require_breath().inverse_key_norms(inputs.k)
     np.testing.assert_allclose(BACKEND.require_breath().inverse_key_norms(k), norms, rtol=1e-12)
 
 
