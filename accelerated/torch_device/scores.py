@@ -92,7 +92,7 @@ def window_members(view: LayerView, W: int) -> Tensor:
     return with_window(before(A).sum(dim=(0, 1), dtype=torch.float64)[None], A.shape[2])
 
 
-def all_members(view: LayerView) -> Tensor:
+def all_members(view: LayerView, received: object = None) -> Tensor:
     """Implements: PO-CHUNKKV-DESCRIBED"""
     return h2o_score(view).sum(dim=0, keepdim=True)
 

@@ -9,9 +9,10 @@ import lzma
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,11 +20,16 @@ from models_integration.studies.estimate import Estimate, format_p
 from models_integration.studies.evidence.claims import ENDS, Samples, Verdict, verdicts
 from models_integration.studies.evidence.controls import FULL
 from models_integration.studies.evidence.rules import PARTS, Claim, load_rules
+from models_integration.studies.evidence.run import merged
+from models_integration.studies.papers.injection import TEMPLATES
+from models_integration.studies.papers.injection_tables import HEADINGS, InjectionTable, filled_lines, tables_of
+from models_integration.studies.papers.protocol import COSTS, PAPERS, Paper, Part, Table, load_paper, rules_of_part
+from models_integration.studies.papers.tables import Measured, fill, shaped
 from reference.statistics import mcnemar
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "docs" / "results" / "smollm2"
-PAGES = (ROOT / "README.md", HOME / "README.md", HOME / "erratum.md")
+PAGES = (ROOT / "README.md", HOME / "README.md", HOME / "erratum.md", HOME / "papers.md")
 
 FACTS = ("needle_in_prose", "keys_in_prose_2", "keys_in_prose_4")
 PAIRS, PROSE = ("key_value_short",), ("prose_continuation",)
@@ -66,11 +72,16 @@ def _after(title: str, tasks: Sequence[str], budget: str = "0.3", answers: bool 
 
 
 @cache
+def rows_of(study: str) -> list[dict[str, Any]]:
+    """The rows of a study."""
+    with lzma.open(HOME / f"{study}.jsonl.xz") as file:
+        return [json.loads(line) for line in file]
+
+
+@cache
 def samples_of(study: str, part: str = "confirm") -> Samples:
     """The rows of a study's part."""
-    with lzma.open(HOME / f"{study}.jsonl.xz") as file:
-        rows = [json.loads(line) for line in file]
-    return Samples([row for row in rows if row["part"] == part])
+    return Samples([row for row in rows_of(study) if row["part"] == part])
 
 
 def figures(
@@ -161,6 +172,38 @@ def depths() -> list[list[str]]:
     return lines
 
 
+def paper_table(name: str, paper: Paper, table: Table) -> list[list[str]]:
+    """A table of a paper from the rows of `kvspec paper NAME --model smollm2 --quick`."""
+    parts = [part for part in paper.parts if part.name in table.parts]
+    found = fill(table, paper, [_asked(name, paper, part) for part in parts])
+    head, lines = shaped(found)
+    head[0] += f" (n = {' to '.join(map(str, dict.fromkeys((found.n[0], found.n[-1]))))})"
+    return [head, *lines]
+
+
+def _asked(name: str, paper: Paper, part: Part) -> Measured:
+    """The rows of a part, with the cells that its rules name."""
+    rules = rules_of_part(paper, part, ["smollm2"], (), True)
+    assert rules is not None
+    rows, cells = rows_of(f"paper-{name}"), {(FULL, "1.0"), *product(rules.policies, rules.budgets)}
+    if part.kind == COSTS:
+        return Measured(rules, "smollm2", [row for row in rows if row["task"] == COSTS])
+    return Measured(rules, "smollm2", [
+        {**row, "cells": [cell for cell in row["cells"] if (cell["policy"], cell["budget"]) in cells]}
+        for row in merged(row for row in rows if row["task"] in rules.tasks)
+        if row["length"] in rules.lengths and row["seed"] in rules.seeds and row["index"] < rules.contexts
+    ])
+
+
+def injection_table(table: InjectionTable) -> list[list[str]]:
+    """A table of the paper on injection, from the rows of `kvspec paper injection --model smollm2 --quick`."""
+    found: dict[str, list[Any]] = {}
+    for row in rows_of("paper-injection"):
+        found.setdefault(row["session"], []).append(row)
+    n = len(next(iter(found.values())))
+    return [[f"{HEADINGS[0]} (n = {n})", *HEADINGS[1:]], *filled_lines(table, found)]
+
+
 def _one(estimate: Estimate) -> str:
     return f"{estimate.value:.1f} [{estimate.low:.1f}, {estimate.high:.1f}]"
 
@@ -223,6 +266,14 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
         Column(f"facts, {at}", ("fact",), "after", at, recovery=False) for at in ("0.5", "0.3", "0.15")
     ], FORMS, "dev"),
     "pairs": lambda: figures("rules", (_after("pairs of letters, 0.3", PAIRS),), MAIN),
+}
+PAPER_TABLES = {
+    f"{name}-{table.name}": partial(paper_table, name, paper, table) for name in PAPERS
+    for paper in (load_paper(name),) for table in paper.tables
+    if table.parts and all(part.kind in ("", COSTS) for part in paper.parts if part.name in table.parts)
+} | {f"injection-{table.name}": partial(injection_table, table) for table in tables_of(TEMPLATES["markers"])}
+TABLES |= {
+    name: make for name, make in PAPER_TABLES.items() if (HOME / f"paper-{name.partition('-')[0]}.jsonl.xz").exists()
 }
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

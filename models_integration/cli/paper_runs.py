@@ -1,7 +1,7 @@
 """The run of `kvspec paper`: the parts of a paper as studies in one folder, then its tables."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -21,7 +21,8 @@ from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import Rules
 from models_integration.studies.evidence.run import Item
 from models_integration.studies.page.elements import Html, note, page, section, table
-from models_integration.studies.papers.protocol import Paper, Part, load_paper, rules_of_part
+from models_integration.studies.papers.costs import FILE, PASSES, TOKENS, Costs
+from models_integration.studies.papers.protocol import COSTS, Paper, Part, load_paper, rules_of_part
 from models_integration.studies.papers.tables import Filled, Measured, fill, shaped, write_tables
 from models_integration.studies.report import fits, table_of
 from models_integration.studies.results import STUDY
@@ -70,7 +71,7 @@ class _Study(NamedTuple):
 
     part: Part
     rules: Rules
-    work: Work | None
+    work: Work | Costs | None
     said: str
     """What the model cannot do."""
 
@@ -154,8 +155,13 @@ def _studies(paper: Paper, asked: Asked, subject: Subject, model: str) -> Iterat
         lengths, said = tuple(length for length in rules.lengths if _has_positions(subject, length)), ""
         if left := [str(length) for length in rules.lengths if length not in lengths]:
             said = f"Not run on {subject.label}: {', '.join(left)} tokens, more than its positions."
-        work = Work(replace(rules, lengths=lengths), subject, running) if lengths else None
-        yield _Study(part, rules, work, said)
+        yield _Study(part, rules, _work(part, replace(rules, lengths=lengths), subject, running), said)
+
+
+def _work(part: Part, rules: Rules, subject: Subject, running: Running) -> Work | Costs | None:
+    if not rules.lengths:
+        return None
+    return Costs(rules, subject, running.out / FILE) if part.kind == COSTS else Work(rules, subject, running)
 
 
 def _has_positions(subject: Subject, length: int) -> bool:
@@ -216,14 +222,8 @@ def plan(asked: Asked, loading: Loading) -> None:
         subject, lines = _subject(paper, asked, replace(loading, model=model), save=False), list[list[str]]()
         hours, most = [0.0, 0.0], 0.0
         for part, _, work, said in list(_studies(paper, asked, subject, model)):
-            items = work.items if work else []
-            sizes = [len(place(item.sample, item.placement).prompt_ids) for item in items]
-            cells = [len(item.cells(work.rules)) for item in items] if work else []
-            answers = sum(each * item.sample.max_new_tokens for each, item in zip(cells, items, strict=True))
-            if work is not None and items:
-                low, high, slot = _cost(work, sizes, again=not any(hours))
-                hours, most = [hours[0] + low, hours[1] + high], max(most, slot * max(sizes))
-            numbers = len(items), sum(cells), sum(sizes), answers, max(sizes, default=0)
+            numbers, (low, high, cached) = _planned(work, again=not any(hours))
+            hours, most = [hours[0] + low, hours[1] + high], max(most, cached)
             lines.append([part.name, *(f"{number:,}" for number in numbers), said])
         headings = ["part", "samples", "cells", "prompt tokens", "answer tokens at most", "longest prompt", "not run"]
         console.print(table_of(f"{paper.title} on {subject.label}", headings, lines))
@@ -238,22 +238,41 @@ def plan(asked: Asked, loading: Loading) -> None:
         console.print(f"{name}: {' '.join(missing)}", highlight=False, soft_wrap=True)
 
 
-def _cost(work: Work, sizes: Sequence[int], again: bool) -> tuple[float, float, float]:
-    """Seconds of a part if they grow with the tokens, and with their square; bytes of a slot in all layers and heads.
+def _planned(work: Work | Costs | None, again: bool) -> tuple[Sequence[int], tuple[float, float, float]]:
+    """Samples, cells, tokens of prompts and of answers and the longest prompt of a part; then what `_cost` finds."""
+    if work is None:
+        return (0,) * 5, (0.0, 0.0, 0.0)
+    if isinstance(work, Costs):
+        lengths = work.rules.lengths
+        numbers = len(lengths), 2 * len(lengths), PASSES * sum(lengths), PASSES * TOKENS * len(lengths), max(lengths)
+        return numbers, _cost(lengths, lambda at: work.row(lengths[at])["memory"]["cache, full cache"], again)
+    sizes = [len(place(item.sample, item.placement).prompt_ids) for item in work.items]
+    cells = [len(item.cells(work.rules)) for item in work.items]
+    answers = sum(each * item.sample.max_new_tokens for each, item in zip(cells, work.items, strict=True))
+    return (len(sizes), sum(cells), sum(sizes), answers, max(sizes)), _cost(
+        sizes, lambda at: _cached(work, work.items[at]), again
+    )
 
-    `again`: measure twice, because the first sample pays for what is compiled.
+
+def _cost(sizes: Sequence[int], measured: Callable[[int], float], again: bool) -> tuple[float, float, float]:
+    """Seconds of a part if they grow with the tokens, and with their square; bytes of the longest prompt's cache.
+
+    `measured` runs the sample at a place, and returns the bytes of its prompt's cache. `again`: run it twice, because
+    the first one pays for what is compiled.
     """
     at = min(range(len(sizes)), key=sizes.__getitem__)
     for _ in range(1 + again):
         start = time.perf_counter()
-        row = _measured(work, work.items[at])
+        cached = measured(at)
         spent = time.perf_counter() - start
-    tokens = sizes[at]
-    slot = max(cell["mean_bytes"] / cell["mean_cache"] for cell in row["cells"])
-    return sum(size / tokens for size in sizes) * spent, sum((size / tokens) ** 2 for size in sizes) * spent, slot
+    ratios = [size / sizes[at] for size in sizes]
+    return sum(ratios) * spent, sum(ratio**2 for ratio in ratios) * spent, max(ratios) * cached
 
 
-def _measured(work: Work, item: Item) -> Mapping[str, list[dict[str, float]]]:
+def _cached(work: Work, item: Item) -> float:
+    """Measure a sample, and return the bytes of its prompt's cache."""
     placement, cells = place(item.sample, item.placement), item.cells(work.rules)
     prompt = read_prompt(work.subject, work.policies, work.rules.budgets, placement)
-    return measure(work.subject, item.sample, prompt, cells, work.running.batch_size)
+    row = measure(work.subject, item.sample, prompt, cells, work.running.batch_size)
+    slot = max(float(cell["mean_bytes"] / cell["mean_cache"]) for cell in row["cells"])
+    return slot * len(placement.prompt_ids)

@@ -6,13 +6,14 @@ from functools import partial
 
 import numpy as np
 
-from reference.policies.attention import accumulated_attention, observed_attention
+from reference.policies.attention import observed_attention, received_attention
 from reference.policies.budgets import even
 from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
-from reference.policies.scorers import check_positive, stacked, with_window
+from reference.policies.scorers import Received, check_positive, stacked, with_window
 from reference.policies.selectors import fill_units
 from spec.arrays import BoolVector, Float64, Int64, IntVector, Matrix, Vector
+from spec.backend import Backend, resolve
 from spec.policy import LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
@@ -73,9 +74,9 @@ def window_members(view: LayerView, W: int) -> Float64[Matrix, "one n"]:
     return with_window(A[:, :, : A.shape[2] - A.shape[1]].sum(axis=(0, 1))[None], A.shape[2])
 
 
-def all_members(view: LayerView) -> Float64[Matrix, "one n"]:
+def all_members(view: LayerView, received: Received = received_attention) -> Float64[Matrix, "one n"]:
     """All queries' attention, summed over queries and all heads of the layer."""
-    total: Matrix = accumulated_attention(view).sum(axis=0, keepdims=True)
+    total: Matrix = received(view.q, view.k, view.scaling, view.softcap).sum(axis=0, keepdims=True)
     return total
 
 
@@ -105,15 +106,18 @@ def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
     "chunkkv-described", "Lin, CrystalCache, Eq. 6",
     "whole chunks by the attention of all queries, without a window", diverse=False, blocks=False,
 )
-def chunkkv_described(c: int = 10) -> Policy:
+def chunkkv_described(c: int = 10, backend: str | Backend = "numpy") -> Policy:
     """As CrystalCache describes it (Eq. 6): all queries, no window; heads are summed, the remainder is partial.
 
     Implements: PO-CHUNKKV-DESCRIBED
 
     Raises:
-        SpecError: when c is not positive.
+        SpecError: when c is not positive, or the backend is unknown.
+        BackendUnavailable: as `h2o`.
     """
-    scorer = Chunks(Needs("all", None), all_members, check_positive("c", c), 0, 1)
+    engine = resolve(backend)
+    members = partial(all_members, received=engine.require_policies().received_attention)
+    scorer = Chunks(Needs("all", None, takes=engine.takes), members, check_positive("c", c), 0, 1)
     return replace(
         chunkkv(c), name="chunkkv-described", scorer=scorer, protection=SinkAndRecent(0, 0), floor=0
     )

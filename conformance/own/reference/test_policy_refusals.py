@@ -333,6 +333,10 @@ MAKERS: list[Any] = [
         "h2o-described", lambda i, **on: policies.h2o_described(3, **on), marks=pytest.mark.spec("PO-H2O-DESCRIBED")
     ),
     pytest.param(
+        "chunkkv-described", lambda i, **on: policies.chunkkv_described(2, **on),
+        marks=pytest.mark.spec("PO-CHUNKKV-DESCRIBED"),
+    ),
+    pytest.param(
         "expected-attention",
         lambda i, **on: policies.expected_attention(i.inv_freq, i.factor, 2, 5, **on),
         marks=pytest.mark.spec("PO-EXPECTED-ATTENTION"),

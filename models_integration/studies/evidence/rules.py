@@ -100,6 +100,7 @@ class Rules:
         bare: whether texts are bare; otherwise the tokenizer's chat template, if it has one, stands around them.
         controls: what is run beside the policies; by default CONTROLS and the random controls of the policies' units.
         commit: the commit that holds the rules, in the rows that confirm claims; "" for other rows.
+        answer_tokens: the longest answer that is decoded, if it is shorter than the task's; 0 for the task's.
 
     Raises:
         SpecError: for an unknown name, a number below 1, a list with nothing in it, or a claim about what is not run.
@@ -122,6 +123,7 @@ class Rules:
     bare: bool = False
     controls: tuple[str, ...] = CONTROLS
     commit: str = ""
+    answer_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_choices("controls", self.controls, EVERY_CONTROL)

@@ -38,7 +38,7 @@ from models_integration.tasks.chat import NO_TEMPLATE, frame_of
 from models_integration.tasks.context import Ground
 from models_integration.tasks.facts import most_contexts
 from models_integration.tasks.prose import Prose, read_prose
-from models_integration.tasks.registry import FILE, SENTENCES, TEXTS, resolve_task
+from models_integration.tasks.registry import FILE, SENTENCES, TEXTS, Task, resolve_task
 from models_integration.tasks.samples import part_of
 from spec import SPEC_VERSION
 from spec.errors import SpecError
@@ -149,7 +149,7 @@ def items(rules: Rules, subject: Subject, parts: Sequence[str]) -> Iterator[Item
                 for length in rules.lengths:
                     if not task.of_file:  # those cut what is longer, and may have less
                         subject.check_positions("lengths", length)
-                    samples = task(ground, length, index, seed)
+                    samples = _drawn(rules, task, ground, length, index, seed)
                     for sample in samples:
                         subject.check_sample("lengths", sample)
                     if part_of(samples[0].context_digest) in parts:
@@ -165,8 +165,14 @@ def _window_items(rules: Rules, ground: Ground, item: Item) -> Iterator[Item]:
     """The samples of those controls that have their fact at a depth of its own."""
     for (task, control), drawn_by in WINDOWS.items():
         if item.task == task and control in rules.controls:
-            (sample,) = resolve_task(drawn_by)(ground, item.length, item.index, item.seed)
+            (sample,) = _drawn(rules, resolve_task(drawn_by), ground, item.length, item.index, item.seed)
             yield replace(item, sample=sample, control=control)
+
+
+def _drawn(rules: Rules, task: Task, ground: Ground, length: int, index: int, seed: int) -> list[Sample]:
+    """A task's samples, with answers no longer than the rules allow."""
+    samples, most = task(ground, length, index, seed), rules.answer_tokens
+    return [replace(one, max_new_tokens=min(most or one.max_new_tokens, one.max_new_tokens)) for one in samples]
 
 
 def methods(rules: Rules, subject: Subject) -> dict[str, Method]:

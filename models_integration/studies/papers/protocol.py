@@ -14,12 +14,14 @@ from models_integration.studies.papers.registered import RULES
 from spec.errors import SpecError
 from spec.validate import check_choices
 
-__all__ = ["AXES", "BEST", "MEASURES", "PAPERS", "Paper", "Part", "Table", "load_paper", "rules_of_part"]
+__all__ = ["AXES", "BEST", "COSTS", "MEASURES", "PAPERS", "Paper", "Part", "Table", "load_paper", "rules_of_part"]
 
 PAPERS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.toml")))
-AXES = ("model", "policy", "budget", "task", "length", "depth", "density", "time")
-"""What rows and columns of a table may be; `time` is a step of a run, in a table of seconds."""
-MEASURES = ("score", "seconds", "MiB", "no box")
+AXES = ("model", "policy", "budget", "task", "length", "depth", "density", "time", "memory")
+"""What rows and columns of a table may be; `time` is a step of a run, in a table of seconds, `memory` what holds it."""
+COSTS = "costs"
+"""The kind of a part that measures seconds and bytes of one prompt for each length."""
+MEASURES = ("score", "seconds", "MiB", "no box", "memory")
 BEST = "best baseline"
 """What a table may compare with, beside the name of a policy."""
 T = TypeVar("T")
@@ -33,7 +35,7 @@ class Part:
         name: of the part.
         study: what it changes in `[study]`.
         quick: what a quick run changes beside that.
-        kind: kind of the benchmark files that it reads; "" for tasks of kvspec.
+        kind: kind of the benchmark files that it reads; "" for tasks of kvspec, COSTS for seconds and bytes.
         files: names of these files, without folder and ending.
     """
 
@@ -161,7 +163,7 @@ def rules_of_part(
         SpecError: as `rules_of`.
     """
     given = [f"{part.kind}:{path}" for path in files if path.stem in part.files]
-    if part.kind and not given:
+    if part.kind not in ("", COSTS) and not given:
         return None
     changed = {**part.study, **(part.quick if quick else {}), **({"tasks": given} if given else {})}
     return rules_of(**{"title": f"{paper.title}: {part.name}", **paper.study, **changed, "models": list(models)})

@@ -23,7 +23,8 @@ __all__ = ["NOT_RUN", "Filled", "Measured", "fill", "shaped", "write_tables"]
 NOT_RUN = "not run"
 _PUBLISHED = " (published)"
 _MIB = 2**20
-_SCORE, _SECONDS, _BYTES, _ = MEASURES
+_SCORE, _SECONDS, _BYTES, _, _MEMORY = MEASURES
+_UNITS = {_SECONDS: 1, _MEMORY: _MIB}
 Key = tuple[str, ...]
 
 
@@ -116,7 +117,7 @@ def fill(table: Table, paper: Paper, measured: Sequence[Measured], missing: Sequ
     values = [one for at, some in enumerate(measured) for one in _values(table, some, at)]
     groups: dict[tuple[Key, Key], list[_Value]] = {}
     for one in values:
-        if not table.policies or one.policy in table.policies or table.measure == _SECONDS:
+        if not table.policies or one.policy in table.policies or table.measure in _UNITS:
             groups.setdefault((one.row, one.column), []).append(one)
     every: dict[str, dict[tuple[int, str], float]] = {}
     for one in values:
@@ -161,10 +162,11 @@ def _values(table: Table, measured: Measured, part: int) -> Iterator[_Value]:
 
 def _found(table: Table, row: Row, budgets: Sequence[str]) -> Iterator[tuple[dict[str, str], float, float]]:
     """What one row of results says: axes that a cell decides, and a figure by both metrics."""
-    if table.measure == _SECONDS:
-        for name, seconds in row["seconds"].items():
-            if name == "prefill" or name in table.policies:
-                yield {"time": name, "policy": name}, seconds, seconds
+    if table.measure in _UNITS:
+        for name, figure in row[table.measure].items():
+            if name == "prefill" or name in (table.policies or (name,)):
+                value = figure / _UNITS[table.measure]
+                yield {"time": name, "memory": name, "policy": name}, value, value
         return
     for cell in row["cells"]:
         for budget in budgets if cell["policy"] == FULL else (cell["budget"],):
@@ -193,7 +195,7 @@ def _figure(
     table: Table, paper: Paper, group: Sequence[_Value], every: Mapping[str, Mapping[tuple[int, str], float]],
 ) -> Figure:
     values, samples = [one.value for one in group], [one.sample for one in group]
-    shares = table.measure not in (_SECONDS, _BYTES) and set(values) <= {0.0, 1.0}
+    shares = table.measure not in (*_UNITS, _BYTES) and set(values) <= {0.0, 1.0}
     value = share_of(int(sum(values)), len(values)) if shares else _mean(values)
     over = dict[str, tuple[str, Estimate]]()
     (policy, *more) = dict.fromkeys(one.policy for one in group)
@@ -249,7 +251,7 @@ def _expected(axes: Sequence[str], table: Table, measured: Sequence[Measured]) -
             "model": [model], "policy": [name for name in policies if name in (table.policies or policies)],
             "budget": [name for name in rules.budgets if name in (table.budgets or rules.budgets)],
             "task": [*map(_task, rules.tasks)], "length": [*map(str, rules.lengths)],
-            "time": ["prefill", *table.policies],
+            "time": ["prefill", *table.policies] if table.policies else [], "memory": [],
         }
         for name in ("depth", "density"):
             asked[name] = sorted({str(row["metadata"][name]) for row in rows if name in row["metadata"]})

@@ -24,6 +24,7 @@ from models_integration.studies.papers.injection_tables import filled_lines, tab
 from models_integration.studies.papers.protocol import BEST, PAPERS, load_paper, rules_of_part
 from models_integration.studies.papers.tables import Measured, fill
 from models_integration.studies.subject import Loading
+from models_integration.tasks.loaders import LONGBENCH
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
@@ -49,6 +50,27 @@ name = "files"
 kind = "longbench-file"
 files = ["hotpotqa"]
 lengths = [200]
+[[part]]
+name = "costs"
+kind = "costs"
+tasks = ["needle"]
+budgets = ["0.5"]
+lengths = [400, 200000]
+quick = {lengths = [300]}
+[[table]]
+name = "latency"
+title = "Table 5"
+parts = ["costs"]
+rows = ["length"]
+columns = ["time"]
+measure = "seconds"
+[[table]]
+name = "memory"
+title = "Table 6"
+parts = ["costs"]
+rows = ["length"]
+columns = ["memory"]
+measure = "memory"
 [[table]]
 name = "one"
 title = "Table 1"
@@ -142,6 +164,23 @@ def test_a_table_has_the_figures_of_its_rows_and_the_published_ones(ran: tuple[P
     assert tables.loc["bytes", "fullcache", "pocket 0.9"].value == fmean(kept)
 
 
+def test_stages_have_seconds_and_caches_have_bytes(ran: tuple[Path, str]) -> None:
+    """Weights are counted once; at the peak there is more than while tokens are decoded; S1 takes time."""
+    tables = pd.read_csv(ran[0] / "out" / "tables.csv").groupby("table")
+    seconds, memory = (tables.get_group(name).set_index("column").value for name in ("latency", "memory"))
+    assert [name[:2] for name in seconds.index if name[0] == "S"] == ["S1", "S2", "S3", "S4", "S5", "S6"]
+    assert 0 < seconds["S1 coattention"] < seconds["forward, crystalcache"]
+    model = Loading("pocket").subject().model
+    assert memory["weights"] == sum(one.nbytes for one in model.parameters()) / 2**20
+    config = model.config
+    elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    slot = elements * model.dtype.itemsize / 2**20
+    for name, tokens in (("full cache", 300), ("crystalcache", 150)):
+        assert memory[f"cache, {name}"] >= slot * tokens
+        assert memory["weights"] < memory[f"decode, {name}"] < memory[f"peak, {name}"]
+    assert memory["cache, crystalcache"] < 0.6 * memory["cache, full cache"]
+
+
 @pytest.mark.law("as-it-is-described")
 def test_what_was_not_run_says_so(ran: tuple[Path, str]) -> None:
     folder, said = ran
@@ -165,6 +204,10 @@ def test_a_run_that_was_cut_gives_the_same_rows(ran: tuple[Path, str], tmp_path:
     before = path.read_bytes()
     assert called(tmp_path, "--quick", "--part", "by-length")[0] == 0
     assert path.read_bytes() == before
+    costs = path.with_name("costs.jsonl")
+    costs.write_bytes(before := (ran[0] / "out" / "costs.jsonl").read_bytes())
+    assert called(tmp_path, "--quick", "--part", "memory")[0] == 0
+    assert costs.read_bytes() == before
 
 
 @pytest.mark.law("as-it-is-described")
@@ -187,6 +230,7 @@ def test_shipped_papers_name_what_there_is(name: str, quick: bool) -> None:
     paper = load_paper(name)
     asked = dict[str, set[str]]()
     for part in paper.parts:
+        assert {file.removesuffix("_e") for file in part.files} <= LONGBENCH.keys()
         rules = rules_of_part(paper, part, ["pocket"], (), quick)
         known = paper.study if rules is None else vars(rules)
         asked[part.name] = {"fullcache", *known["policies"]}
@@ -202,7 +246,7 @@ def test_shipped_papers_name_what_there_is(name: str, quick: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "change", "reason"),
     [
-        (("--part", "two"), ("", ""), "part = 'two': must be one of one, by-length"),
+        (("--part", "two"), ("", ""), "part = 'two': must be one of latency, memory, one, by-length"),
         (("--file", "musique.jsonl"), ("", ""), "musique.jsonl': is not of this evaluation; its names are hotpotqa"),
         ((), ('rows = ["model"]', 'rows = ["mode"]'), "table by-length: axes = 'mode': must be one of model, policy"),
         ((), ("crystalcache = [0.75]", "crystalcache = []"), "must have a figure for each published column"),

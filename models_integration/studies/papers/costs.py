@@ -1,0 +1,166 @@
+"""What CrystalCache costs beside a full cache, for tables of latency and memory: one row for each length."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache
+
+from models_integration.cache.retained_cache import storage_bytes
+from models_integration.model.cache_argument import cache_name
+from models_integration.policies.methods import CrystalCache
+from models_integration.studies.evidence.rules import Rules
+from models_integration.studies.papers.protocol import COSTS
+from models_integration.studies.results import Row, append_row, find_row, load_rows
+from models_integration.studies.subject import Subject
+from models_integration.tasks.prose import read_prose
+from spec import SPEC_VERSION
+from spec.backend import Backend, CrystalStages, resolve
+
+__all__ = ["FILE", "PASSES", "TOKENS", "Costs"]
+
+FILE = "costs.jsonl"
+"""Where rows are stored, beside those of studies."""
+PASSES, TOKENS = 6, 8
+"""How often a prompt is read for a row, and the tokens that are decoded after it each time."""
+STAGES = {"coattention": "S1", "trunks": "S2", "impact": "S3", "graph": "S4", "score": "S5", "dissolve": "S6"}
+T = TypeVar("T")
+Found = tuple[Mapping[str, float], int]
+"""Seconds by name, and bytes of the cache after the last token."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A part of kind "costs" on a model: one row for each length, of a prompt of running text.
+
+    Attributes:
+        rules: whose lengths and first budget count.
+        subject: the model.
+        path: of the file of rows.
+    """
+
+    rules: Rules
+    subject: Subject
+    path: Path
+    failed: ClassVar[bool] = False
+
+    def measure(self, console: Console) -> bool:
+        """Measure what is not stored; whether somebody has stopped it."""
+        left = [length for length in self.rules.lengths if self._stored(length) is None]
+        console.print(
+            f"{self.rules.title}: model {self.subject.name}; {len(self.rules.lengths)} lengths, {len(left)} not stored"
+            f" in {self.path}", highlight=False, soft_wrap=True,
+        )
+        try:
+            for length in left:
+                append_row(self.path, self._about(length) | self.row(length))
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def rows(self) -> list[Row]:
+        """The stored rows."""
+        return [row for length in self.rules.lengths if (row := self._stored(length)) is not None]
+
+    def row(self, length: int) -> Row:
+        """Seconds and bytes of a prompt."""
+        return {"task": COSTS, "metadata": {}, **_measured(self.subject, length, self.rules.budgets[0])}
+
+    def _about(self, length: int) -> Row:
+        return {
+            "model": self.subject.name, "backend": self.subject.backend, "length": length,
+            "budget": self.rules.budgets[0], "device": str(self.subject.model.device), "spec_version": SPEC_VERSION,
+        }
+
+    def _stored(self, length: int) -> Row | None:
+        return find_row(load_rows(self.path), self._about(length))
+
+
+@torch.no_grad()
+def _measured(subject: Subject, length: int, budget: str) -> Row:
+    """Seconds and bytes of a prompt of running text and of the tokens after it; a first run pays for compilers."""
+    ids = torch.tensor([read_prose(subject.tokenizer).tokens[:length]], device=subject.model.device)
+    weights = sum(one.nbytes for one in subject.model.parameters())
+    runs = {"full cache": partial(_full, subject, ids), "crystalcache": partial(_crystal, subject, ids, budget)}
+    seconds, memory = dict[str, float](), {"weights": weights}
+    for name, run in runs.items():
+        run()
+        seconds |= run()[0]
+        peak, (_, cached) = _peak(subject.model.device, run)
+        memory |= {f"peak, {name}": weights + peak, f"decode, {name}": weights + cached, f"cache, {name}": cached}
+    return {"seconds": seconds, "memory": memory}
+
+
+def _full(subject: Subject, ids: Tensor) -> Found:
+    seconds, token, cache = _generated(subject.model, ids)
+    return {"forward": seconds, "token": token}, storage_bytes(cache.layers)
+
+
+def _crystal(subject: Subject, ids: Tensor, budget: str) -> Found:
+    stages = dict.fromkeys(STAGES, 0.0)
+    backend = _watched(resolve(subject.backend), subject.model.device, stages)
+    with CrystalCache(budget, subject.sentence_ends, backend=backend)(subject.model):
+        seconds, token, cache = _generated(subject.model, ids)
+    own = {f"{STAGES[name]} {name}": spent for name, spent in stages.items()}
+    return {**own, "forward, crystalcache": seconds, "token, crystalcache": token}, storage_bytes(cache.layers)
+
+
+def _watched(backend: Backend, device: torch.device, seconds: dict[str, float]) -> Backend:
+    """A backend whose stages add their seconds."""
+    def watched(name: str) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            spent, result = _timed(device, partial(getattr(backend.require_crystal(), name), *arguments))
+            seconds[name] += spent
+            return result
+
+        return run
+
+    stages = SimpleNamespace(**{name: watched(name) for name in seconds})
+    return replace(backend, crystal=cast(CrystalStages, stages))
+
+
+def _generated(model: Any, ids: Tensor) -> tuple[float, float, Any]:
+    """Seconds of the prompt and of a token after it, and the cache."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    forward = partial(model, **{cache_name(model): cache}, use_cache=True, logits_to_keep=1)
+    seconds, found = _timed(model.device, partial(forward, input_ids=ids))
+
+    def decode() -> None:
+        last = found
+        for _ in range(TOKENS):
+            last = forward(input_ids=last.logits[:, -1:].argmax(-1))
+
+    return seconds, _timed(model.device, decode)[0] / TOKENS, cache
+
+
+def _timed(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
+    """Seconds of the device, or of all processor cores together, and the result."""
+    if device.type != "cuda":
+        start, result = time.process_time(), run()
+        return time.process_time() - start, result
+    torch.cuda.synchronize(device)
+    start, result = time.perf_counter(), run()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - start, result
+
+
+def _peak(device: torch.device, run: Callable[[], T]) -> tuple[int, T]:
+    """The most bytes of tensors that a run holds beside what there was before, and the result."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before, result = torch.cuda.memory_allocated(device), run()
+        return torch.cuda.max_memory_allocated(device) - before, result
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        result = run()
+    events: Any = found.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(accumulate(change for _, change in changes), default=0), result
