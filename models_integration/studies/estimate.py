@@ -34,10 +34,14 @@ class Estimate(NamedTuple):
         """Whether there is a value."""
         return not math.isnan(self.value)
 
-    def __str__(self) -> str:
+    def text(self, form: str = ".2f") -> str:
+        """The value and its interval, each in this format; nothing if there is no value."""
         if not self.known:
             return ""
-        return f"{self.value:.2f}" + ("" if math.isnan(self.low) else f" [{self.low:.2f}, {self.high:.2f}]")
+        return f"{self.value:{form}}" + ("" if math.isnan(self.low) else f" [{self.low:{form}}, {self.high:{form}}]")
+
+    def __str__(self) -> str:
+        return self.text()
 
 
 NOTHING = Estimate(math.nan, math.nan, math.nan, 0)

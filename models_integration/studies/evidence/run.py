@@ -272,13 +272,12 @@ def rows_of(path: Path, rules: Rules, subject: Subject, every: Iterable[Item]) -
 
 
 def merged(rows: Iterable[Row]) -> list[Row]:
-    """One row for each sample, with the cells of all its rows."""
+    """One row for each sample, with the cells and the seconds of all its rows."""
     found: dict[str, Row] = {}
     for row in rows:
-        unit = unit_named(_key(row))
-        every = [*found.get(unit, {"cells": ()})["cells"], *row["cells"]]
-        cells = {(cell["policy"], cell["budget"]): cell for cell in every}
-        found[unit] = {**row, "cells": list(cells.values())}
+        before = found.setdefault(unit_named(_key(row)), {"cells": (), "seconds": {}})
+        cells = {(cell["policy"], cell["budget"]): cell for cell in (*before["cells"], *row["cells"])}
+        before |= {**row, "cells": [*cells.values()], "seconds": {**before["seconds"], **row.get("seconds", {})}}
     return list(found.values())
 
 

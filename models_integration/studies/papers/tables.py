@@ -63,10 +63,10 @@ class Figure:
     exact: float
     over: Mapping[str, tuple[str, Estimate]]
 
-    def text(self, intervals: bool) -> str:
-        """As a page shows it."""
-        exact = "" if abs(self.exact - self.value.value) < 1e-9 else f" (exact {self.exact:.2f})"
-        return (str(self.value) if intervals else f"{self.value.value:.2f}") + exact
+    def text(self, intervals: bool, form: str) -> str:
+        """As a page shows it, each number in this format."""
+        exact = "" if abs(self.exact - self.value.value) < 1e-9 else f" (exact {self.exact:{form}})"
+        return (self.value.text(form) if intervals else f"{self.value.value:{form}}") + exact
 
     def over_text(self, versus: str, intervals: bool) -> str:
         """A difference as a page shows it."""
@@ -98,7 +98,7 @@ class Filled:
     def text(self, row: Key, column: Key, intervals: bool = True) -> str:
         """A cell: ours, the paper's, or that it was not run."""
         if (row, column) in self.ours:
-            return self.ours[row, column].text(intervals)
+            return self.ours[row, column].text(intervals, ".3g" if self.table.measure == _SECONDS else ".2f")
         if any(name.endswith(_PUBLISHED) for name in (*row, *column)):
             value = self.published.get((row, column), np.nan)
             return "" if np.isnan(value) else f"{value:g}"

@@ -28,7 +28,7 @@ from models_integration.cli.study import Running, run
 from models_integration.studies.evidence.controls import CONTROL_BOUNDS, FULL
 from models_integration.studies.evidence.kept import steps
 from models_integration.studies.evidence.rules import PARTS, Rules, load_rules, rules_of
-from models_integration.studies.evidence.run import Item, items, methods
+from models_integration.studies.evidence.run import Item, items, merged, methods
 from models_integration.studies.evidence.summary import (
     control_table,
     failed_controls,
@@ -153,6 +153,8 @@ def test_a_second_run_adds_what_is_not_stored(subject: Subject, tmp_path: Path) 
     assert [(row["index"], [cell["policy"] for cell in row["cells"]]) for row in added] == [
         (0, ["snapkv"]), (1, ["snapkv"]),
     ]
+    joined = merged([*first, *added])
+    assert sum({"snapkv", "crystalcache"} <= row["seconds"].keys() for row in joined) == len(added)
     for key in ("metric", "task", "placement", "seed", "chat_template", "model", "length"):
         assert all(key in row for row in first)
     for cell in (cell for row in first for cell in row["cells"]):
