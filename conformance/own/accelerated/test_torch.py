@@ -19,6 +19,7 @@ from accelerated.torch_device import coattention as s1
 from accelerated.torch_device import scores
 from accelerated.torch_device.backend import BACKEND
 from accelerated.torch_device.selection import adaptive_shares, kept_tokens
+from conformance import tolerances
 from conformance.assurance.mutants.edits import Edit, replaced
 from conformance.assurance.policy_cases import CASES
 from conformance.checks import stage_checks
@@ -127,7 +128,7 @@ def test_s1_of_tensors_lies_in_the_certified_box(seed: int, monkeypatch: pytest.
     found = BACKEND.require_crystal().coattention(q, k, at, TINY, 0.5, None)
     assert not list(stage_checks.coattention(found, inputs, "float32"))
     norms = REFERENCE.require_breath().inverse_key_norms(inputs.k)
-    np.testing.assert_allclose(BACKEND.require_breath().inverse_key_norms(k), norms, rtol=1e-12)
+    assert tolerances.close("CC-KEY-NORM", BACKEND.require_breath().inverse_key_norms(k), norms)
 
 
 @pytest.mark.spec("CC-COATTENTION")
