@@ -128,7 +128,8 @@ def test_s1_of_tensors_lies_in_the_certified_box(seed: int, monkeypatch: pytest.
     found = BACKEND.require_crystal().coattention(q, k, at, TINY, 0.5, None)
     assert not list(stage_checks.coattention(found, inputs, "float32"))
     norms = REFERENCE.require_breath().inverse_key_norms(inputs.k)
-    assert tolerances.close("CC-KEY-NORM", BACKEND.require_breath().inverse_key_norms(k), norms)
+    found_norms = BACKEND.require_breath().inverse_key_norms(k)
+    assert (np.abs(found_norms - norms) <= tolerances.key_norm_error(2, 4) * norms).all()
 
 
 @pytest.mark.spec("CC-COATTENTION")
