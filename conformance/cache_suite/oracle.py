@@ -49,11 +49,12 @@ class Masked:
         self.cache, self.seen = DynamicCache(config=config), 0
         full = full_layers(model)
         self.modules: dict[int, nn.Module] = {}
-        for name, module in self.model.named_modules():
-            index = _layer_of(name, module)
-            if type(module).__name__.endswith(("Attention", "MLA")) and index in full:
-                # A layer's attention to an encoder comes after its attention to itself.
-                self.modules.setdefault(index, module)
+        named = [pair for pair in self.model.named_modules() if type(pair[1]).__name__.endswith(("Attention", "MLA"))]
+        # Modules of an encoder say no layer; a layer's attention to an encoder comes after its attention to itself.
+        for layer_of in (_said, _placed):
+            for name, module in named:
+                if (index := layer_of(name, module)) in full:
+                    self.modules.setdefault(index, module)
         self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full}
         self.model.set_attn_implementation(_registered(config._attn_implementation))
 
@@ -103,11 +104,14 @@ class Masked:
             self.visible[layer] = visible
 
 
-def _layer_of(name: str, module: Any) -> int:
-    """The layer of a module: what it says, or where it is; -1 if neither tells."""
+def _said(name: str, module: Any) -> int:
+    """The layer that a module says it is in; -1 if it says none."""
     said = getattr(module, "layer_idx", None)
-    if isinstance(said, int) and said >= 0:
-        return said
+    return said if isinstance(said, int) else -1
+
+
+def _placed(name: str, module: Any) -> int:
+    """The layer in which a module is, by its name; -1 if it is in none."""
     where = [int(part) for part in name.split(".") if part.isdigit()]
     return where[0] if where and hasattr(module, "layer_idx") else -1
 
