@@ -39,7 +39,7 @@ def test_every_name_of_transformers_has_a_family() -> None:
 
 
 # Gemma 4 has other widths and KV heads in its full-attention layers than in those that slide.
-@pytest.mark.parametrize("name", ["llama", "gemma4_text", "gpt_bigcode", "qwen3_5", "nemotron_h", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma4_text", "gpt_bigcode", "qwen3_5", "falcon_h1", "gemma3"])
 def test_a_family_that_holds(name: str) -> None:
     found = list(outcomes(KNOWN[name]))
     assert [one.verdict for one in found] == ["holds"] * len(COLUMNS), found
@@ -66,14 +66,14 @@ def test_a_family_is_refused_for_what_it_is(name: str) -> None:
         assert re.search(REFUSED[name], one.detail)
 
 
-BY_DAY = ("gpt2", "gpt_oss")
-BY_NIGHT = (
-    "qwen3_5", "qwen3_next", "gemma3_text", "deepseek_v2", "nemotron_h", "granitemoehybrid", "lfm2", "falcon_h1",
+SAVED = (
+    "gpt2", "gpt_oss", "qwen3_5", "qwen3_next", "gemma3_text", "deepseek_v2", "nemotron_h", "granitemoehybrid", "lfm2",
+    "falcon_h1",
 )
 
 
 @pytest.mark.law("saved-is-what-was")
-@pytest.mark.parametrize("name", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT)])
+@pytest.mark.parametrize("name", SAVED)
 @pytest.mark.filterwarnings("ignore")
 def test_compare_loads_a_saved_checkpoint_and_evicts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
