@@ -105,9 +105,9 @@ def page(outcomes: Sequence[Outcome]) -> str:
         f"`python -m conformance.measure.families --write` tested {len(rows)} model classes of AutoModelForCausalLM"
         f" with transformers {version('transformers')} and torch {version('torch')}. Each model is tiny, with random"
         " weights in float32. The command writes the reason for each cell to results/families.md.", "",
-        "In the first four columns the model reads a prompt and 20 decode steps, under policies that keep one set for"
-        " the model, read attention, keep a set per layer, or per head. A copy of the model reads the same tokens with"
-        " the full cache of transformers, and the evicted tokens are masked in attention.", "",
+        "In the first four columns the model reads a prompt and 20 decode steps. The policies keep one set for the"
+        " model, read attention, keep a set per layer, or a set per head. A copy of the model reads the same tokens"
+        " with the full cache of transformers, and the evicted tokens are masked in attention.", "",
         "- *Turn*: several tokens after a step. A full cache that is read in pieces must also equal one forward.",
         "- *Padded batch*: two rows, one with padding on its left.",
         "- *Save*: a saved and loaded cache continues with equal logits.",
