@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.paths import SPEC
-from conformance.verify import __main__ as door
+from conformance.verify import __main__ as verify_main
 from conformance.verify import certificate as certificate_module
 from conformance.verify import outcomes
 from conformance.verify.certificate import GREEN, RED, YELLOW, badge, certificate, write, written
@@ -385,7 +385,7 @@ def test_what_cannot_be_judged_is_refused_in_one_line(
     if "--cache" in asked:  # it asks for torch first
         monkeypatch.setattr("conformance.verify.subject.find_spec", bool)
     try:
-        code: Any = door.main()
+        code: Any = verify_main.main()
     except SystemExit as ended:
         code = ended.code
     said = capsys.readouterr().err

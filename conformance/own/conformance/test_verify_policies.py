@@ -23,7 +23,7 @@ from conformance.own.spec.test_policy_table import PAGE
 from conformance.paths import ROOT, SPEC
 from conformance.policy_suite import test_promises
 from conformance.strategies.policy_inputs import drawn, named
-from conformance.verify import __main__ as door
+from conformance.verify import __main__ as verify_main
 from reference.policies import knorm, policy_from_score, snapkv, with_adaptive_budgets
 from reference.policies.budgets import even
 from reference.policies.names import POLICIES
@@ -249,7 +249,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def asked(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr("sys.argv", ["verify", *words, "--out", "found"])
-    return door.main()
+    return verify_main.main()
 
 
 def certificate() -> dict[str, Any]:

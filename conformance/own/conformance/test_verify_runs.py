@@ -14,7 +14,7 @@ import pytest
 import kvspec
 from conformance.own.conformance.test_verify import EXCEPTION, RIGHT, WRONG, made
 from conformance.paths import ROOT, SPEC
-from conformance.verify import __main__ as door
+from conformance.verify import __main__ as verify_main
 from conformance.verify import certificate, runs
 from conformance.verify.certificate import write
 from conformance.verify.request import parsed
@@ -111,7 +111,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def asked(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr("sys.argv", ["verify", *words])
-    return door.main()
+    return verify_main.main()
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -171,6 +171,21 @@ def test_an_engine_that_skips_its_own_tests_fails_them(
     assert f"crystal.score raised SkipTest at {folder}/engines.py:" in said
     made = tomllib.loads((folder / "found/quick.toml").read_text(encoding="utf-8"))
     assert made["items"]["CC-SCORE"]["verdict"] == "fail"
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_nothing_runs_after_the_first_failure_if_that_is_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two tests of this engine fail."""
+    words = ("--backend", "engines:WRONG", "--exceptions", "item.toml", "--out", "found", "--quick")
+    counts = []
+    for more in ((), ("--fail-fast",)):
+        assert asked(monkeypatch, *words, *more) == 1
+        counts.append(tomllib.loads((folder / "found/quick.toml").read_text(encoding="utf-8"))["counts"])
+    assert (counts[0]["failed"], counts[0]["not_run"]) == (2, 0)
+    assert counts[1]["failed"] == 1
+    assert counts[1]["not_run"] > 0
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -266,7 +281,7 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
         told["subject"] |= {"kind": "command", "named": STRANGER}
         write(told | change, tmp_path / "c.toml")
         monkeypatch.setattr("sys.argv", ["verify", "--check", "c.toml", *words])
-        return door.main()
+        return verify_main.main()
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("conformance.verify.runs.subprocess.Popen", None)
@@ -350,7 +365,7 @@ def test_an_unknown_profile_and_missing_torch_are_refused(
     else:
         monkeypatch.setenv("KVSPEC_PROFILE", "weekly")
     monkeypatch.setattr("sys.argv", ["verify", *asked.split()])
-    assert door.main() == 2
+    assert verify_main.main() == 2
     assert complaint in capsys.readouterr().err
 
 

@@ -20,7 +20,7 @@ from conformance.cache_suite.oracle import UnknownRotation, check_rotation, freq
 from conformance.cache_suite.test_eviction import NEW
 from conformance.checks.refusals import SubjectFailure
 from conformance.paths import ROOT, SPEC
-from conformance.verify import __main__ as door
+from conformance.verify import __main__ as verify_main
 from models_integration.session.eviction import after_eviction
 
 pytestmark = [pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("one_thread")]
@@ -264,7 +264,7 @@ def test_a_certificate_names_the_row_of_the_mistake_and_what_is_not_served(
     """SHY passes where nothing is evicted, which certifies nothing."""
     def asked(*words: str) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["verify", *words, "--out", "found"])
-        return door.main(), capsys.readouterr().out
+        return verify_main.main(), capsys.readouterr().out
 
     (tmp_path / "caches.py").write_text(ENGINES, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

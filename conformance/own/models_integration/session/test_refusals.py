@@ -1,4 +1,4 @@
-"""What is not served, or cannot follow on a cache, is refused by name, before anything changes."""
+"""A model that is not supported, or a cache that cannot be continued, is refused by name before anything changes."""
 
 import copy
 from collections.abc import Callable

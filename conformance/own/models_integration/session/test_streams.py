@@ -154,7 +154,7 @@ def test_a_cache_that_grew_outside_the_context_is_refused_by_name() -> None:
 @pytest.mark.law("a-cache-like-any-other")
 @pytest.mark.parametrize("decode", [False, True])
 def test_tokens_can_be_taken_back_until_a_breath(decode: bool) -> None:
-    """A state goes on from what is left; once it has gone beyond a token, it is forgotten with it."""
+    """A cropped cache continues as if it had not read those tokens; cropped past a breath, it has no state."""
     model, caches = build("llama"), []
     for extra in (0, 3):
         cache = RetainedCache(model.config)

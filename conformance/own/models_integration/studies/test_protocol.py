@@ -157,7 +157,8 @@ def test_facts_are_in_three_texts_each_split_before_any_run(value: str) -> None:
     task, contexts, kinds = resolve_task(f'fact(value="{value}")'), set(), dict[str, set[str]]()
     for index in range(60):
         (sample,) = task(ground, 600, index, 5)
-        assert index % 10 or task(ground, 600, index, 5) == (sample,)
+        if index % 10 == 0:
+            assert task(ground, 600, index, 5) == (sample,)
         (span,) = sample.evidence
         assert sample.expected in pocket_tokenizer.decode(list(sample.context_ids[slice(*span)]))
         assert sample.expected.isdigit() == (value == "number")
