@@ -1,29 +1,27 @@
-"""Published methods as operations of an engine: their arguments follow from what the policy of a name needs.
+"""Published methods as operations of an engine: their arguments follow from what the policy of a name needs."""
 
-A method whose policy needs a calibration, or a prompt that is repeated, has no operation.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 import numpy as np
 
 from conformance.engine.ops import Op
 from conformance.engine.steps import decoded
+from reference.calibration import Calibration, Identity
 from reference.policies.describe import example_policy
 from reference.policies.names import BACKEND, POLICIES, make_policy
 from reference.policies.retain import retain
 from spec.backend import Backend
 from spec.budget import Budget
 from spec.parameters import NestedKVParameters
-from spec.policy import LayerView, Observation, Policy, Selection
+from spec.policy import LayerView, Observation, Policy, Repeat, Selection
 
 FAMILY = "methods"
-_DECODING = frozenset({"every", "slack", BACKEND})
-"""Constants that decide nothing at the end of a prompt."""
+_UNSENT = frozenset({"every", "slack", BACKEND, "template", "chunk", "overlap", "calibration"})
+"""Constants that decide nothing at the end of a prompt, or that arguments are made from."""
 DECODED = ("h2o", "tova")
 """Methods that are asked for kept sets after some decoded tokens too."""
 SHARED: Mapping[str, str] = {
@@ -35,9 +33,22 @@ SHARED: Mapping[str, str] = {
     "steps": "number of tokens that are decoded after the prompt; k and q have them too, and t is n + steps",
     "W_o": "output projection of each head", "inv_freq": "rotary frequencies; channels f and f + d / 2 are a pair",
     "factor": "what rotation multiplies by", "parameters": "all parameters of NestedKV",
+    "chunks": "start and stop of each chunk that the model repeats after the prompt",
+    "repeats": "chunk c is repeated by the tokens repeats[c] to repeats[c + 1] of repeat_q, repeat_k and norms",
+    "repeat_q": "queries of the r repeating tokens after rotation", "repeat_k": "keys of the r repeating tokens",
+    "norms": "norms of the hidden states that the attention of a layer reads, for the r repeating tokens",
+    "head_scores": "calibrated score of each KV head",
+    "mean": "calibrated mean of the queries before rotation",
+    "magnitude": "calibrated mean modulus of each pair of channels of the queries before rotation",
 }
 """What arguments mean that are no constants."""
 _OF_MODEL = {"W_o": "float[L, H, d, e]", "inv_freq": "float[f]", "factor": "float"}
+_REPEATS = {
+    "chunks": "int[c, 2]", "repeats": "int[c + 1]", "repeat_q": "float[L, H, r, d]", "repeat_k": "float[L, H_kv, r, d]",
+    "scaling": "float", "softcap": "float or null",
+}
+_HEADS = {"head_scores": "float[L, H_kv]"}
+_STATISTICS = {"mean": "float[L, H, d]", "magnitude": "float[L, H, f]", "inv_freq": "float[f]", "factor": "float"}
 _KINDS = {int: "int", float: "float", str: "text", Fraction: "text", NestedKVParameters: "nestedkv"}
 
 
@@ -45,25 +56,27 @@ def _constants(name: str) -> dict[str, Any]:
     """The constants of a policy with their defaults, but for the model's."""
     row = POLICIES[name]
     found = {key: one.default for key, one in signature(row.make).parameters.items()}
-    return {key: value for key, value in found.items() if key not in {*row.of_model, *_DECODING}}
+    return {key: value for key, value in found.items() if key not in {*row.of_model, *row.decided, *_UNSENT}}
 
 
 @cache
 def method_ops() -> Mapping[str, Op]:
     """An operation for each method, by its name behind `methods.`."""
-    return {
-        f"{FAMILY}.{name}": Op(arguments, "Selection") for name in POLICIES for arguments in [_arguments(name)]
-        if arguments
-    }
+    names = [name for name in POLICIES if name not in ("crystalcache", "fullcache")]
+    return {f"{FAMILY}.{name}": Op(_arguments(name), "Selection") for name in names}
+
+
+def _calibrated(name: str) -> dict[str, str]:
+    """The arguments that are parts of a calibration."""
+    if "calibration" not in signature(POLICIES[name].make).parameters:
+        return {}
+    return _HEADS if name == "kvzip-heads" else _STATISTICS
 
 
 def _arguments(name: str) -> dict[str, str]:
-    constants = _constants(name)
-    if name == "fullcache" or any(value in (Parameter.empty, None) for value in constants.values()):
-        return {}
-    needs, of_model = example_policy(name).scorer.needs, POLICIES[name].of_model
+    needs, of_model, calibrated = example_policy(name).scorer.needs, POLICIES[name].of_model, _calibrated(name)
     found = {"g": "int", "n": "int", "B": "int"}
-    if needs.layers == "all":
+    if needs.layers == "all" and calibrated != _HEADS:
         found["k"] = "float[L, H_kv, n, d]"
     if needs.query_rows != 0:
         found |= {"q": "float[L, H, m, d]", "scaling": "float", "softcap": "float or null"}
@@ -71,8 +84,10 @@ def _arguments(name: str) -> dict[str, str]:
         found |= {"steps": "int", "k": "float[L, H_kv, t, d]"}
     if needs.values:
         found["v"] = "float[L, H_kv, n, d]"
-    found |= {key: kind for key, kind in _OF_MODEL.items() if key in of_model}
-    return found | {key: _KINDS[type(value)] for key, value in constants.items()}
+    if needs.rehearsal is not None:
+        found |= _REPEATS | ({"norms": "float[L, r]"} if needs.values else {})
+    found |= calibrated | {key: kind for key, kind in _OF_MODEL.items() if key in of_model}
+    return found | {key: _KINDS[type(value)] for key, value in _constants(name).items()}
 
 
 def arguments_of(name: str, observation: Observation, B: int, constants: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,23 +98,34 @@ def arguments_of(name: str, observation: Observation, B: int, constants: Mapping
         found |= {"scaling": views[0].scaling, "softcap": views[0].softcap}
         found |= {one: np.stack([np.asarray(getattr(view, one)) for view in views]) for one in ("q", "k", "v")
                   if getattr(views[0], one) is not None}
+        found |= _repeats_as_arguments(views)
     own = {**_constants(name), **constants}
     if "W_o" in own:
         own["W_o"] = np.stack([own["W_o"][at] for at in sorted(own["W_o"])])
+    if "calibration" in own:
+        own |= {**vars(own["calibration"]), **vars(own["calibration"].identity)}
     return {**own, **found}
+
+
+def _repeats_as_arguments(views: Sequence[LayerView]) -> dict[str, Any]:
+    """What repeats the chunks, one after the other."""
+    if views[0].repeats is None:
+        return {}
+    parts = views[0].repeats
+    found = {
+        "chunks": np.array([(part.start, part.stop) for part in parts], np.int64).reshape(-1, 2),
+        "repeats": np.cumsum([0, *(len(part.norms) for part in parts)]),
+    }
+    for name, axis, none in (("q", 1, views[0].q[:, :0]), ("k", 1, views[0].k[:, :0]), ("norms", 0, np.zeros(0))):
+        rows = [np.concatenate([none, *(getattr(one, name) for one in view.repeats or ())], axis) for view in views]
+        found["norms" if name == "norms" else f"repeat_{name}"] = np.stack(rows)
+    return found
 
 
 def answered(op: str, given: Mapping[str, Any], backend: Backend) -> Selection:
     """What the reference keeps, with the scores of a backend: a model of an engine's answer."""
-    name, kinds = op.partition(".")[2], method_ops()[op].arguments
-    fixed = {"g", "n", "B", "k", "q", "v", "scaling", "softcap", "steps"}
-    constants: dict[str, Any] = {
-        key: Fraction(given[key]) if kind == "text" and given[key][0].isdigit() else given[key]
-        for key, kind in kinds.items() if key not in fixed
-    }
-    if "W_o" in constants:
-        constants["W_o"] = dict(enumerate(constants["W_o"]))
-    policy = make_policy(name, {**constants, **({BACKEND: backend} if name != "streamingllm" else {})})
+    name = op.partition(".")[2]
+    policy = make_policy(name, {**_made_from(name, given), **({BACKEND: backend} if name != "streamingllm" else {})})
     if given.get("steps"):
         layers = list(_observation(policy, given).layers.values())
         kept = decoded(policy, layers, given["g"], given["B"], given["n"])[-1]
@@ -108,11 +134,46 @@ def answered(op: str, given: Mapping[str, Any], backend: Backend) -> Selection:
     return Selection(found.positions, found.offsets)
 
 
+def _made_from(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The constants of a policy from the arguments of its operation."""
+    row, kinds = POLICIES[name], method_ops()[f"{FAMILY}.{name}"].arguments
+    found: dict[str, Any] = {
+        key: Fraction(given[key]) if kinds[key] == "text" and given[key][0].isdigit() else given[key]
+        for key in (*_constants(name), *(row.of_model & given.keys()))
+    }
+    if "W_o" in found:
+        found["W_o"] = dict(enumerate(found["W_o"]))
+    if "chunks" in given:
+        found["template"] = ((), (), ())
+    return found | (_calibration(given) if _calibrated(name) else {})
+
+
+def _calibration(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The calibration of which the arguments are parts, and the model that it belongs to."""
+    parts = {name: given[name] for name in ("mean", "magnitude", "head_scores") if name in given}
+    nothing = np.zeros((len(next(iter(parts.values()))), 0, 0))
+    served = Identity("", given.get("inv_freq", np.zeros(0)), given.get("factor", 1.0))
+    statistics = {"mean": nothing, "magnitude": nothing, **parts}
+    return {"served": served, "calibration": Calibration(served, tuple(range(len(nothing))), **statistics)}
+
+
 def _observation(policy: Policy, given: Mapping[str, Any]) -> Observation:
     views = {
         at: LayerView(
             given["q"][at] if "q" in given else k[:, :0], k, given["v"][at] if "v" in given else None,
-            given.get("scaling", 1.0), given.get("softcap"),
+            given.get("scaling", 1.0), given.get("softcap"), None, _repeats(given, at),
         ) for at, k in enumerate(given.get("k", ()))
     }
     return Observation(given["n"], given["g"], None, views)
+
+
+def _repeats(given: Mapping[str, Any], at: int) -> tuple[Repeat, ...] | None:
+    """The repeats of a layer."""
+    if "chunks" not in given:
+        return None
+    q, k, ends = given["repeat_q"][at], given["repeat_k"][at], given["repeats"].tolist()
+    norms = given["norms"][at] if "norms" in given else np.ones(ends[-1])
+    return tuple(
+        Repeat(start, stop, q[:, first:end], k[:, first:end], norms[first:end])
+        for (start, stop), first, end in zip(given["chunks"].tolist(), ends, ends[1:], strict=False)
+    )

@@ -197,9 +197,11 @@ def _value(brute: Brute, name: str, value: Any) -> Any:
 
 
 def span_of(method: Method) -> int:
-    """Tokens of the longest window or block, or of two partitions."""
+    """Tokens of the longest window or block, of sinks and recent tokens together, or of two partitions."""
     own = vars(method.constants["parameters"]) if "parameters" in method.constants else {}
     there = {**own, **method.constants}
+    if "N_recent" in there:
+        there["N_recent"] += there["N_sink"]
     return max([0, *(times * int(there[name]) for name, times in EXTENTS.items() if name in there)])
 
 

@@ -13,7 +13,8 @@ from conformance.methods.method import Method, explanations, rounded, span_of
 from conformance.oracles.boxes import DOUBLE, SINGLE, Undecided, fits
 from conformance.plugin import with_rejections
 from conformance.policy_suite.test_promises import LONG, SHORT, TYING, Draw
-from conformance.strategies.policy_inputs import Inputs, Kept
+from conformance.strategies.policy_inputs import Inputs, Kept, in_chunks
+from spec.policy import Rehearsal
 
 MOST_LISTED = 40
 LONG_SPAN = 100
@@ -60,6 +61,8 @@ def test_the_kept_sets_are_those_of_the_method(
     inputs = replace(inputs, inv_freq=inputs.inv_freq * (1 if draw.seed % 2 else SLOW))
     if method.name in DECODED:
         inputs = replace(inputs, steps=min(draw.seed // 8 % 4, inputs.n - 1))
+    if "chunk" in method.constants and draw.seed % 2:
+        inputs = in_chunks(inputs, Rehearsal(**{**method.constants, "chunk": 1 + draw.tokens // 2}))
     floor = method.floor(inputs)
     B = floor + draw.budget % (max(1, inputs.n - floor) + 2)
     unit = DOUBLE if precision == "float64" else SINGLE

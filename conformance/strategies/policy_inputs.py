@@ -170,8 +170,14 @@ def repeats(inputs: Inputs, view: LayerView, rehearsal: Rehearsal) -> tuple[Repe
     found = []
     for start, stop, ids in rehearsal_chunks(inputs.token_ids, rehearsal):
         like = (start + 5 * np.arange(len(ids)) + ids) % inputs.n
-        found.append(Repeat(start, stop, view.q[:, like], 1.5 * view.k[:, like], (1 + like).astype(np.float64)))
+        found.append(Repeat(start, stop, view.q[:, like], 2.0 * view.k[:, like], (1 + like).astype(np.float64)))
     return tuple(found)
+
+
+def in_chunks(inputs: Inputs, rehearsal: Rehearsal) -> Inputs:
+    """The same with what repeats the prompt in these chunks, whatever the chunks of a policy are."""
+    layers = [replace(view, repeats=repeats(inputs, view, rehearsal)) for view in inputs.layers]
+    return replace(inputs, layers=layers)
 
 
 def observation(policy: Policy, inputs: Inputs) -> Observation:

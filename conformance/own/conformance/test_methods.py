@@ -1,6 +1,7 @@
 """Published methods by name: what their equations admit, wrong readings, and what `--as` takes."""
 
 import inspect
+import json
 import random
 import re
 import shlex
@@ -13,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.engine.methods import DECODED, method_ops
-from conformance.engine.process import Engine
+from conformance.engine.methods import DECODED, FAMILY, method_ops
+from conformance.engine.process import Engine, hello_of, outcome
+from conformance.engine.serve import answer
 from conformance.methods import brutes
 from conformance.methods.method import METHODS, Method, asked, explanations, method_of, on_backend, rounded, span_of
 from conformance.oracles.boxes import (
@@ -34,13 +36,13 @@ from conformance.oracles.boxes import (
     surely,
 )
 from conformance.policy_suite import test_method
-from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, named, of_model
+from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, in_chunks, named, of_model
 from reference.policies import policy_from_score
 from reference.policies.names import POLICIES
 from reference.policies.protections import SinkAndRecent
 from spec.backend import resolve
 from spec.errors import SpecError
-from spec.policy import Cadence, Needs, Observation, Policy
+from spec.policy import Cadence, Needs, Observation, Policy, Rehearsal
 
 BARE = replace(resolve("numpy"), name="bare", policies=None, scores={})
 MEASURED = ("snapkv", "h2o", "keydiff", "adakv", "rkv", "chunkkv", "kvzip")
@@ -135,10 +137,13 @@ def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
         for op in method_ops():
             method = Method(op.partition(".")[2])
             each = replace(inputs, steps=3 * (method.name in DECODED))
+            if "chunk" in method.constants:
+                each = in_chunks(each, Rehearsal(**{**method.constants, "chunk": 30}))
             wanted = method.wanted(each, max(B, method.floor(each)))
             for kept in (partial(asked, engine), partial(on_backend, "numpy")):
                 assert all(map(fits, kept(method, each, max(B, method.floor(each))), wanted)), op
-        with pytest.raises(SpecError, match="as = 'kvzip': is no method of numpy, whose hello offers streamingllm"):
+        engine.hello = replace(engine.hello, families={FAMILY: ["h2o"]})
+        with pytest.raises(SpecError, match="as = 'kvzip': is no method of numpy, whose hello offers h2o"):
             asked(engine, Method("kvzip"), inputs, B)
         with pytest.raises(SpecError, match=re.escape("as = 'knorm': is not offered by backend") + ".* for nestedkv, "):
             on_backend(f"{__name__}:BARE", Method("knorm"), inputs, B)
@@ -251,6 +256,23 @@ PLANTED = [
      "budgets=lambda B, s: Adaptive(safeguard)(B, replace(s, values=s.values[::-1]))[::-1]"),
     ("lagkv", "-rank.reshape(", "(1e-9 * np.arange(len(rank))[:, None] - rank).reshape("),
 ]
+SENT = [
+    ("kvzip", "group_maximum(A, len(scores))[:, 0]", "A.reshape(len(scores), -1, A.shape[2]).mean(axis=1)"),
+    ("kvzip-uniform", "for repeat in _repeats(view)]", "for repeat in _repeats(view)[:1]]"),
+    ("kvzip", "[k[:, :N_sink],", "[0 * k[:, :N_sink],"),
+    ("kvzip", "scorer, across_layers,", "scorer, even,"),
+    ("kvzip-uniform", "budgets=even", "budgets=across_layers"),
+    ("kvzip-plus", "np.matmul(np.repeat(wide(view.v), len(W_o) // len(view.v), axis=0), W_o)",
+     "np.repeat(wide(view.v), len(W_o) // len(view.v), axis=0)"),
+    ("kvzip-plus", "_attended(view, _repeats(view),",
+     "_attended(view, [replace(x, norms=x.norms**2) for x in view.repeats],"),
+    ("kvzip-heads", "np.argsort(-self.scores", "np.argsort(self.scores"),
+    ("kvzip-heads", "free // (n - window)", "max(0, free // (n - window) - 1)"),
+    ("triattention", ".max(axis=0)", ".mean(axis=0)"),
+    ("triattention", "z_scores(score, candidates)", "score"),
+    ("triattention", "distance_score(keys, t,", "distance_score(keys, t - 1,"),
+]
+"""Of methods whose arguments are parts of a calibration, or of a repeated prompt: in Python, and by the protocol."""
 
 
 EXPLAINED = [
@@ -285,11 +307,33 @@ def test_another_reading_is_named(name: str, old: str, new: str, said: str) -> N
     judge(method_of(f"{name}({said})"), lambda inputs: policy)
 
 
-@pytest.mark.parametrize(("name", "old", "new"), PLANTED)
-def test_a_wrong_reading_does_not_conform(name: str, old: str, new: str) -> None:
-    cheap = {"N_future": 8} if name == "expected-attention" else {}
-    method, wrong = Method(name, cheap), edited(name, old, new)
+def refused(name: str, keeps: Any) -> None:
+    """A subject is not the method."""
+    method = Method(name, {"N_future": 8} if name == "expected-attention" else {})
     with pytest.raises((AssertionError, SpecError), match=rf"not {re.escape(str(method))} with |budget = .*must hold"):
-        test_method.test_the_kept_sets_are_those_of_the_method(
-            method, subject(lambda inputs: wrong(**of_model(name, inputs), **cheap)), "float64", {str(method): []},
-        )
+        test_method.test_the_kept_sets_are_those_of_the_method(method, keeps, "float64", {str(method): []})
+
+
+@pytest.mark.parametrize(("name", "old", "new"), PLANTED + SENT)
+def test_a_wrong_reading_does_not_conform(name: str, old: str, new: str) -> None:
+    cheap, wrong = {"N_future": 8} if name == "expected-attention" else {}, edited(name, old, new)
+    refused(name, subject(lambda inputs: wrong(**of_model(name, inputs), **cheap)))
+
+
+class Served(Engine):
+    """The reference as an engine that answers line by line in this process."""
+
+    def __init__(self) -> None:
+        self.hello = hello_of(json.loads(answer(resolve("numpy"), "float64", '{"id": 0, "op": "hello"}'))["result"])
+
+    def ask(self, op: str, arguments: Any, read: Any) -> Any:
+        line = json.dumps({"id": 1, "op": op, "arguments": arguments})
+        return outcome(answer(resolve("numpy"), "float64", line).encode(), 1, read)
+
+
+@pytest.mark.parametrize(("name", "old", "new"), SENT)
+def test_an_engine_with_a_wrong_reading_does_not_conform(
+    name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(POLICIES, name, replace(POLICIES[name], make=edited(name, old, new)))
+    refused(name, partial(asked, Served()))
