@@ -240,7 +240,7 @@ def study(
 
     Each policy scores the prompt of a sample once, for all budgets. A second run continues a stopped one. A task is a
     name, 'module:ATTRIBUTE', or a file of a benchmark as 'KIND:PATH'. The kinds are ruler-file, ruler-lm-eval-file,
-    scbench-file, scbench-turns-file and longbench-file.
+    scbench-file, scbench-turns-file, longbench-file, loogle-file, infinitebench-file and math-file.
 
     If the rules have claims, commit the rules and the calibration, run dev, and run confirm last.
     """

@@ -123,7 +123,7 @@ def _missing(paper: Paper, asked: Asked) -> dict[str, list[str]]:
     """By part, the files that were not given, as a sentence."""
     given, found = {path.stem for path in asked.files}, dict[str, list[str]]()
     for part in paper.parts:
-        if absent := [name for name in part.files if name not in given]:
+        if part.needs_files and (absent := [name for name in part.files if name not in given]):
             found[part.name] = [f"Not run: give --file for {', '.join(absent)} ({part.kind})."]
     return found
 
@@ -155,12 +155,11 @@ def _studies(paper: Paper, asked: Asked, subject: Subject, model: str) -> Iterat
         lengths, said = tuple(length for length in rules.lengths if _has_positions(subject, length)), ""
         if left := [str(length) for length in rules.lengths if length not in lengths]:
             said = f"Not run on {subject.label}: {', '.join(left)} tokens, more than its positions."
-        yield _Study(part, rules, _work(part, replace(rules, lengths=lengths), subject, running), said)
+        work = _work(part, replace(rules, lengths=lengths), subject, running) if lengths else None
+        yield _Study(part, rules, work, said)
 
 
-def _work(part: Part, rules: Rules, subject: Subject, running: Running) -> Work | Costs | None:
-    if not rules.lengths:
-        return None
+def _work(part: Part, rules: Rules, subject: Subject, running: Running) -> Work | Costs:
     return Costs(rules, subject, running.out / FILE) if part.kind == COSTS else Work(rules, subject, running)
 
 

@@ -1,25 +1,30 @@
 """Problems of arithmetic in several steps, behind worked examples; the answer is reasoned and ends in a box.
 
-They stand in for MATH-500, the problems of the paper on set-conditioned diversity, which kvspec does not ship.
+They stand in for MATH-500, the problems of the paper on set-conditioned diversity. kvspec does not ship MATH-500, and
+reads a file of it.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from models_integration.tasks.context import Ground, as_many, joined
-from models_integration.tasks.metrics import BOXED
+from models_integration.tasks.metrics import BOXED, MATH_BOXED
+from models_integration.tasks.rows import OfFile, open_rows
 from models_integration.tasks.samples import CONFIRM, DEV, Sample
 from reference.confirmation import split_of
+from spec.errors import SpecError
 from spec.validate import check_choices
 
-__all__ = ["MAX_NEW_TOKENS", "arithmetic_samples"]
+__all__ = ["MAX_NEW_TOKENS", "arithmetic_samples", "math_file"]
 
 MAX_NEW_TOKENS = 256
 _STEPS = 3
+_ASKED, _MATH_TOKENS = "\nReason step by step, and put the final answer into \\boxed{}.", 1024
 _OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
     "+": int.__add__, "-": int.__sub__, "*": int.__mul__,
 }
@@ -76,3 +81,34 @@ def _drawn(rng: np.random.Generator) -> _Problem:
     return _Problem(
         f"Problem: {asked} What is the result? Put it into \\boxed{{}}.", f"{' '.join(steps)} \\boxed{{{value}}}", value
     )
+
+
+def math_file(path: Path, *, part: str = "") -> OfFile:
+    """A file of MATH-500, one problem each, which is its own context.
+
+    A row has `problem`, `answer` and `unique_id`. The answer is reasoned and ends in a box, and math-verify judges
+    whether that is equal to the reference.
+
+    Args:
+        path: of the file.
+        part: the part of the paper's split, by the MD5 of `unique_id`, that problems belong to; all of them for "".
+
+    Raises:
+        SpecError: for an unknown part, a part without problems, a file or a row that is not as described.
+    """
+    check_choices("part", (part,), ("", DEV, CONFIRM))
+    file = open_rows(path, {"problem": str, "answer": str, "unique_id": str})
+    file = replace(file, rows=[row for row in file.rows if part in ("", split_of(row["unique_id"]))])
+
+    def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
+        row = file.row(index)
+        sample = ground.sample(
+            (*ground.frame.opening, *ground.encode(row["problem"])), _ASKED, "", row["answer"], (), gap="\n",
+            task="math", dialect="math-500", metric=MATH_BOXED, max_new_tokens=_MATH_TOKENS,
+            metadata={"id": row["unique_id"]},
+        )
+        if sample.length > length:
+            raise SpecError("length", length, f"must be at least {sample.length}, the tokens of row {index} of {path}")
+        return file.fitted((replace(sample, answer_ids=()),), index, length)
+
+    return OfFile(samples, len(file.rows))

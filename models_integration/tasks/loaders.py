@@ -1,35 +1,36 @@
-"""Files of published benchmarks as tasks: RULER v1, SCBench, LongBench v1, each where its own tools put it.
+"""Files of published benchmarks as tasks: RULER v1, SCBench, LongBench v1, LooGLE, InfiniteBench.
 
 All rows are checked before any sample is made; row `index` gives context number `index` and its questions. `length` is
-the most tokens that a context may have: RULER's longer ones are refused; those of SCBench and LongBench are cut in the
-middle, as their tools do it, but token by token and without a new tokenization. Evidence are the places where
+the most tokens that a context may have: RULER's longer ones are refused; all others are cut in the middle, as the
+benchmarks' tools do it, but token by token and without a new tokenization. Evidence are the places where
 references stand, as words of their own, in what is left of the context, where the benchmark quotes it, by the
 tokenizer's offsets (a tokenizer of Python alone has none). Metadata says the file's SHA-256, row and tokens cut.
 
 Prompts of SCBench are those of microsoft/MInference `scbench/eval_utils.py` (MIT).
 """
 
-import hashlib
-import json
+import ast
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 from models_integration.tasks.chat import bare
-from models_integration.tasks.context import Ground, Maker, Span
-from models_integration.tasks.metrics import CONTAINS, STRING_MATCH_ALL
+from models_integration.tasks.context import Ground, Span
+from models_integration.tasks.metrics import CONTAINS, OPTION, STRING_MATCH_ALL
+from models_integration.tasks.rows import OfFile, Row, check_fields, open_rows, read_setting, texts
 from models_integration.tasks.ruler import PINNED
 from models_integration.tasks.samples import Sample
 from models_integration.tasks.scbench import in_turns
 from spec.errors import SpecError
 from spec.validate import check_choices
 
-__all__ = ["LM_EVAL", "LONGBENCH", "SCBENCH", "longbench_file", "ruler_file", "scbench_file"]
-
-Row: TypeAlias = Mapping[str, Any]
+__all__ = [
+    "INFINITEBENCH", "LM_EVAL", "LONGBENCH", "LOOGLE", "SCBENCH", "infinitebench_file", "longbench_file", "loogle_file",
+    "ruler_file", "scbench_file",
+]
 
 LM_EVAL = "ruler-lm-eval"
 QA_METRIC = {PINNED: "string_match_part", LM_EVAL: STRING_MATCH_ALL}
@@ -58,47 +59,20 @@ LONGBENCH = {
     "lcc": "code_similarity", "repobench-p": "code_similarity",
 }
 """The English and code data sets, and LongBench's metric of each."""
+LOOGLE = ("shortdep_qa", "longdep_qa")
+"""The data sets with questions."""
+INFINITEBENCH = {
+    "longbook_qa_eng": (SCBENCH["qa_eng"][0], "\n\n" + SCBENCH["qa_eng"][1], "qa_f1", 40),
+    "code_debug": (
+        "One of the functions in this Python code has an error that makes the code crash.\n\n{context}",
+        "\n\nOptions:\n{options}\n\nThe correct option is:", OPTION, 5,
+    ),
+}
+"""The data sets of the NestedKV paper: prompt, question, metric, number of new tokens."""
 _NO_CHAT = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
 
 
-@dataclass(frozen=True)
-class _File:
-    path: Path
-    digest: str
-    rows: Sequence[Row]
-
-    def row(self, index: int) -> Row:
-        if not 0 <= index < len(self.rows):
-            raise SpecError("index", index, f"must lie in [0, {len(self.rows)}), the rows of {self.path}")
-        return self.rows[index]
-
-    def fitted(self, samples: Sequence[Sample], index: int, limit: int, question: int = 0) -> tuple[Sample, ...]:
-        """The samples of one row, their context cut in the middle so that it has `limit` tokens with a question of so
-        many behind it."""
-        tokens, half = samples[0].length, limit // 2
-        cut = 0 if tokens + question <= limit else tokens + question - 2 * half
-        if cut and half <= question:
-            raise SpecError("length", limit, f"must be above {2 * question + 1}, twice the question in row {index}")
-        return tuple(
-            replace(
-                _without(sample, half, half + cut) if cut else sample,
-                metadata={**sample.metadata, "file": self.digest, "row": index, "cut": cut},
-            )
-            for sample in samples
-        )
-
-
-def _without(sample: Sample, start: int, stop: int) -> Sample:
-    """Without these tokens of its context, and the pieces of evidence that they touch."""
-    spans = [
-        span if span[1] <= start else (span[0] - stop + start, span[1] - stop + start) for span in sample.evidence
-        if span[1] <= start or span[0] >= stop
-    ]
-    kept = *sample.context_ids[:start], *sample.context_ids[stop:]
-    return replace(sample, context_ids=kept, needle=spans[0] if spans else (0, 0), further=tuple(spans[1:]))
-
-
-def ruler_file(path: Path, *, dialect: str = PINNED) -> Maker:
+def ruler_file(path: Path, *, dialect: str = PINNED) -> OfFile:
     """A file `TASK/validation.jsonl` of `scripts/data/prepare.py --model_template_type base`, one question each.
 
     A row has `input`, `outputs` and, in newer files, `answer_prefix`. The input is split before its last question; a
@@ -115,7 +89,7 @@ def ruler_file(path: Path, *, dialect: str = PINNED) -> Maker:
     task = path.absolute().parent.name
     kind = task.partition("_")[0]
     check_choices("task", (kind,), RULER)
-    file, mark = _opened(path, {"input": str, "outputs": list}), "\nWhat " if kind == "niah" else "\nQuestion: "
+    file, mark = open_rows(path, {"input": str, "outputs": list}), "\nWhat " if kind == "niah" else "\nQuestion: "
     for number, row in enumerate(file.rows):
         if mark not in row["input"]:
             raise SpecError("path", str(path), f"row {number}: input must hold the question, {mark.strip()!r}")
@@ -126,12 +100,12 @@ def ruler_file(path: Path, *, dialect: str = PINNED) -> Maker:
             raise SpecError("length", length, f"must be at least {sample.length}, the tokens of row {index} of {path}")
         return file.fitted((sample,), index, length)
 
-    return samples
+    return OfFile(samples, len(file.rows))
 
 
 def _of_ruler(ground: Ground, row: Row, task: str, mark: str, dialect: str) -> Sample:
     context, _, question = row["input"].rpartition(mark)
-    references, kind = _texts(row["outputs"]), task.partition("_")[0]
+    references, kind = texts(row["outputs"]), task.partition("_")[0]
     numbered = " ".join(f"{at}. {word}" for at, word in enumerate(references, 1))
     answers = {"niah": ", ".join(references), "cwe": numbered, "qa": references[0]}
     quoted = kind != "qa"
@@ -143,7 +117,7 @@ def _of_ruler(ground: Ground, row: Row, task: str, mark: str, dialect: str) -> S
     )
 
 
-def scbench_file(path: Path, *, turns: bool = False) -> Maker:
+def scbench_file(path: Path, *, turns: bool = False) -> OfFile:
     """A file `scbench_TASK.jsonl`; a row has `context` and `multi_turns`, of `input` and `answer` each.
 
     Args:
@@ -158,12 +132,12 @@ def scbench_file(path: Path, *, turns: bool = False) -> Maker:
     """
     task = path.stem.removeprefix("scbench_")
     check_choices("task", (task,), SCBENCH)
-    file = _opened(path, {"context": str, "multi_turns": list})
+    file = open_rows(path, {"context": str, "multi_turns": list})
     for number, row in enumerate(file.rows):
         if not row["multi_turns"]:
             raise SpecError("path", str(path), f"row {number}: multi_turns must hold at least one question")
         for turn in row["multi_turns"]:
-            _check_fields(f"{path}, row {number}", turn, {"input": str, "answer": object})
+            check_fields(f"{path}, row {number}", turn, {"input": str, "answer": object})
 
     def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
         found = _of_scbench(ground, file.row(index), task, turns)
@@ -171,12 +145,12 @@ def scbench_file(path: Path, *, turns: bool = False) -> Maker:
             return file.fitted(found, index, length)
         return in_turns(ground, file.fitted(found, index, length, len(found[0].question_ids)))
 
-    return samples
+    return OfFile(samples, len(file.rows))
 
 
 def _of_scbench(ground: Ground, row: Row, task: str, turns: bool) -> tuple[Sample, ...]:
     prompt, question, metric, new_tokens = SCBENCH[task]
-    text, answers = prompt.replace("{context}", row["context"]), [_texts(turn["answer"]) for turn in row["multi_turns"]]
+    text, answers = prompt.replace("{context}", row["context"]), [texts(turn["answer"]) for turn in row["multi_turns"]]
     context = (*ground.frame.opening, *ground.encode(text))
     return tuple(
         ground.sample(
@@ -188,7 +162,7 @@ def _of_scbench(ground: Ground, row: Row, task: str, turns: bool) -> tuple[Sampl
     )
 
 
-def longbench_file(path: Path) -> Maker:
+def longbench_file(path: Path) -> OfFile:
     """A file `FOLDER/data/DATASET.jsonl` (or `DATASET_e.jsonl`), one question each, without evidence.
 
     A row has `input`, `context`, `answers` and `all_classes`. From LongBench's repository are read
@@ -204,22 +178,22 @@ def longbench_file(path: Path) -> Maker:
     """
     dataset, config = path.stem.removesuffix("_e"), path.absolute().parent.parent / "config"
     check_choices("dataset", (dataset,), LONGBENCH)
-    prompt, new_tokens = (_setting(config / f"dataset2{it}.json", dataset) for it in ("prompt", "maxlen"))
+    prompt, new_tokens = (read_setting(config / f"dataset2{it}.json", dataset) for it in ("prompt", "maxlen"))
     if str(prompt).count("{context}") != 1:
         raise SpecError("prompt", prompt, "must hold {context} once")
-    file = _opened(path, {"input": str, "context": str, "answers": list, "all_classes": object})
+    file = open_rows(path, {"input": str, "context": str, "answers": list, "all_classes": object})
 
     def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
         framed = replace(ground, frame=bare(ground.tokenizer)) if dataset in _NO_CHAT else ground
         sample = _of_longbench(framed, file.row(index), dataset, str(prompt), int(new_tokens))
         return file.fitted((sample,), index, length, len(sample.question_ids))
 
-    return samples
+    return OfFile(samples, len(file.rows))
 
 
 def _of_longbench(ground: Ground, row: Row, dataset: str, prompt: str, new_tokens: int) -> Sample:
     before, _, behind = (part.replace("{input}", row["input"]) for part in prompt.partition("{context}"))
-    references = _texts(row["answers"])
+    references = texts(row["answers"])
     return ground.sample(
         (*ground.frame.opening, *ground.encode(before + row["context"])), behind, "", references[0], (), gap="",
         task=dataset, dialect="longbench-v1", metric=LONGBENCH[dataset], references=references,
@@ -227,53 +201,89 @@ def _of_longbench(ground: Ground, row: Row, dataset: str, prompt: str, new_token
     )
 
 
-def _read(path: Path) -> bytes:
+def loogle_file(path: Path) -> OfFile:
+    """A file `FOLDER/LooGLE-testdata/DATASET.jsonl`, several questions each, without evidence.
+
+    A row has `input`, the text, and `qa_pairs`, a list of `Q` and `A` or the Python text of one. From LooGLE's
+    repository are read `FOLDER/config/task2prompt.json` and `task2maxlen.json`. Each question stands behind the text by
+    itself. LooGLE counts ROUGE-L's recall; here it is the F measure, with LongBench's package.
+
+    Args:
+        path: of the file; its data set is one of `LOOGLE`.
+
+    Raises:
+        SpecError: for an unknown data set, a file or a row that is not as described.
+    """
+    check_choices("dataset", (path.stem,), LOOGLE)
+    config = path.absolute().parent.parent / "config"
+    prompt, new_tokens = (read_setting(config / f"task2{it}.json", path.stem) for it in ("prompt", "maxlen"))
+    before, hole, behind = str(prompt).partition("{input}")
+    if not hole or "{Q}" not in behind:
+        raise SpecError("prompt", prompt, "must hold {input} and behind it {Q}")
+    file = open_rows(path, {"input": str, "qa_pairs": object})
+    pairs = [_pairs(f"{path}, row {number}", row["qa_pairs"]) for number, row in enumerate(file.rows)]
+
+    def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
+        context = (*ground.frame.opening, *ground.encode(before + file.row(index)["input"]))
+        found = tuple(
+            ground.sample(
+                context, behind.replace("{Q}", pair["Q"]), "", str(pair["A"]), (), gap="", task=path.stem,
+                dialect="loogle", metric="rouge_l", references=(str(pair["A"]),), max_new_tokens=int(new_tokens),
+            )
+            for pair in pairs[index]
+        )
+        return file.fitted(found, index, length, max(len(sample.question_ids) for sample in found))
+
+    return OfFile(samples, len(file.rows))
+
+
+def _pairs(where: str, given: object) -> Sequence[Row]:
+    """The questions and answers of a row of LooGLE, whose repository has them as the text of a Python list."""
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise SpecError("path", str(path), f"must be a readable file: {error}") from error
+        found = ast.literal_eval(given) if isinstance(given, str) else given
+    except (ValueError, SyntaxError) as error:
+        raise SpecError("path", where, f"qa_pairs must be a list: {error}") from error
+    if not isinstance(found, list) or not found:
+        raise SpecError("path", where, "qa_pairs must be a list of at least one question")
+    return [check_fields(where, pair, {"Q": str, "A": object}) for pair in found]
 
 
-def _json(where: str, text: bytes, fields: Mapping[str, type]) -> Row:
-    """An object with all these fields."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise SpecError("path", where, f"must be a JSON object: {error}") from error
-    return _check_fields(where, found, fields)
+def infinitebench_file(path: Path) -> OfFile:
+    """A file `DATASET.jsonl` of InfiniteBench, one question each, without evidence.
+
+    A row has `context`, `input`, `answer` and `options`. The options of `code_debug` get the letters A to D.
+
+    Args:
+        path: of the file; its data set is one of `INFINITEBENCH`.
+
+    Raises:
+        SpecError: for an unknown data set, a file or a row that is not as described.
+    """
+    check_choices("dataset", (path.stem,), INFINITEBENCH)
+    file = open_rows(path, {"context": str, "input": str, "answer": object, "options": list})
+    for number, row in enumerate(file.rows):
+        if path.stem == "code_debug" and (len(row["options"]) != 4 or texts(row["answer"])[0] not in row["options"]):
+            raise SpecError("path", f"{path}, row {number}", "must have four options, and its answer among them")
+
+    def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
+        sample = _of_infinitebench(ground, file.row(index), path.stem)
+        return file.fitted((sample,), index, length, len(sample.question_ids))
+
+    return OfFile(samples, len(file.rows))
 
 
-def _check_fields(where: str, found: object, fields: Mapping[str, type]) -> Row:
-    wrong = [
-        name for name, kind in fields.items()
-        if not isinstance(found, dict) or name not in found or not isinstance(found[name], kind)
-    ]
-    if wrong:
-        wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in fields.items())
-        raise SpecError("path", where, f"must be an object with {wanted}; lacks {', '.join(wrong)}")
-    return cast("Row", found)
-
-
-def _opened(path: Path, fields: Mapping[str, type]) -> _File:
-    """The objects of a jsonl file, one a line."""
-    data = _read(path)
-    lines = enumerate(data.split(b"\n"), 1)
-    rows = [_json(f"{path}, line {number}", line, fields) for number, line in lines if line.strip()]
-    if not rows:
-        raise SpecError("path", str(path), "must have at least one row, and has none")
-    return _File(path, hashlib.sha256(data).hexdigest(), rows)
-
-
-def _setting(path: Path, dataset: str) -> str | int:
-    return cast("str | int", _json(str(path), _read(path), {dataset: object})[dataset])
-
-
-def _texts(answer: object) -> tuple[str, ...]:
-    """An answer, or a list of them, as text."""
-    found = tuple(str(one) for one in (answer if isinstance(answer, list) else [answer]))
-    if not found:
-        raise SpecError("answer", str(answer), "must hold at least one reference")
-    return found
+def _of_infinitebench(ground: Ground, row: Row, dataset: str) -> Sample:
+    prompt, question, metric, new_tokens = INFINITEBENCH[dataset]
+    answers = texts(row["answer"])
+    options = "\n".join(f"{letter}. {one}" for letter, one in zip("ABCD", row["options"], strict=False))
+    if metric == OPTION:
+        answers = ("ABCD"[row["options"].index(answers[0])],)
+    before, _, behind = prompt.partition("{context}")
+    asked = question.replace("{options}", options).replace("{input}", row["input"])
+    return ground.sample(
+        (*ground.frame.opening, *ground.encode(before + row["context"] + behind)), asked, "", answers[0], (), gap="",
+        task=dataset, dialect="infinitebench", metric=metric, references=answers, max_new_tokens=new_tokens,
+    )
 
 
 def _stands(ground: Ground, text: str, references: Sequence[str]) -> tuple[Span, ...]:

@@ -13,14 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import TypeAlias
 
+from spec.errors import SpecError
 from spec.validate import check_choices
 
 __all__ = [
-    "BOXED", "CONTAINS", "FIRST_NUMBER", "METRICS", "RIGHT_OR_WRONG", "STRING_MATCH_ALL", "boxed", "is_exact_match",
-    "judge",
+    "BOXED", "CONTAINS", "FIRST_NUMBER", "MATH_BOXED", "METRICS", "OPTION", "RIGHT_OR_WRONG", "STRING_MATCH_ALL",
+    "boxed", "is_exact_match", "judge",
 ]
 
 FIRST_NUMBER, CONTAINS, STRING_MATCH_ALL, BOXED = "first number", "contains", "string_match_all", "boxed number"
+MATH_BOXED, OPTION = "boxed, by math-verify", "option letter"
 RIGHT_OR_WRONG = (FIRST_NUMBER, CONTAINS)
 """Metrics of one answer, which is greedily right where it is the most likely token by token."""
 _NUMBER = re.compile(r"[+-]?[^\W_]*\d[^\W_]*(?:[.,]\d+)*")
@@ -61,6 +63,23 @@ def boxed(answer: str) -> str | None:
     """What stands in the first box of an answer, without spaces and thousands separators; None without a box."""
     found = _BOX.search(answer)
     return None if found is None else found.group(1).replace(",", "").strip(" $")
+
+
+def _math_boxed(answer: str, reference: str) -> bool:
+    """Whether what the answer's boxes hold equals the reference, by math-verify."""
+    try:
+        from math_verify import LatexExtractionConfig, parse, verify
+    except ModuleNotFoundError as error:
+        raise SpecError("metric", MATH_BOXED, "needs math-verify: pip install 'kvspec[math]'") from error
+    rule = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+    said = parse(answer, rule) if "\\boxed" in answer else []
+    return bool(verify(parse(f"\\boxed{{{reference}}}", rule), said))
+
+
+def _option(answer: str, letter: str) -> bool:
+    """Whether the first letter from A to D that is a word is the right one."""
+    found = re.search(r"\b[A-D]\b", answer)
+    return found is not None and found.group() == letter
 
 
 def _hits(answer: str, references: Sequence[str]) -> list[bool]:
@@ -170,6 +189,8 @@ def _best_label(answer: str, references: Sequence[str], choices: Sequence[str]) 
 METRICS: Mapping[str, Metric] = {
     FIRST_NUMBER: _best(is_exact_match),
     CONTAINS: _best(lambda answer, reference: reference in answer),
+    MATH_BOXED: _best(_math_boxed),
+    OPTION: _best(_option),
     BOXED: _best(lambda answer, reference: boxed(answer) == reference),
     "contains in any case": _best(lambda answer, reference: reference.upper() in answer.strip().upper()),
     "names found": _names_found,

@@ -1,6 +1,5 @@
 """Tasks by name: ours, `TABLE`, with RULER v1's in two dialects; files of benchmarks as `ruler-file:PATH` (or
-`ruler-lm-eval-file`, `scbench-file`, `scbench-turns-file`, `longbench-file`); and the user's own as `module:ATTRIBUTE`
-or an entry point of ENTRY_POINTS:
+another kind of FILES); and the user's own as `module:ATTRIBUTE` or an entry point of ENTRY_POINTS:
 
     from models_integration.tasks.context import joined
 
@@ -19,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from models_integration.tasks.arithmetic import arithmetic_samples
+from models_integration.tasks.arithmetic import arithmetic_samples, math_file
 from models_integration.tasks.context import Ground, Maker
 from models_integration.tasks.facts import fact_samples
 from models_integration.tasks.in_prose import (
@@ -27,12 +26,22 @@ from models_integration.tasks.in_prose import (
     keys_in_prose_samples,
     prose_continuation_samples,
 )
-from models_integration.tasks.loaders import LM_EVAL, longbench_file, ruler_file, scbench_file
+from models_integration.tasks.loaders import (
+    LM_EVAL,
+    infinitebench_file,
+    longbench_file,
+    loogle_file,
+    ruler_file,
+    scbench_file,
+)
 from models_integration.tasks.metrics import BOXED, CONTAINS, FIRST_NUMBER, STRING_MATCH_ALL
+from models_integration.tasks.rows import OfFile
 from models_integration.tasks.ruler import DIALECTS, NIAH, niah_samples, variable_tracking_samples
 from models_integration.tasks.ruler_words import cwe_samples, fwe_samples, vt_samples
 from models_integration.tasks.samples import (
+    CONFIRM,
     DELAYED_ASSOCIATION,
+    DEV,
     NEEDLE,
     PLACEMENTS,
     Sample,
@@ -69,6 +78,7 @@ class Entry:
         constants: what a name in brackets may set: `needle(depth=0.5)`; without it the index decides.
         placements: when its question can be read.
         gold: whether the gold answer has tokens, whose likelihood can be measured.
+        rows: of a file, which has no more contexts; 0 for all others.
     """
 
     about: str
@@ -78,6 +88,7 @@ class Entry:
     constants: tuple[str, ...] = ()
     placements: tuple[str, ...] = PLACEMENTS
     gold: bool = True
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -193,9 +204,11 @@ TABLE: Mapping[str, Entry] = {
 """The tasks by name. What reads `PROSE` has windows of the shipped text that do not overlap."""
 BUILT_IN: Mapping[str, Maker] = {name: entry.make for name, entry in TABLE.items() if entry.gold}
 """Those whose gold answer has tokens."""
-FILES: Mapping[str, Callable[[Path], Maker]] = {
+FILES: Mapping[str, Callable[[Path], OfFile]] = {
     "ruler-file": ruler_file, "ruler-lm-eval-file": partial(ruler_file, dialect=LM_EVAL), "scbench-file": scbench_file,
     "scbench-turns-file": partial(scbench_file, turns=True), "longbench-file": longbench_file,
+    "loogle-file": loogle_file, "infinitebench-file": infinitebench_file, "math-file": math_file,
+    "math-dev-file": partial(math_file, part=DEV), "math-confirm-file": partial(math_file, part=CONFIRM),
 }
 
 IN_PROSE = ("needle_in_prose", "keys_in_prose_2", "keys_in_prose_4")
@@ -219,7 +232,8 @@ def resolve_task(text: str) -> Task:
     kind, _, path = text.partition(":")
     if kind in FILES:
         turns = PLACEMENTS[:1] if "turns" in kind else PLACEMENTS
-        return Task(text, Entry(kind, FILES[kind](Path(path)), "", FILE, placements=turns))
+        made = FILES[kind](Path(path))
+        return Task(text, Entry(kind, made, "", FILE, placements=turns, rows=made.rows))
     return _own_task(text, TABLE)
 
 

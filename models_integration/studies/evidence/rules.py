@@ -88,7 +88,7 @@ class Rules:
         claims: in the order in which they are reported; Holm's correction is over all of them.
         stages: of one method, in its order: the page says at which of them evidence is lost.
         models: as `--model` of the other commands.
-        contexts: of each task and length; both parts together.
+        contexts: of each task and length; both parts together. A task of a file has at most one for each of its rows.
         questions: on each context, at most.
         seeds: of all samples, each once.
         tasks: as text: `needle`, `needle(depth=0.5)`, `ruler-file:PATH`, `module:ATTRIBUTE`.

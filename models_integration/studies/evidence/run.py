@@ -146,7 +146,7 @@ def items(rules: Rules, subject: Subject, parts: Sequence[str]) -> Iterator[Item
     for index in range(rules.contexts):
         for seed in rules.seeds:
             for name, task in tasks.items():
-                for length in rules.lengths:
+                for length in rules.lengths if index < (task.entry.rows or rules.contexts) else ():
                     if not task.of_file:  # those cut what is longer, and may have less
                         subject.check_positions("lengths", length)
                     samples = _drawn(rules, task, ground, length, index, seed)

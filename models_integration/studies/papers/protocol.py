@@ -37,6 +37,7 @@ class Part:
         quick: what a quick run changes beside that.
         kind: kind of the benchmark files that it reads; "" for tasks of kvspec, COSTS for seconds and bytes.
         files: names of these files, without folder and ending.
+        filed: what a run with these files changes beside the tasks, in a part that has other tasks without them.
     """
 
     name: str
@@ -44,6 +45,12 @@ class Part:
     quick: Mapping[str, Any] = field(default_factory=dict)
     kind: str = ""
     files: Sequence[str] = ()
+    filed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def needs_files(self) -> bool:
+        """Whether there is nothing to measure without a file."""
+        return self.kind not in ("", COSTS) and "tasks" not in self.study
 
 
 @dataclass(frozen=True)
@@ -157,13 +164,14 @@ def _made(kind: Callable[..., T], entry: Mapping[str, Any]) -> T:
 def rules_of_part(
     paper: Paper, part: Part, models: Sequence[str], files: Sequence[Path], quick: bool,
 ) -> Rules | None:
-    """The rules of a part; None if it reads files and none of them is given.
+    """The rules of a part; None if it needs files and none of them is given.
 
     Raises:
         SpecError: as `rules_of`.
     """
     given = [f"{part.kind}:{path}" for path in files if path.stem in part.files]
-    if part.kind not in ("", COSTS) and not given:
+    if part.needs_files and not given:
         return None
-    changed = {**part.study, **(part.quick if quick else {}), **({"tasks": given} if given else {})}
+    filed = {**part.filed, "tasks": given} if given else {}
+    changed = {**part.study, **filed, **(part.quick if quick else {})}
     return rules_of(**{"title": f"{paper.title}: {part.name}", **paper.study, **changed, "models": list(models)})

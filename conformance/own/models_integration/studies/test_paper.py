@@ -1,5 +1,6 @@
 """`kvspec paper`: which tables its files fill, figures counted from the rows, runs that are taken up, refusals."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from models_integration.studies.papers.injection_tables import filled_lines, tab
 from models_integration.studies.papers.protocol import BEST, PAPERS, load_paper, rules_of_part
 from models_integration.studies.papers.tables import Measured, fill
 from models_integration.studies.subject import Loading
-from models_integration.tasks.loaders import LONGBENCH
+from models_integration.tasks.loaders import INFINITEBENCH, LONGBENCH, LOOGLE
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
@@ -223,6 +224,46 @@ def test_a_dry_run_says_what_there_is_to_do_and_stores_nothing(tmp_path: Path) -
     assert not list((tmp_path / "out").iterdir())
 
 
+PROBLEMS = """
+title = "Problems"
+method = "streamingllm"
+[study]
+contexts = 3
+questions = 1
+seeds = [0]
+placements = ["paper"]
+policies = ["streamingllm"]
+controls = ["fullcache"]
+budgets = ["64"]
+answer_tokens = 1
+lengths = [300]
+[[part]]
+name = "problems"
+kind = "math-dev-file"
+files = ["math500"]
+filed = {contexts = 9}
+tasks = ["arithmetic"]
+[[part]]
+name = "long"
+tasks = ["needle"]
+lengths = [200000]
+"""
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_part_reads_all_rows_of_a_file_or_has_tasks_without_it(tmp_path: Path) -> None:
+    """By the MD5 of its id, one of the four problems is for development."""
+    rows = [{"problem": "What is 1 + 1?", "answer": "2", "unique_id": f"test/algebra/{at}.json"} for at in range(4)]
+    (file := tmp_path / "math500.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    dev = [row for row in rows if int(hashlib.md5(row["unique_id"].encode()).hexdigest(), 16) % 5 < 2]
+    for options, samples in (((), 3), (("--file", str(file)), len(dev))):
+        code, said = called(tmp_path, "--dry-run", *options, text=PROBLEMS)
+        assert code == 0, said
+        (line,) = (line.split() for line in said.splitlines() if line.strip().startswith("problems"))
+        assert line[1] == str(samples)
+        assert "Not run on pocket: 200000 tokens" in said
+
+
 @pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("name", PAPERS)
 @pytest.mark.parametrize("quick", [True, False])
@@ -230,7 +271,7 @@ def test_shipped_papers_name_what_there_is(name: str, quick: bool) -> None:
     paper = load_paper(name)
     asked = dict[str, set[str]]()
     for part in paper.parts:
-        assert {file.removesuffix("_e") for file in part.files} <= LONGBENCH.keys()
+        assert {file.removesuffix("_e") for file in part.files} <= {*LONGBENCH, *LOOGLE, *INFINITEBENCH, "math500"}
         rules = rules_of_part(paper, part, ["pocket"], (), quick)
         known = paper.study if rules is None else vars(rules)
         asked[part.name] = {"fullcache", *known["policies"]}

@@ -40,6 +40,12 @@ CHAINS = {"context": "VAR AAAAA = 1", "multi_turns": [
 ]}
 BOOK = {"context": "Tom went.", "multi_turns": [{"input": "Who?", "answer": "Tom"}, {"input": "How?", "answer": "He"}]}
 LONG = {"input": "Who?", "context": "A story.", "answers": ["Tom", "Tom Sawyer"], "all_classes": None, "_id": "x"}
+PAIRS = [{"Q": "Who?", "A": "Tom", "type": "x"}, {"Q": "When, {input}?", "A": 1900}]
+LOOGLE: dict[str, Any] = {"input": "A story of {Q}.", "title": "x", "qa_pairs": repr(PAIRS)}
+BUGS: dict[str, Any] = {
+    "id": 1, "context": "def f(): pass", "input": "Which?", "answer": ["run"], "options": ["a.b", "run", "go", "to"],
+}
+PROBLEM: dict[str, Any] = {"problem": "What is 1 + 1?", "answer": "2", "unique_id": "test/a/1.json", "level": 1}
 PROMPTS = dict.fromkeys(LONGBENCH, "Read.\n\n{context}\n\nQ: {input}\nA:")
 ENOUGH = 1000
 
@@ -80,6 +86,20 @@ def longbench(folder: Path, dataset: str, row: object = LONG, prompts: object = 
     put(folder / "config" / "dataset2prompt.json", prompts)
     put(folder / "config" / "dataset2maxlen.json", dict.fromkeys(LONGBENCH, 64))
     return f"longbench-file:{put(folder / 'data' / f'{dataset}.jsonl', row)}"
+
+
+def loogle(folder: Path, dataset: str, row: object = LOOGLE, prompt: str = "Read.\n{input}\nQ: {Q}\nA: ") -> str:
+    put(folder / "config" / "task2prompt.json", {"longdep_qa": prompt})
+    put(folder / "config" / "task2maxlen.json", {"longdep_qa": 500})
+    return f"loogle-file:{put(folder / 'LooGLE-testdata' / f'{dataset}.jsonl', row)}"
+
+
+def infinite(folder: Path, dataset: str, *rows: object) -> str:
+    return f"infinitebench-file:{put(folder / f'{dataset}.jsonl', *rows)}"
+
+
+def problems(folder: Path, *rows: object, kind: str = "math-file") -> str:
+    return f"{kind}:{put(folder / 'math500.jsonl', *rows)}"
 
 
 def made(ground: Ground, name: str, index: int = 0, length: int = ENOUGH) -> tuple[Sample, ...]:
@@ -227,6 +247,39 @@ def test_texts_of_longbench_that_hold_braces_stay_as_they_are(ground: Ground, tm
     assert "Q: {context}?" in said(ground, sample.question_ids)
 
 
+@pytest.mark.parametrize("pairs", [PAIRS, repr(PAIRS)])
+def test_the_questions_of_loogle_share_a_text(ground: Ground, pairs: object, tmp_path: Path) -> None:
+    first, second = made(ground, loogle(tmp_path, "longdep_qa", {**LOOGLE, "qa_pairs": pairs}))
+    assert said(ground, first.context_ids) == said(ground, second.context_ids) == "Read.\nA story of {Q}."
+    assert [said(ground, one.question_ids) for one in (first, second)] == [
+        "\nQ: Who?\nA: ", "\nQ: When, {input}?\nA: "
+    ]
+    assert (second.references, second.metric, second.max_new_tokens) == (("1900",), "rouge_l", 500)
+
+
+def test_rows_of_infinitebench_ask_for_an_answer_or_a_letter(ground: Ground, tmp_path: Path) -> None:
+    (code,) = made(ground, infinite(tmp_path, "code_debug", BUGS))
+    assert said(ground, code.question_ids).endswith("A. a.b\nB. run\nC. go\nD. to\n\nThe correct option is:")
+    assert (code.references, code.metric, code.max_new_tokens) == (("B",), "option letter", 5)
+    (book,) = made(ground, infinite(tmp_path, "longbook_qa_eng", {**BUGS, "answer": ["Tom", "Sid"], "options": []}))
+    assert said(ground, book.question_ids) == "\n\nQuestion: Which?\nAnswer:"
+    assert (book.references, book.metric, book.max_new_tokens) == (("Tom", "Sid"), "qa_f1", 40)
+
+
+def test_a_problem_of_math_is_its_context_and_each_part_has_its_own(tmp_path: Path) -> None:
+    """MD5 of `unique_id` modulo 5: 0 and 1 are dev, as `md5sum` and Python's integers say."""
+    ground, rows = framed(), [{**PROBLEM, "unique_id": f"test/algebra/{n}.json"} for n in range(20)]
+    (sample,) = made(ground, problems(tmp_path, *rows))
+    assert said(ground, sample.context_ids) == "[user]What is 1 + 1?"
+    assert said(ground, sample.question_ids).endswith("into \\boxed{}.[/][assistant]")
+    assert score(ground.tokenizer, ground.tokenizer.encode(r"\boxed{4/2}", add_special_tokens=False), sample) == 1
+    digests = [int(hashlib.md5(row["unique_id"].encode()).hexdigest(), 16) % 5 < 2 for row in rows]
+    for kind, part in (("math-dev-file", True), ("math-confirm-file", False)):
+        name = problems(tmp_path, *rows, kind=kind)
+        found = [made(ground, name, at)[0].metadata["id"] for at in range(digests.count(part))]
+        assert found == [row["unique_id"] for row, dev in zip(rows, digests, strict=True) if dev is part]
+
+
 LETTERS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 
 
@@ -284,6 +337,17 @@ BAD: dict[str, Callable[[Path], str]] = {
     "path of no settings": lambda p: f"longbench-file:{p}/data/lcc.jsonl",
     "path of other settings": lambda p: longbench(p, "lcc", prompts={}),
     "prompt": lambda p: longbench(p, "lcc", prompts={"lcc": "no place"}),
+    "dataset of loogle": lambda p: loogle(p, "shortdep_cloze"),
+    "prompt of loogle": lambda p: loogle(p, "longdep_qa", prompt="{Q} {input}"),
+    "path of no list": lambda p: loogle(p, "longdep_qa", {**LOOGLE, "qa_pairs": "none"}),
+    "path of no code": lambda p: loogle(p, "longdep_qa", {**LOOGLE, "qa_pairs": "exit()"}),
+    "path of no pairs": lambda p: loogle(p, "longdep_qa", {**LOOGLE, "qa_pairs": []}),
+    "path of other pairs": lambda p: loogle(p, "longdep_qa", {**LOOGLE, "qa_pairs": [{"Q": "Who?"}]}),
+    "dataset of infinitebench": lambda p: infinite(p, "passkey", BUGS),
+    "path of three options": lambda p: infinite(p, "code_debug", {**BUGS, "options": ["run", "go", "to"]}),
+    "path of no right option": lambda p: infinite(p, "code_debug", {**BUGS, "answer": "fly"}),
+    "index of math": lambda p: problems(p, PROBLEM),
+    "length of math": lambda p: problems(p, PROBLEM, {**PROBLEM, "problem": "long " * ENOUGH}),
 }
 
 

@@ -294,6 +294,14 @@ CASES: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
     ("first number", "It is 17492.", ("7492",), (), 0),
     ("boxed number", r"7 + 5 = 12. \boxed{ 1,012 } and \boxed{3}", ("1012",), (), 1),  # the first box
     ("boxed number", "The result is 1012.", ("1012",), (), 0),
+    ("boxed, by math-verify", r"It is \boxed{\frac{1}{2}}.", ("0.5",), (), 1),
+    ("boxed, by math-verify", r"\boxed{3\sqrt{13}}", (r"\sqrt{117}",), (), 1),
+    ("boxed, by math-verify", r"\boxed{12} or \boxed{13}", ("13",), (), 0),
+    ("boxed, by math-verify", "It is 13.", ("13",), (), 0),
+    # InfiniteBench's options
+    ("option letter", "The option B: parse, not C.", ("B",), (), 1),
+    ("option letter", "Both C and B", ("B",), (), 0),
+    ("option letter", "Because", ("B",), (), 0),
     # LongBench qa_f1: {cat, sat, on, mat} and {cat, on, mat}: precision 3/4, recall 1, F1 = 6/7.
     ("qa_f1", "The cat sat on a mat!", ("cat on the mat",), (), 6 / 7),
     # Repeated tokens count as often as both have them: 2 common of 3 and 2: F1 = 4/5.
@@ -342,8 +350,8 @@ def test_a_metric_is_what_hand_and_definition_give(
 def test_every_metric_has_a_case_and_a_perfect_answer_scores_one() -> None:
     assert {case[0] for case in CASES} == set(METRICS)
     for metric in METRICS:
-        truth = "Paragraph 7" if metric == "retrieval" else "7"
-        answer = r"\boxed{7}" if metric == "boxed number" else truth
+        truth = {"retrieval": "Paragraph 7", "option letter": "D"}.get(metric, "7")
+        answer = r"\boxed{7}" if metric.startswith("boxed") else truth
         assert judge(metric, answer, (truth,), (truth, "other")) == pytest.approx(1, abs=2e-8)
         assert judge(metric, "nothing at all", (truth,), (truth, "other")) == 0
 
