@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.checks.bounds import BOUNDED
+from conformance.engine import ops
 from conformance.engine.methods import SHARED, method_ops
 from conformance.engine.ops import OPS, RECORDS
 from conformance.paths import ROOT, SPEC
@@ -260,7 +261,7 @@ def shared() -> str:
 
 def members() -> str:
     """The records of the protocol."""
-    homes = (records, decode, policy)
+    homes = (records, decode, policy, ops)
     classes = {name: getattr(home, name) for home in homes for name in RECORDS if hasattr(home, name)}
     rows = [[name, typed(row), says(classes[name])] for name, row in RECORDS.items()]
     return table(["Record", "Members", "What"], rows)

@@ -1,6 +1,7 @@
 """Published methods as operations of an engine: their arguments follow from what the policy of a name needs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from inspect import signature
@@ -8,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from conformance.engine.ops import Op
+from conformance.engine.ops import KeptSets, Op
 from conformance.engine.steps import decoded
 from reference.calibration import Calibration, Identity
 from reference.policies.describe import example_policy
 from reference.policies.names import BACKEND, POLICIES, make_policy
-from reference.policies.retain import retain
+from reference.policies.retain import retain, shown_to
 from spec.backend import Backend
 from spec.budget import Budget
 from spec.parameters import NestedKVParameters
-from spec.policy import LayerView, Observation, Policy, Repeat, Selection
+from spec.policy import LayerView, Observation, Policy, Repeat
 
 FAMILY = "methods"
 _UNSENT = frozenset({"every", "slack", BACKEND, "template", "chunk", "overlap", "calibration"})
@@ -63,7 +64,7 @@ def _constants(name: str) -> dict[str, Any]:
 def method_ops() -> Mapping[str, Op]:
     """An operation for each method, by its name behind `methods.`."""
     names = [name for name in POLICIES if name not in ("crystalcache", "fullcache")]
-    return {f"{FAMILY}.{name}": Op(_arguments(name), "Selection") for name in names}
+    return {f"{FAMILY}.{name}": Op(_arguments(name), "KeptSets") for name in names}
 
 
 def _calibrated(name: str) -> dict[str, str]:
@@ -122,16 +123,19 @@ def _repeats_as_arguments(views: Sequence[LayerView]) -> dict[str, Any]:
     return found
 
 
-def answered(op: str, given: Mapping[str, Any], backend: Backend) -> Selection:
+def answered(op: str, given: Mapping[str, Any], backend: Backend) -> KeptSets:
     """What the reference keeps, with the scores of a backend: a model of an engine's answer."""
     name = op.partition(".")[2]
     policy = make_policy(name, {**_made_from(name, given), **({BACKEND: backend} if name != "streamingllm" else {})})
     if given.get("steps"):
         layers = list(_observation(policy, given).layers.values())
         kept = decoded(policy, layers, given["g"], given["B"], given["n"])[-1]
-        return Selection(np.concatenate(kept), np.cumsum([0, *map(len, kept)]))
-    found = retain(policy, Budget(count=given["B"]), _observation(policy, given))[0]
-    return Selection(found.positions, found.offsets)
+        return KeptSets(np.concatenate(kept), np.cumsum([0, *map(len, kept)]))
+    observed = _observation(policy, given)
+    found = retain(policy, Budget(count=given["B"]), observed)[0]
+    shown = replace(shown_to(policy.scorer.needs, observed), B=given["B"])
+    scores = policy.scorer(shown, policy.protection(given["n"])).values
+    return KeptSets(found.positions, found.offsets, scores if scores.shape[1] == given["n"] else None)
 
 
 def _made_from(name: str, given: Mapping[str, Any]) -> dict[str, Any]:

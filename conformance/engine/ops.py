@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from spec.backend import FAMILIES
 
@@ -29,6 +30,17 @@ class Array:
     kind: str
     axes: tuple[str, ...]
     beside: frozenset[str]
+
+
+@dataclass(frozen=True)
+class KeptSets:
+    """What a method keeps: positions ascending inside each group, the groups' offsets, and the score of each token by
+    the formula of the method's item, which an engine may leave out.
+    """
+
+    positions: Any
+    offsets: Any
+    scores: Any = None
 
 
 @cache
@@ -58,6 +70,7 @@ RECORDS: Mapping[str, Mapping[str, str]] = {
     },
     "TrunkWeights": {"indptr": "int[m + 1]", "indices": "int[edges]", "weights": "float[edges]"},
     "Selection": {"positions": "int[kept]", "offsets": "int[g + 1]"},
+    "KeptSets": {"positions": "int[kept]", "offsets": "int[g + 1]", "scores": "float[g, n] or nan or inf or null"},
 }
 
 OPS: Mapping[str, Op] = {

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar
 
-import numpy as np
-
 from conformance.engine.methods import FAMILY, method_ops
-from conformance.engine.ops import OPS, stages
+from conformance.engine.ops import OPS, KeptSets, stages
 from conformance.engine.wire import Json, checked, decode, encode, parsed, printable, sizes, told
 from spec import SPEC_VERSION
 from spec.backend import Backend
@@ -338,8 +336,8 @@ def _ask(engine: Engine, op: str, *given: Any) -> Any:
     return engine.ask(op, written, read)
 
 
-def ask_method(engine: Engine, name: str, arguments: Mapping[str, Any]) -> list[list[int]]:
-    """The kept sets of a method.
+def ask_method(engine: Engine, name: str, arguments: Mapping[str, Any]) -> KeptSets:
+    """What an engine keeps as a method.
 
     Raises:
         SpecError: where the engine does not offer it, or refuses.
@@ -350,9 +348,8 @@ def ask_method(engine: Engine, name: str, arguments: Mapping[str, Any]) -> list[
         raise SpecError("as", name, f"is no method of {engine.hello.name}, whose hello offers {offered}")
     row = method_ops()[f"{FAMILY}.{name}"]
     written = {each: encode(each, kind, arguments[each]) for each, kind in row.arguments.items()}
-    read: Callable[[Any], Any] = partial(decode, row.result, check=checked(sizes(row, arguments)))
-    found = engine.ask(f"{FAMILY}.{name}", written, read)
-    return [part.tolist() for part in np.split(found.positions, found.offsets[1:-1])]
+    read: Callable[[Any], KeptSets] = partial(decode, row.result, check=checked(sizes(row, arguments)))
+    return engine.ask(f"{FAMILY}.{name}", written, read)
 
 
 def backend_of(engine: Engine) -> Backend:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from conformance.engine.ops import PARAMETERS, RECORDS, Array, Op, array_of
+from conformance.engine.ops import PARAMETERS, RECORDS, Array, KeptSets, Op, array_of
 from spec.decode import LiveTrunks, TrunkWeights
 from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
@@ -30,7 +30,8 @@ WRITTEN = ("float64", "float32", "int64", "bool")
 FLOAT = re.compile(r"-?(0x[0-9a-f]+(\.[0-9a-f]*)?p[+-]?\d+|inf)|nan")
 INTEGER = re.compile(r"-?\d+")
 CLASSES: Mapping[str, Any] = {
-    kind.__name__: kind for kind in (CoAttention, Trunks, TrunkGraph, Dissolution, LiveTrunks, TrunkWeights, Selection)
+    kind.__name__: kind
+    for kind in (CoAttention, Trunks, TrunkGraph, Dissolution, LiveTrunks, TrunkWeights, Selection, KeptSets)
 }
 PARAMETER_CLASSES: Mapping[str, Any] = dict(
     zip(PARAMETERS, (CrystalCacheParameters, NestedKVParameters), strict=True)
@@ -162,12 +163,13 @@ def decode(kind: str, value: Json, check: Check) -> Any:
 
 
 def _members(kinds: Mapping[str, str], value: Json, check: Check) -> dict[str, Any]:
-    if not isinstance(value, dict) or value.keys() != kinds.keys():
+    optional = {name for name, kind in kinds.items() if kind.endswith("or null")}
+    if not isinstance(value, dict) or value.keys() | optional != kinds.keys():
         raise ValueError(f"must be an object of {', '.join(kinds)}")
     found = {}
     for name, kind in kinds.items():
         try:
-            found[name] = decode(kind, value[name], check)
+            found[name] = decode(kind, value.get(name), check)
         except ValueError as error:
             raise ValueError(f"{name} {error}") from error
     return found
@@ -229,6 +231,8 @@ def checked(known: dict[str, int]) -> Check:
     The check raises ValueError for another type or shape, and for NaN or an infinity that the type does not name.
     """
     def check(wanted: Array, found: Any) -> Any:
+        if found is None and "null" in wanted.beside:
+            return None
         x = np.asarray(found)
         if wanted.kind == "float" and x.dtype.kind in "if":
             x = x.astype(np.float64)

@@ -49,6 +49,8 @@ class Brute:
     """Arguments of `kept` beside the constants: ours first, then those of other published codes."""
     least: int = 1
     """Tokens of an input: of fewer, rounding decides."""
+    scored: bool = True
+    """Whether `scores` of a kept set are those of the item: not if it is chosen by places, or in two stages."""
     adapted: Callable[[Policy], Policy] = field(default=lambda policy: policy)
 
     @property

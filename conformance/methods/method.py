@@ -20,7 +20,7 @@ from conformance.engine.methods import DECODED, arguments_of
 from conformance.engine.process import Engine, ask_method
 from conformance.methods import brutes
 from conformance.methods.brute import Brute
-from conformance.oracles.boxes import DOUBLE, Undecided, fits, rounding
+from conformance.oracles.boxes import DOUBLE, Answer, Undecided, fits, rounding
 from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, observation, of_model
 from reference.policies.names import (
     BACKEND,
@@ -120,14 +120,18 @@ def _text(value: Any) -> str:
 
 
 def asked(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
-    """What an engine keeps.
+    """What an engine keeps, with its scores if it answers them.
 
     Raises:
         SpecError, EngineFailure: as `ask_method`.
     """
     policy = method.reference(inputs)
     values = {**of_model(method.name, inputs), **method.constants, "steps": inputs.steps}
-    return ask_method(engine, method.name, arguments_of(method.name, observation(policy, inputs), B, values))
+    found = ask_method(engine, method.name, arguments_of(method.name, observation(policy, inputs), B, values))
+    kept = [Answer(part.tolist()) for part in np.split(found.positions, found.offsets[1:-1])]
+    for answer, scores in zip(kept, () if found.scores is None else found.scores.tolist(), strict=False):
+        answer.scores = scores
+    return list(kept)
 
 
 @cache

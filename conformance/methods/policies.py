@@ -100,7 +100,9 @@ def best(tokens: Sequence[int], score: Sequence[Any], number: int, pinned: Seque
 def top(score: Sequence[float | None], B: int) -> Answer:
     """Protected tokens, then the highest scores; lower position first."""
     pinned = [i for i, s in enumerate(score) if s is None]
-    return best([i for i, s in enumerate(score) if s is not None], score, max(0, B - len(pinned)), pinned)
+    found = best([i for i, s in enumerate(score) if s is not None], score, max(0, B - len(pinned)), pinned)
+    found.scores = score
+    return found
 
 
 def placed(kept: Answer, live: Sequence[int]) -> Answer:

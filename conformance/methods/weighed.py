@@ -86,10 +86,10 @@ BRUTES = [
         {"N_sink": SINK}, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B), published={"N_sink": 4}),
     Brute(
         "PO-CRITICALKV", "criticalkv", of_criticalkv(snapkv, lambda rows, B, safeguard: [B] * len(rows)),
-        {"W": W, "kernel": KERNEL}, W, newest, published={"W": 32, "kernel": 7}, readings=READINGS),
+        {"W": W, "kernel": KERNEL}, W, newest, published={"W": 32, "kernel": 7}, readings=READINGS, scored=False),
     Brute(
         "PO-CRITICALKV", "critical-adakv", of_criticalkv(adakv, adaptive_shares),
         {"W": W, "kernel": KERNEL, "safeguard": SAFEGUARD}, W, newest,
-        published={"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)},
+        published={"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}, scored=False,
     ),
 ]

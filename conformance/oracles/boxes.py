@@ -315,6 +315,8 @@ class Answer(list[int]):
     """A kept set, and the tokens of it and beside it that rounding may exchange."""
 
     open: frozenset[int] = frozenset()
+    scores: Sequence[Any] = ()
+    """Of all tokens, where the set is chosen by them at once; None where a token is protected."""
 
     def __init__(self, sure: Iterable[int], open_: Sequence[int] = (), number: int = 0) -> None:
         super().__init__(sorted([*sure, *open_[:number]]))
@@ -330,6 +332,11 @@ def surely(kept: list[int]) -> list[int]:
     if getattr(kept, "open", None):
         raise Undecided("a choice before the last one")
     return kept
+
+
+def holds(wanted: Any, x: float) -> bool:
+    """Whether a number lies in a box; any does where there is none."""
+    return wanted is None or _box(wanted).lo <= x <= _box(wanted).hi
 
 
 def fits(kept: Sequence[int], wanted: Sequence[int]) -> bool:

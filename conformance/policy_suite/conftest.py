@@ -57,6 +57,12 @@ def keeps(request: pytest.FixtureRequest, method_engine: "Engine | None") -> "Su
 
 
 @pytest.fixture(scope="session")
+def scored() -> set[str]:
+    """The methods of which scores were compared too."""
+    return set()
+
+
+@pytest.fixture(scope="session")
 def explained() -> dict[str, list[str]]:
     """What explains the answers to a method, once that was asked."""
     return {}

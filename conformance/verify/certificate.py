@@ -72,7 +72,8 @@ def certificate(request: Request, subject: Subject, verdicts: Verdicts) -> dict[
     who = {**asdict(subject), "name": verdicts.name or subject.name, "spec": verdicts.written_for}
     precision = verdicts.precision if request.kind in ENGINES or request.method else None
     run = {"precision": precision, "seed": request.seed, "timeout": request.timeout, "model": request.model,
-           "positions": request.positions, "methods": [str(method_of(text)) for text in request.method] or None}
+           "positions": request.positions, "methods": [str(method_of(text)) for text in request.method] or None,
+           "scores": verdicts.scored or None}
     entries = entries_of(request.exceptions)
     return {
         "schema": SCHEMA, "kvspec": _installed(), "spec": SPEC_VERSION, "date": date.today().isoformat(),

@@ -129,6 +129,8 @@ class Verdicts:
     unneeded: list[str]
     outcomes: list[Outcome]
     smallest: dict[str, Outcome] = field(default_factory=dict)
+    scored: list[str] = field(default_factory=list)
+    """The methods of which scores were compared beside kept sets."""
     written_for: str = ""
     """The version of the specification that an engine names in its hello."""
 
@@ -224,7 +226,8 @@ def verdicts_of(lines: list[dict[str, Any]], exceptions: Iterable[str] = (), eng
     return Verdicts(
         name, precision, offered, items, {one.vector: _verdict([one]) for one in outcomes if one.vector},
         sorted(set(exceptions) - needed), outcomes,
-        {item: _smallest(about[item]) for item, verdict in items.items() if verdict == "fail"}, written_for,
+        {item: _smallest(about[item]) for item, verdict in items.items() if verdict == "fail"},
+        sorted({method for line in lines for method in line.get("scored", ())}), written_for,
     )
 
 
@@ -272,11 +275,12 @@ def pytest_runtest_makereport(
     """What a report does not say by itself goes along with it."""
     report = yield
     drawn = getattr(item, "hypothesis_statistics", None)
-    judged, names = getattr(item, "funcargs", {}).get("judged"), getattr(item, "fixturenames", [])
+    given, names = getattr(item, "funcargs", {}), getattr(item, "fixturenames", [])
+    judged = given.get("judged")
     params = getattr(getattr(item, "callspec", None), "params", {})
     said = {
         "examples": 1 if drawn is None else sum(map(int, _PASSING.findall(drawn))),
-        "name": getattr(judged, "name", ""),
+        "name": getattr(judged, "name", ""), "scored": sorted(given.get("scored", ())),
         "families": [family for family in FAMILIES if getattr(judged, family, None) is not None],
         "failure": failure(call.excinfo.value, names, params) if call.excinfo and report.outcome == "failed" else None,
     }

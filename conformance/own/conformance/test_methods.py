@@ -53,7 +53,7 @@ def subject(make: Callable[[Inputs], Policy]) -> Any:
 
 
 def judge(method: Method, make: Callable[[Inputs], Policy]) -> None:
-    test_method.test_the_kept_sets_are_those_of_the_method(method, subject(make), "float64", {})
+    test_method.test_the_kept_sets_are_those_of_the_method(method, subject(make), "float64", {}, set())
 
 
 def swapped(kept: Kept, n: int, rng: random.Random) -> Kept | None:
@@ -133,7 +133,7 @@ def test_every_method_can_be_named_and_its_equation_evaluated(brute: Any) -> Non
 def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
     engine = Engine(shlex.join([sys.executable, "-m", "conformance.engine.serve", "numpy"]), 60.0)
     try:
-        inputs, B = rounded(drawn(1, 70, 1, (2, 1))), 66
+        inputs, B, scored = rounded(drawn(1, 70, 1, (2, 1))), 66, set[str]()
         for op in method_ops():
             method = Method(op.partition(".")[2])
             each = replace(inputs, steps=3 * (method.name in DECODED))
@@ -141,7 +141,10 @@ def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
                 each = in_chunks(each, Rehearsal(**{**method.constants, "chunk": 30}))
             wanted = method.wanted(each, max(B, method.floor(each)))
             for kept in (partial(asked, engine), partial(on_backend, "numpy")):
-                assert all(map(fits, kept(method, each, max(B, method.floor(each))), wanted)), op
+                found = kept(method, each, max(B, method.floor(each)))
+                assert not test_method.difference(found, wanted), op
+                assert not test_method.other_score(method, found, wanted, scored), op
+        assert len(scored) == 23
         engine.hello = replace(engine.hello, families={FAMILY: ["h2o"]})
         with pytest.raises(SpecError, match="as = 'kvzip': is no method of numpy, whose hello offers h2o"):
             asked(engine, Method("kvzip"), inputs, B)
@@ -311,7 +314,7 @@ def refused(name: str, keeps: Any) -> None:
     """A subject is not the method."""
     method = Method(name, {"N_future": 8} if name == "expected-attention" else {})
     with pytest.raises((AssertionError, SpecError), match=rf"not {re.escape(str(method))} with |budget = .*must hold"):
-        test_method.test_the_kept_sets_are_those_of_the_method(method, keeps, "float64", {str(method): []})
+        test_method.test_the_kept_sets_are_those_of_the_method(method, keeps, "float64", {str(method): []}, set())
 
 
 @pytest.mark.parametrize(("name", "old", "new"), PLANTED + SENT)
@@ -337,3 +340,26 @@ def test_an_engine_with_a_wrong_reading_does_not_conform(
 ) -> None:
     monkeypatch.setitem(POLICIES, name, replace(POLICIES[name], make=edited(name, old, new)))
     refused(name, partial(asked, Served()))
+
+
+class Scaled(Served):
+    """Its scores are so many times too high; None leaves them out."""
+
+    def __init__(self, times: float | None) -> None:
+        super().__init__()
+        self.times = times
+
+    def ask(self, op: str, arguments: Any, read: Any) -> Any:
+        found = super().ask(op, arguments, read)
+        return replace(found, scores=None if self.times is None else self.times * found.scores)
+
+
+@pytest.mark.spec("PO-KNORM")
+def test_scores_that_an_engine_answers_are_compared() -> None:
+    known = partial(test_method.test_the_kept_sets_are_those_of_the_method, Method("knorm"))
+    for times, scored in ((1.0, {"knorm"}), (None, set[str]())):
+        there = set[str]()
+        known(partial(asked, Scaled(times)), "float64", {}, there)
+        assert there == scored
+    with pytest.raises(AssertionError, match=r"not knorm with 2 tokens, B = 2, .*: kept set 0 of 1 has the score"):
+        known(partial(asked, Scaled(1 + 2.0**-40)), "float64", {}, set())

@@ -132,6 +132,12 @@ def made(verdicts: Verdicts, *options: str) -> dict[str, Any]:
     return certificate(parsed(["--backend", "mine:MINE", *options]), SUBJECT, verdicts)
 
 
+def test_the_methods_of_which_scores_were_compared_are_told() -> None:
+    said = [*lines({"a": "passed"}, {"a": ["PO-KNORM"]}), {"scored": ["snapkv", "knorm"]}, {"scored": ["knorm"]}]
+    assert made(verdicts_of(said))["run"]["scores"] == ["knorm", "snapkv"]
+    assert "scores" not in made(RIGHT)["run"]
+
+
 EXCEPTION = """
 [[exception]]
 item = "DV-GREEDY"
