@@ -61,12 +61,12 @@ def paper(
 
     folder = out or Path("results") / Path(name).stem
     if name == INJECTION:
-        if workers != 1 or file:
-            raise SpecError("NAME", name, "reads no --file and has one worker: leave --file and --workers out")
+        if workers != 1 or (file and len(file) > 1):
+            raise SpecError("NAME", name, "has one worker and reads one --file, LoCoMo's: leave --workers out")
         from models_integration.cli.paper_injection import run_injection
 
         loading = Loading("", backend, device, dtype, attn)
-        run_injection(names_of("model", model), part, quick, dry_run, loading, folder)
+        run_injection(names_of("model", model), part, quick, dry_run, loading, folder, file[0] if file else None)
         return
     from models_integration.cli.paper_runs import Asked, plan, run
 

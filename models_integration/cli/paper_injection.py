@@ -15,9 +15,11 @@ from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import check_folder
 from models_integration.cli.study import STOPPED
 from models_integration.studies.page.elements import Html, note, page, section, table
-from models_integration.studies.papers.injection import Scene, Session, draw_talk, template_of
+from models_integration.studies.papers.conversations import Talk, draw_talk, read_locomo
+from models_integration.studies.papers.injection import Scene, Session, template_of
 from models_integration.studies.papers.injection_tables import (
     HEADINGS,
+    LOCOMO,
     NOT_RUN,
     InjectionTable,
     filled_lines,
@@ -33,32 +35,38 @@ from spec.validate import check_choices
 __all__ = ["ROWS", "run_injection"]
 
 ROWS, PAGE = "injection.jsonl", "paper.html"
-QUESTIONS, QUICK_QUESTIONS = 80, 12
+QUESTIONS, OF_LOCOMO, QUICK_QUESTIONS = 80, 200, 12
 
 
 def run_injection(
-    models: Sequence[str], part: str, quick: bool, dry_run: bool, loading: Loading, out: Path,
+    models: Sequence[str], part: str, quick: bool, dry_run: bool, loading: Loading, out: Path, locomo: Path | None,
 ) -> None:
     """Answer what is not stored, then print and write the tables.
 
     Raises:
-        SpecError: before any question, for an unknown part, a folder that is a file, or a model without markers.
+        SpecError: before any question, for an unknown part, a folder that is a file, a model without markers, or a file
+            that is not LoCoMo's.
         Exit: with 130, if it is interrupted. Stored answers are kept.
     """
-    console, n = Console(), QUICK_QUESTIONS if quick else QUESTIONS
+    console, most = Console(), (QUICK_QUESTIONS, QUICK_QUESTIONS) if quick else (QUESTIONS, OF_LOCOMO)
     check_folder("out", out, ROWS)
+    generated = [draw_talk(index) for index in range(most[0])]
+    asked = read_locomo(locomo)[: most[1]] if locomo else []
     sections, lines, stopped = [note(NOT_RUN)], list[list[str]](), False
     for model in models:
         subject = replace(loading, model=model).subject()
-        tables = _tables(subject, part)
-        if dry_run:
-            _plan(subject, tables, n, console)
-            continue
-        if not stopped:
-            stopped = _measure(subject, tables, n, out / ROWS, console)
-        for one in tables:
-            rows = _rows_of(subject, one, n, out / ROWS)
-            sections.append(_shown(one, subject, rows, console, lines))
+        for of_file, talks in ((False, generated), (True, asked)):
+            tables = [one for one in _tables(subject, part) if (one.name == LOCOMO) is of_file]
+            if not tables:
+                continue
+            if dry_run:
+                _plan(subject, tables, talks, console)
+                continue
+            if not stopped:
+                stopped = _measure(subject, tables, talks, out / ROWS, console)
+            for one in tables:
+                rows = _rows_of(subject, one, talks, out / ROWS)
+                sections.append(_shown(one, subject, rows, console, lines))
     if dry_run:
         return
     publish_readable(out / PAGE, page("kvspec paper injection", sections).encode())
@@ -84,8 +92,8 @@ def _sessions(tables: Sequence[InjectionTable]) -> dict[str, Session]:
     return {session.name: session for one in tables for session in one.arms.values()}
 
 
-def _identity(subject: Subject, index: int, session: str) -> Row:
-    digest = hashlib.sha256(json.dumps(asdict(draw_talk(index))).encode()).hexdigest()
+def _identity(subject: Subject, index: int, talk: Talk, session: str) -> Row:
+    digest = hashlib.sha256(json.dumps(asdict(talk)).encode()).hexdigest()
     return {
         "study": "injection", "model": subject.name, "spec_version": SPEC_VERSION, "question": index, "talk": digest,
         "session": session,
@@ -98,38 +106,42 @@ def _stored(path: Path) -> Mapping[str, Row]:
 
 
 def _measure(
-    subject: Subject, tables: Sequence[InjectionTable], n: int, path: Path, console: Console,
+    subject: Subject, tables: Sequence[InjectionTable], talks: Sequence[Talk], path: Path, console: Console,
 ) -> bool:
     """Store the answers that are missing; whether somebody has stopped it."""
     sessions, stored = _sessions(tables), _stored(path)
     wanted = [
-        (index, [one for one in sessions if json.dumps([*_identity(subject, index, one).values()]) not in stored])
-        for index in range(n)
+        (index, talk, [
+            one for one in sessions if json.dumps([*_identity(subject, index, talk, one).values()]) not in stored
+        ])
+        for index, talk in enumerate(talks)
     ]
-    left = sum(len(names) for _, names in wanted)
+    n, left = len(talks), sum(len(names) for _, _, names in wanted)
     console.print(
         f"injection: model {subject.name}; {n} questions in {len(sessions)} sessions each, {n * len(sessions) - left}"
         f" answers stored in {path}", highlight=False, soft_wrap=True,
     )
     try:
         with progress_bar(console, left) as progress:
-            for index, names in wanted:
+            for index, talk, names in wanted:
                 if not names:
                     continue
-                scene = Scene(subject, draw_talk(index))
+                scene = Scene(subject, talk)
                 for name in names:
-                    append_row(path, {**_identity(subject, index, name), **asdict(scene.answer(sessions[name]))})
+                    append_row(path, {**_identity(subject, index, talk, name), **asdict(scene.answer(sessions[name]))})
                     progress(f"question {index + 1}")
     except KeyboardInterrupt:
         return True
     return False
 
 
-def _rows_of(subject: Subject, one: InjectionTable, n: int, path: Path) -> dict[str, list[Row]]:
+def _rows_of(
+    subject: Subject, one: InjectionTable, talks: Sequence[Talk], path: Path,
+) -> dict[str, list[Row]]:
     """Rows of each session of a table, of the questions that all its sessions have answered."""
     stored, found = _stored(path), {name: list[Row]() for name in _sessions([one])}
-    for index in range(n):
-        keys = {name: json.dumps([*_identity(subject, index, name).values()]) for name in found}
+    for index, talk in enumerate(talks):
+        keys = {name: json.dumps([*_identity(subject, index, talk, name).values()]) for name in found}
         if set(keys.values()) <= stored.keys():
             for name, key in keys.items():
                 found[name].append(stored[key])
@@ -143,8 +155,9 @@ def _shown(
     n = len(next(iter(rows.values())))
     title = f"{one.title} on {subject.label}, n = {n}"
     if not n:
-        console.print(f"{title}: not run\n", highlight=False, markup=False)
-        return section(title, note("Not run."))
+        said = "not run: give --file locomo10.json" if one.name == LOCOMO else "not run"
+        console.print(f"{title}: {said}\n", highlight=False, markup=False)
+        return section(title, note(said))
     own = list(filled_lines(one, rows))
     about = " ".join(filter(None, [interaction(one, rows), one.note]))
     lines += [[subject.label, one.name, str(n), *line] for line in own]
@@ -153,9 +166,13 @@ def _shown(
     return section(title, table(title, HEADINGS, own), note(about))
 
 
-def _plan(subject: Subject, tables: Sequence[InjectionTable], n: int, console: Console) -> None:
+def _plan(subject: Subject, tables: Sequence[InjectionTable], talks: Sequence[Talk], console: Console) -> None:
     """Print how many answers there are, and the hours by the time of one question."""
-    sessions, scene, start = _sessions(tables), Scene(subject, draw_talk(0)), perf_counter()
+    n, sessions, start = len(talks), _sessions(tables), perf_counter()
+    if not talks:
+        console.print(f"{tables[0].title}: not run without --file locomo10.json", highlight=False, soft_wrap=True)
+        return
+    scene = Scene(subject, talks[0])
     for session in sessions.values():
         scene.answer(session)
     hours = n * (perf_counter() - start) / 3600

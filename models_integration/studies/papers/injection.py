@@ -17,29 +17,23 @@ from models_integration.archive.splice import Chunk, computed, splice, upper_hal
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.cache_argument import cache_name
 from models_integration.model.rotation import angles_between, frequencies_at, recognise, turned
+from models_integration.studies.papers.conversations import Talk
+from models_integration.studies.papers.patching import PATCHES, patched_layers, patched_residuals
 from models_integration.studies.subject import Subject
 from models_integration.tasks.assembly import encode, joiner, opening_ids
-from models_integration.tasks.samples import generator
-from models_integration.tasks.sentences import DEFAULT_FILLER
+from models_integration.tasks.metrics import judge
 from reference.injection.quantisers import ARMS as CODECS
 from reference.injection.quantisers import SCHEMES, codes, decoded, quantised_region, scale
+from reference.injection.splicing import SINKS
 from reference.injection.wrappers import FORMS, Form, Marker, slices, wrap
 from spec.errors import SpecError
 
-__all__ = ["ASYMMETRIC", "TEMPLATES", "Scene", "Session", "Template", "Timed", "asymmetric", "draw_talk", "template_of"]
+__all__ = ["ASYMMETRIC", "PATCHES", "TEMPLATES", "Scene", "Session", "Template", "Timed", "asymmetric", "template_of"]
 
-SELECTED, SLICE, TURNS, NEW_TOKENS = 3, 48, 18, 16
-"""Chunks of a question; tokens of a slice; turns of a conversation; tokens of an answer."""
+SELECTED, SLICE, NEW_TOKENS = 3, 48, 16
+"""Chunks of a question; tokens of a slice; tokens of an answer."""
 ASYMMETRIC = "asymmetric"
 """The codec `pt_asym` of Table 10, which the archive does not offer."""
-_ROLES = ("Agent", "Project", "Doctor", "Captain", "Mission", "Station")
-_NAMES = (
-    "Adler", "Amber", "Apollo", "Atlas", "Beacon", "Blaine", "Briar", "Cedar", "Comet", "Coral", "Echo",
-    "Ember", "Fox", "Galaxy", "Garnet", "Gideon", "Harbor", "Hawk", "Iris", "Ivory", "Lotus", "Lynx", "Maple",
-    "Nova", "Olive", "Orion", "Pearl", "Quartz", "Robin", "Ruby", "Shadow", "Tempest", "Velvet", "Willow",
-    "Winter", "Zenith",
-)
-_QUANTITIES = ("secret code", "access key", "serial number", "room number", "badge number", "reference number")
 _PROMPTS = ("You are a helpful assistant.", "You are a coding assistant.")
 
 
@@ -101,6 +95,9 @@ class Session:
         prompt: number of the system prompt.
         text: whether the chunks are read as text.
         every: whether all chunks are there, not the selected ones alone.
+        before: what the session itself holds before the chunks: "" for the system prompt, "prefix" for that and the
+            opening of the full wrapper, "sinks" for the first four tokens of that.
+        patch: the band of PATCHES in which the markers of wrapped chunks have residuals; "" for all.
     """
 
     wrapper: str = "raw"
@@ -111,6 +108,8 @@ class Session:
     prompt: int = 0
     text: bool = False
     every: bool = False
+    before: str = ""
+    patch: str = ""
 
     @property
     def name(self) -> str:
@@ -119,44 +118,12 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Talk:
-    """A conversation: texts of its turns and of unrelated ones, a question about one turn, and the right value."""
-
-    turns: Sequence[str]
-    fillers: Sequence[str]
-    question: str
-    value: str
-
-
-def draw_talk(index: int, seed: int = 0) -> Talk:
-    """Conversation `index`: each turn states one fact, which shares its subject or its quantity with others.
-
-    In odd conversations the turn of the answer names its subject in the first sentence alone.
-    """
-    rng = generator((seed, index))
-    role, names = str(rng.choice(_ROLES)), [str(name) for name in rng.choice(_NAMES, TURNS // 2, replace=False)]
-    quantities = [str(one) for one in rng.choice(_QUANTITIES, 2, replace=False)]
-    order = [int(at) for at in rng.permutation(TURNS)]
-    facts = [(f"{role} {names[at // 2]}", quantities[at % 2], str(1000 + int(rng.integers(9000)))) for at in order]
-    plain = [DEFAULT_FILLER[int(at)] for at in rng.integers(len(DEFAULT_FILLER), size=2 * TURNS + 4)]
-    turns = [
-        f"{plain[2 * at]} The {quantity} for {name} is {value}. {plain[2 * at + 1]}"
-        for at, (name, quantity, value) in enumerate(facts)
-    ]
-    asked = int(rng.integers(TURNS))
-    name, quantity, value = facts[asked]
-    if index % 2:
-        turns[asked] = f"The board reviewed {name}. Its {quantity} is {value}. {plain[0]}"
-    fillers = [" ".join(plain[start : start + 2]) for start in (2 * TURNS, 2 * TURNS + 2)]
-    return Talk(turns, fillers, f"What is the {quantity} for {name}?", value)
-
-
-@dataclass(frozen=True)
 class Timed:
-    """An answer, whether it has the value, and the seconds to its first token."""
+    """An answer, whether it has the value, the F1 of their words, and the seconds to the first token."""
 
     answer: str
     right: bool
+    f1: float
     seconds: float
 
 
@@ -176,8 +143,7 @@ class Scene:
         The clock begins when the system prompt is read and the chunks are computed, except chunks that are read as
         text.
         """
-        encoded = encode(self.subject.tokenizer, self.template.system.format(_PROMPTS[session.prompt]))
-        before = [*opening_ids(self.subject.tokenizer), *encoded]
+        before = self.session_ids(session)
         ids = list(encode(self.subject.tokenizer, self.template.question.format(self.talk.question)))
         cache = RetainedCache(self.subject.model.config.get_text_config(decoder=True))
         self._read(cache, before)
@@ -196,14 +162,21 @@ class Scene:
                 answer.append(token)
                 token = self._read(cache, [token])
         text = str(self.subject.tokenizer.decode(answer))
-        return Timed(text, self.talk.value in text, seconds)
+        return Timed(text, self.talk.value in text, judge("qa_f1", text, [self.talk.value]), seconds)
 
     def chunk_of(self, ids: tuple[int, ...], session: Session) -> Chunk:
         """A chunk as a session gets it: in its wrapper, by half of the layers, after a codec."""
-        chunk = self._chunk(ids, self._form(session))
+        chunk = self._patched(ids, session) if session.patch else self._chunk(ids, self._form(session))
         if session.half:
             chunk = self._mixed(ids, chunk, session)
         return chunk if session.codec == "none" else _through(chunk, session.codec, len(self._rotary.layers))
+
+    def session_ids(self, session: Session) -> list[int]:
+        """What the session reads itself before the chunks."""
+        encoded = encode(self.subject.tokenizer, self.template.system.format(_PROMPTS[session.prompt]))
+        own = [*opening_ids(self.subject.tokenizer), *encoded]
+        opening = wrap(Form(self.template.full.prefix), own, self._vocabulary)
+        return {"": own, "prefix": [*own, *opening.ids[: opening.start]], "sinks": own[:SINKS]}[session.before]
 
     def _read(self, cache: RetainedCache, ids: Sequence[int]) -> int:
         model: Any = self.subject.model
@@ -239,6 +212,13 @@ class Scene:
     def _compute(self, ids: tuple[int, ...], form: Form) -> Chunk:
         wrapped = wrap(form, ids, self._vocabulary)
         return computed(self.subject.model, wrapped.ids, self._rotary, wrapped.hidden, wrapped.markers)
+
+    def _patched(self, ids: tuple[int, ...], session: Session) -> Chunk:
+        """The wrapped chunk whose markers have their residuals in some layers, and zeros in the others."""
+        wrapped, model = wrap(self._form(session), ids, self._vocabulary), self.subject.model
+        layers, scale = patched_layers(session.patch, len(self._rotary.layers))
+        with patched_residuals(model, wrapped, layers, scale):
+            return computed(model, wrapped.ids, self._rotary, wrapped.hidden, wrapped.markers)
 
     def _mixed(self, ids: tuple[int, ...], chunk: Chunk, session: Session) -> Chunk:
         """One half of the layers from the wrapped chunk, the others with the tokens of the raw one."""

@@ -8,21 +8,23 @@ from statistics import median
 import numpy as np
 
 from models_integration.studies.estimate import Estimate, format_p
-from models_integration.studies.papers.injection import ASYMMETRIC, Session, Template
+from models_integration.studies.papers.injection import ASYMMETRIC, PATCHES, Session, Template
 from models_integration.studies.results import Row
 from reference.statistics import bootstrap, draws, mcnemar, wilson
 from spec.arrays import Float64, Vector
 
-__all__ = ["HEADINGS", "NOT_RUN", "InjectionTable", "filled_lines", "interaction", "tables_of"]
+__all__ = ["HEADINGS", "LOCOMO", "NOT_RUN", "InjectionTable", "filled_lines", "interaction", "tables_of"]
 
 HEADINGS = (
-    "arm", "r@1 [Wilson 95 %]", "difference from the first arm", "bootstrap 95 %", "McNemar exact p", "Pr > 0",
-    "discordant (first arm / arm)", "ms to the first token", "r@1 (published)", "difference (published)",
+    "arm", "r@1 or F1 [95 %]", "difference from the first arm", "bootstrap 95 %", "McNemar exact p", "Pr > 0",
+    "discordant (first arm / arm)", "ms to the first token", "published", "difference (published)",
 )
 NOT_RUN = (
-    "Not run: Table 1 (sinks, cond1, eager), Table 3 (give a base model with --model), multi-turn LoCoMo and its F1,"
-    " Table 13 (activation patching), Appendix C (potion), Appendix F (DeepSeek)."
+    "Not run: eager attention of Table 1 (give --attn eager), Table 3 (give a base model with --model), Appendix C"
+    " (potion), Appendix F (DeepSeek)."
 )
+LOCOMO = "locomo"
+"""The table about questions of a file."""
 _RESAMPLES, _SEED = 10_000, 0
 _PUBLISHED_WRAPPERS = {
     "A_full": 0.55, "B_opening_only": 0.55, "C_closing_only": 0.5625, "D_role_name_only": 0.4875,
@@ -37,7 +39,8 @@ class InjectionTable:
     Attributes:
         name: as `--part` has it.
         arms: sessions by the names of the paper; differences are from the first.
-        published: shares of right answers of the paper, by arm.
+        published: figures of the paper, by arm.
+        measure: "right", a share, or "f1", a mean.
     """
 
     name: str
@@ -45,12 +48,18 @@ class InjectionTable:
     arms: Mapping[str, Session]
     published: Mapping[str, float]
     note: str = ""
+    measure: str = "right"
 
 
 def tables_of(template: Template) -> Sequence[InjectionTable]:
     """The tables for a model with this chat template."""
     raw, short = Session(), Session("short")
     return (
+        InjectionTable("table-1", "Tables 1a and 1b: other explanations", {
+            "baseline": raw, "global sink": Session(before="sinks"), "cond1": Session(before="prefix"),
+            "per_chunk": Session("full"),
+        }, {"baseline": 0.5125, "global sink": 0.5125, "cond1": 0.5375, "per_chunk": 0.575},
+            "Published: Qwen2.5-7B-Instruct, n = 80. The global sink's session is its own first four tokens."),
         InjectionTable("table-1c", "Table 1c: raw and wrapped chunks", {"baseline": raw, "per_chunk": Session("full")},
                        {"baseline": 0.486, "per_chunk": 0.542}, "Published: Qwen2.5-7B-Instruct, n = 467."),
         InjectionTable("table-2", "Table 2: boundaries and markers", {
@@ -76,6 +85,15 @@ def tables_of(template: Template) -> Sequence[InjectionTable]:
             )
         }, {}, "Published: a loss of 0.05 for pt_asym and pt_sym, none for per_ch, per_tok and k_only. per_ch has one"
                " scale for each head."),
+        InjectionTable("table-13", "Table 13: activation patching", {
+            "patch_baseline": raw, "patch_pc_full": short,
+            **{f"patch_denoise_{band}": Session("short", patch=band) for band in PATCHES[:-1]},
+            "patch_noise_upper": Session("short", patch=PATCHES[-1]),
+        }, {"patch_baseline": 0.5, "patch_pc_full": 0.55, "patch_denoise_early": 0.45, "patch_denoise_mid": 0.4,
+            "patch_denoise_upper": 0.5, "patch_denoise_all": 0.55, "patch_denoise_random": 0.3,
+            "patch_noise_upper": 0.5,
+        }, "Published: Phi-3-medium, n = 20. Markers are patched while a chunk is computed, not while the model"
+            " answers."),
         InjectionTable("table-g1", "Table G1: another system prompt", {
             "baseline": raw, "same_prompt": short, "drifted_prompt": Session("short", prompt=1),
         }, {"baseline": 0.43, "same_prompt": 0.48, "drifted_prompt": 0.48}, "Published: Qwen2.5-7B-Instruct, n = 200."),
@@ -87,19 +105,23 @@ def tables_of(template: Template) -> Sequence[InjectionTable]:
             "full re-prefill": Session(text=True, every=True),
         }, {}, "Published: text-RAG takes 2.6 times as long as per_chunk, and 3.4 times as long as raw inject. Here"
                " chunks are in memory."),
+        InjectionTable(LOCOMO, "Section 5.6: LoCoMo, F1", {"baseline": Session(text=True), "per_chunk": short},
+                       {"baseline": 0.135, "per_chunk": 0.189}, "Published: n = 200. The baseline reads the turns as"
+                       " text. The paper does not name the model.", "f1"),
     )
 
 
 def filled_lines(table: InjectionTable, rows: Mapping[str, Sequence[Row]]) -> Iterator[list[str]]:
     """The lines under HEADINGS; rows are those of each session, in the order of the questions."""
     (first, base), *_ = table.arms.items()
-    reference = _right(rows[base.name])
+    reference = _figures(rows[base.name], table.measure)
     for name, session in table.arms.items():
-        right, n = _right(rows[session.name]), len(reference)
-        share = Estimate(float(right.mean()), *wilson(int(right.sum()), n), n)
+        figures, n = _figures(rows[session.name], table.measure), len(reference)
+        interval = wilson(int(figures.sum()), n) if table.measure == "right" else _bootstrap(figures)[:2]
+        share = Estimate(float(figures.mean()), *interval, n)
         published, before = table.published.get(name, nan), table.published.get(first, nan)
         line = [name, f"{share.value:.3f} [{share.low:.3f}, {share.high:.3f}]"]
-        line += ["", "", "", "", ""] if name == first else _compared(right - reference)
+        line += ["", "", "", "", ""] if name == first else _compared(figures - reference, table.measure)
         line += [
             f"{1000 * median(row['seconds'] for row in rows[session.name]):.1f}",
             "" if isnan(published) else f"{published:g}",
@@ -108,16 +130,20 @@ def filled_lines(table: InjectionTable, rows: Mapping[str, Sequence[Row]]) -> It
         yield line
 
 
-def _right(rows: Sequence[Row]) -> Float64[Vector, " n"]:
-    return np.array([float(row["right"]) for row in rows])
+def _figures(rows: Sequence[Row], measure: str = "right") -> Float64[Vector, " n"]:
+    return np.array([float(row[measure]) for row in rows])
 
 
-def _compared(difference: Float64[Vector, " n"]) -> list[str]:
+def _bootstrap(figures: Float64[Vector, " n"]) -> tuple[float, float, float]:
+    return bootstrap(figures, draws(len(figures), _RESAMPLES, _SEED))
+
+
+def _compared(difference: Float64[Vector, " n"], measure: str) -> list[str]:
     lost, won = int((difference < 0).sum()), int((difference > 0).sum())
-    low, high, positive = bootstrap(difference, draws(len(difference), _RESAMPLES, _SEED))
+    low, high, positive = _bootstrap(difference)
     return [
-        f"{difference.mean():+.3f}", f"[{low:+.3f}, {high:+.3f}]", format_p(mcnemar(lost, won)), f"{positive:.2f}",
-        f"{lost} / {won}",
+        f"{difference.mean():+.3f}", f"[{low:+.3f}, {high:+.3f}]",
+        format_p(mcnemar(lost, won)) if measure == "right" else "", f"{positive:.2f}", f"{lost} / {won}",
     ]
 
 
@@ -125,7 +151,7 @@ def interaction(table: InjectionTable, rows: Mapping[str, Sequence[Row]]) -> str
     """What markers add at sentence ends beyond what they add elsewhere, as a sentence; "" for other tables."""
     if table.name != "table-2":
         return ""
-    A, B, C, D = (_right(rows[session.name]) for session in table.arms.values())
+    A, B, C, D = (_figures(rows[session.name]) for session in table.arms.values())
     difference = (D - C) - (B - A)
-    low, high, _ = bootstrap(difference, draws(len(difference), _RESAMPLES, _SEED))
+    low, high, _ = _bootstrap(difference)
     return f"Interaction (D - C) - (B - A): {difference.mean():+.3f} [{low:+.3f}, {high:+.3f}]."
