@@ -157,6 +157,7 @@ def publish_readable(path: Path, data: bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(data)
     else:
+        path.parent.mkdir(parents=True, exist_ok=True)
         publish(path.resolve(), [memoryview(data)], mode=0o666)
 
 

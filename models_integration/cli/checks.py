@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import typer
@@ -15,21 +16,27 @@ __all__ = ["calibration_of", "check_counts", "check_defaults", "check_file", "ch
 
 
 def check_folder(option: str, folder: Path, *results: str) -> None:
-    """Make a folder, in which files can be made.
+    """A folder can be made, and files in it; a folder that was not there is not there afterwards.
 
     Args:
         option: that names it.
-        folder: made with its parents, where it is not there.
+        folder: whoever writes the first file makes it.
         results: names of files in it that will be added to.
 
     Raises:
         SpecError: where it cannot be made or written; for a file of results that cannot be read.
     """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
     except OSError as error:
         raise SpecError(option, str(folder), f"cannot be made a folder ({error.strerror}); choose another") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
+    finally:
+        for path in missing:
+            with suppress(OSError):  # it was not made, or another process has made a file in it
+                path.rmdir()
+    if not writable:
         raise SpecError(option, str(folder), "cannot be written; choose another folder")
     for file in (folder / name for name in results):
         if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):

@@ -72,7 +72,7 @@ def test_compare_refuses_before_any_work(
     arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = refusal(["compare", *SHORT, "--out", str(tmp_path), *arguments], monkeypatch, capsys)
+    said = refusal(["compare", *SHORT, "--out", str(tmp_path / "new" / "out"), *arguments], monkeypatch, capsys)
     assert all(word in said for word in words), said
     assert not list(tmp_path.iterdir())
 

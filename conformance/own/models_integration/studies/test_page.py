@@ -331,9 +331,9 @@ def test_a_figure_has_a_curve_for_each_policy(form: str, rows: list[Row], tmp_pa
     mixed = CliRunner().invoke(app, ["report", str(tmp_path / "two"), "--figure", str(tmp_path / f"figure.{form}")])
     assert "of runs that differ in rules, backend, spec_version: give each a folder" in str(mixed.exception)
     page_of(tmp_path, study=rows)
-    made = CliRunner().invoke(app, ["report", str(tmp_path), "--figure", str(tmp_path / f"figure.{form}")])
+    made = CliRunner().invoke(app, ["report", str(tmp_path), "--figure", str(tmp_path / "new" / f"figure.{form}")])
     assert made.exit_code == 0, made.output
-    drawn = (tmp_path / f"figure.{form}").read_bytes()
+    drawn = (tmp_path / "new" / f"figure.{form}").read_bytes()
     assert drawn.startswith({"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}[form])
     if form == "svg":
         assert all(f"<!-- {name} -->".encode() in drawn for name in ("snapkv", "knorm", "prompt tokens kept"))
