@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import triton
 
+from accelerated.triton_gpu.interpreter import patch_once
 from accelerated.triton_gpu.launch import SHARED
 from spec.errors import BackendUnavailable, SpecError
 from spec.policy import DeviceArray
@@ -20,6 +21,8 @@ __all__ = [
 
 # Triton reads the variable when a kernel is decorated, so it holds for the whole process.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
+if INTERPRETED:
+    patch_once()
 
 WIDEST_HEAD = 256
 KEPT = (np.float16, np.float32)

@@ -46,6 +46,7 @@ TORCH = "accelerated/torch_device"
 """Plain torch: Triton takes its stages of policies, and it has twins of scores, which no other backend must have."""
 
 _ID = re.compile(r"[A-Z]{2}(-[A-Z0-9]+)+")
+_MARKED = re.compile(r"(?:pytest\.mark\.spec|Brute|Case)\(")
 _IMPLEMENTS = re.compile(r"^[ \t]*Implements: (.+)$", re.MULTILINE)
 
 Places = dict[str, list[str]]
@@ -133,7 +134,7 @@ def normative_hash(text: str) -> str:
 
 def implementing(source: str) -> Iterator[tuple[str, Documented]]:
     """Each id of each `Implements:` line in a docstring, and what bears that docstring."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)) if "Implements:" in source else ():
         if isinstance(node, Documented):
             for line in _IMPLEMENTS.findall(ast.get_docstring(node) or ""):
                 for name in line.split(","):
@@ -151,11 +152,10 @@ def markers(source: str) -> Iterator[tuple[str, int]]:
 
     `Brute("...", ...)` and `Case("...", ...)` are policies of the common tests.
     """
-    for node in ast.walk(ast.parse(source)):
-        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        if isinstance(node, ast.Call) and called in ("pytest.mark.spec", "Brute", "Case"):
+    for node in ast.walk(ast.parse(source)) if _MARKED.search(source) else ():
+        if isinstance(node, ast.Call) and _MARKED.fullmatch(f"{ast.unparse(node.func)}("):
             for name in node.args:
-                if isinstance(name, ast.Constant) and (called == "pytest.mark.spec" or _ID.fullmatch(str(name.value))):
+                if isinstance(name, ast.Constant) and _ID.fullmatch(str(name.value)):
                     yield str(name.value), node.lineno
 
 

@@ -104,8 +104,9 @@ def first_line(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> i
 
 def marked(path: str, source: str) -> Iterator[tuple[str, Marked]]:
     """Item and test of each marker; one that stands in a table of parameters goes with the module alone."""
-    tests = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    for item, line in markers(source):
+    found = list(markers(source))
+    tests = [node for node in ast.walk(ast.parse(source)) if found and isinstance(node, ast.FunctionDef)]
+    for item, line in found:
         inside = (test for test in tests if first_line(test) <= line <= (test.end_lineno or 0))
         test = next(inside, None)
         decorators = test.decorator_list if test else []

@@ -5,13 +5,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from conformance import exceptions
 from conformance.own.laws import LAWS
 from conformance.paths import ROOT
-from conformance.plugin import known_vectors
+from conformance.plugin import known_vectors, profile_of
 
 TESTS = """
 import pytest
@@ -47,28 +50,32 @@ def write(
     (directory / "test_outside.py").write_text(text, encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "examples", "profile"),
-    [
-        ([], {}, 50, "dev (50 examples)"), ([], {"CI": "true"}, 150, "ci (150 examples)"),
-        ([], {"KVSPEC_PROFILE": "nightly", "CI": "true"}, 20_000, "nightly (20000 examples)"),
-        (["--kvspec-profile", "ci"], {"KVSPEC_PROFILE": "nightly"}, 150, "ci (150 examples)"),
-        ([], {"KVSPEC_PROFILE": "few"}, 12, "few (12 examples, every 20th case of long loops)"),
-    ],
-)
-def test_the_header_says_what_runs(
-    tmp_path: Path, arguments: list[str], environment: dict[str, str], examples: int, profile: str,
-) -> None:
-    write(tmp_path, examples=examples)
-    result = run(tmp_path, *arguments, **environment)
+def test_the_header_says_what_runs(tmp_path: Path) -> None:
+    write(tmp_path, examples=12)
+    result = run(tmp_path, KVSPEC_PROFILE="few")
     assert result.returncode == 0, result.stdout
-    words = ("kvspec: backend numpy, S1 in float64, spec ", "numpy ", "hypothesis ", "python ", f"profile {profile}")
+    words = ("kvspec: backend numpy, S1 in float64, spec ", "numpy ", "hypothesis ", "python ",
+             "profile few (12 examples, every 20th case of long loops)")
     assert [one for one in words if one not in result.stdout] == []
 
 
-def test_an_unknown_profile_is_refused(tmp_path: Path) -> None:
-    write(tmp_path)
-    assert "KVSPEC_PROFILE = 'weekly'" in run(tmp_path, KVSPEC_PROFILE="weekly").stderr
+@pytest.mark.parametrize(("option", "environment", "examples"), [
+    (None, {}, 50), (None, {"CI": "true"}, 150), (None, {"KVSPEC_PROFILE": "nightly", "CI": "true"}, 20_000),
+    ("ci", {"KVSPEC_PROFILE": "nightly"}, 150),
+])
+def test_an_option_comes_before_the_environment(
+    option: str | None, environment: dict[str, str], examples: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config: Any = SimpleNamespace(getoption=lambda name: option)
+    for name in ("CI", "KVSPEC_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert settings.get_profile(profile_of(config)).max_examples == examples
+    monkeypatch.setenv("KVSPEC_PROFILE", "weekly")
+    if option is None:
+        with pytest.raises(pytest.UsageError, match="KVSPEC_PROFILE = 'weekly'"):
+            profile_of(config)
 
 
 def test_anybody_s_backend_is_judged(tmp_path: Path) -> None:
@@ -86,15 +93,14 @@ from dataclasses import replace
 from reference.backend import BACKEND
 
 NOTHING = {family: None for family in ("crystal", "breath", "diversity", "nestedkv", "policies")}
-CRYSTAL, BREATH, NESTEDKV, DIVERSITY, POLICIES = (
-    replace(BACKEND, name="mine", **{**NOTHING, family: getattr(BACKEND, family)})
-    for family in ("crystal", "breath", "nestedkv", "diversity", "policies")
+BREATH, NESTEDKV = (
+    replace(BACKEND, name="mine", **{**NOTHING, family: getattr(BACKEND, family)}) for family in ("breath", "nestedkv")
 )
 """
 FILES = ("resonance", "activation", "score", "nestedkv", "diversity", "policy_stages", "vectors", "false_properties")
 
 
-@pytest.mark.parametrize("family", ["crystal", "breath", "nestedkv", "diversity", "policies"])
+@pytest.mark.parametrize("family", ["breath", "nestedkv"])
 def test_a_backend_is_judged_on_the_families_that_it_has(tmp_path: Path, family: str) -> None:
     """Whatever asks for another family is skipped by its name; nothing fails, and its own family is judged."""
     (tmp_path / "mine.py").write_text(PARTIAL, encoding="utf-8")
@@ -117,7 +123,7 @@ def test_a_parameter_named_backend_is_not_the_judged_one(tmp_path: Path) -> None
         "import pytest\n@pytest.mark.parametrize('backend', ['absent'])\ndef test_own(backend):\n    assert False\n",
         encoding="utf-8",
     )
-    assert "1 deselected" in run(tmp_path, "--backend", "mine:CRYSTAL").stdout
+    assert "1 deselected" in run(tmp_path, "--backend", "mine:BREATH").stdout
 
 
 @pytest.mark.parametrize(
@@ -230,10 +236,10 @@ LAW, OTHER = '@pytest.mark.law("freed-memory")', '@pytest.mark.law("saved-is-wha
 ITEM = '@pytest.mark.spec("CC-SCORE")'
 
 
-def outcome(folder: Path, *marks: str, module: str = "") -> str:
+def outcome(folder: Path, *marks: str) -> str:
     """What pytest says of one test that fails, below the conftest of the integration's tests."""
     (folder / "conftest.py").write_text(CONFTEST.read_text(encoding="utf-8"), encoding="utf-8")
-    text = "\n".join(["import pytest", module, *marks, "def test_it():", "    assert False", ""])
+    text = "\n".join(["import pytest", *marks, "def test_it():", "    assert False", ""])
     (folder / "test_it.py").write_text(text, encoding="utf-8")
     result = run(folder, "--strict-markers")
     return result.stdout + result.stderr
@@ -256,21 +262,23 @@ def test_a_test_without_an_item_and_without_a_known_law_is_refused(
     assert "1 failed" not in said
 
 
-@pytest.mark.parametrize(
-    ("marks", "module", "named"),
-    [
-        ((ITEM,), "", ()), ((LAW,), "", ("freed-memory",)), ((LAW, OTHER), "", ("freed-memory", "saved-is-what-was")),
-        ((), f"pytestmark = {LAW[1:]}", ("freed-memory",)),
-        # What a test carries itself stands before what its module carries.
-        ((OTHER,), f"pytestmark = {LAW[1:]}", ("saved-is-what-was",)), ((ITEM,), f"pytestmark = {LAW[1:]}", ()),
-    ],
-)
-def test_a_failure_says_the_sentences_of_its_own_laws(
-    tmp_path: Path, marks: tuple[str, ...], module: str, named: tuple[str, ...],
-) -> None:
-    said = outcome(tmp_path, *marks, module=module)
-    assert "1 failed" in said
-    assert [name for name in LAWS if f"{name}: {LAWS[name]}" in said] == [name for name in LAWS if name in named]
+MARKED: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
+    ((ITEM,), "", ()), ((LAW,), "", ("freed-memory",)), ((LAW, OTHER), "", ("freed-memory", "saved-is-what-was")),
+    ((), f"pytestmark = {LAW[1:]}", ("freed-memory",)),
+    # What a test carries itself stands before what its module carries.
+    ((OTHER,), f"pytestmark = {LAW[1:]}", ("saved-is-what-was",)), ((ITEM,), f"pytestmark = {LAW[1:]}", ()),
+]
+
+
+def test_a_failure_says_the_sentences_of_its_own_laws(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text(encoding="utf-8"), encoding="utf-8")
+    for at, (marks, module, _) in enumerate(MARKED):
+        text = "\n".join(["import pytest", module, *marks, f"def test_{at}():", "    assert False", ""])
+        (tmp_path / f"test_{at}.py").write_text(text, encoding="utf-8")
+    result = run(tmp_path, "--strict-markers", "-r", "N")
+    _, *said = re.split(r"^_{9,} test_\d _{9,}$", result.stdout, flags=re.MULTILINE)
+    for (_, _, named), failure in zip(MARKED, said, strict=True):
+        assert [name for name in LAWS if f"{name}: {LAWS[name]}" in failure] == [name for name in LAWS if name in named]
 
 
 def test_what_stands_elsewhere_needs_neither(tmp_path: Path) -> None:

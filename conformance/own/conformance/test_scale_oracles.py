@@ -274,7 +274,7 @@ def over(sizes: Iterable[int]) -> tuple[int, ...]:
 
 LAYER = "no layer has more; 2 GB hold the queries of no more than a few hundred heads"
 S1_TOKENS = (
-    "S1 takes n^2 H steps: the reference needs 18 s and 4.4 GB for 32 heads at 4 096; nightly has 32 768 of 8"
+    "S1 takes n^2 H steps: the reference would need 18 s and 4.4 GB for 32 heads at 4 096; nightly has 32 768 of 8"
 )
 OFFSETS = "an array of 2^31 offsets or positions is 16 GB; one of 2^24 is 134 MB, and the reference holds a dozen"
 HOST = "2^24 trunks with scores, ratios and offsets are 2 GB in the reference"

@@ -38,8 +38,8 @@ def test_every_name_of_transformers_has_a_family() -> None:
     assert {family.model_class for family in KNOWN.values()} == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
-# Gemma 4 has other widths and KV heads in its full-attention layers than in those that slide.
-@pytest.mark.parametrize("name", ["llama", "gemma4_text", "gpt_bigcode", "qwen3_5", "falcon_h1", "gemma3"])
+# Gemma 4 has other widths and KV heads in its full-attention layers than in those that slide. `nightly` has all.
+@pytest.mark.parametrize("name", ["gemma4_text", "gpt_bigcode", "gemma3"])
 def test_a_family_that_holds(name: str) -> None:
     found = list(outcomes(KNOWN[name]))
     assert [one.verdict for one in found] == ["holds"] * len(COLUMNS), found

@@ -279,6 +279,6 @@ def note(state: str) -> None:
 _profile = settings.default or settings()
 TestArchive = ArchiveMachine.TestCase
 TestArchive.settings = settings(
-    _profile, max_examples=max(5, _profile.max_examples // 5), stateful_step_count=12,
+    _profile, max_examples=max(30, _profile.max_examples // 5), stateful_step_count=12,
     suppress_health_check=[HealthCheck.too_slow],
 )

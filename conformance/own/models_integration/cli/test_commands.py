@@ -15,7 +15,7 @@ from conformance.own.models_integration.archive.fault_cases import chunk
 from conformance.paths import ROOT
 from models_integration.archive.errors import ArchiveError, KeyUnavailable, NoSuchChunk, WrongModel
 from models_integration.archive.store import Archive
-from models_integration.cli import BROUGHT_BY
+from models_integration.cli import BROUGHT_BY, main
 from models_integration.cli.app import app
 from models_integration.cli.verify import run
 from spec.errors import BackendUnavailable, SpecError
@@ -67,8 +67,8 @@ def test_help_needs_no_model() -> None:
 @pytest.mark.law("figures-are-counted-right")
 def test_a_backend_is_judged_without_a_model(tmp_path: Path) -> None:
     """Its process is told to collect nothing, and says how many tests there were."""
-    command = f"verify --backend numpy --out {tmp_path} -- -q --collect-only -k test_equal_keys_score_zero"
-    found = started(command, MODELS)
+    one = "test_nestedkv.py::test_equal_keys_score_zero"
+    found = started(f"verify --backend numpy --out {tmp_path} -- -q --collect-only {one}", MODELS)
     assert found.returncode == 0, found.stderr
     assert "1/" in found.stdout
 
@@ -91,17 +91,35 @@ def test_a_package_that_hides_ours_is_named_with_its_path(tmp_path: Path, monkey
     ("command", "missing", "extra"),
     [
         ("demo", "torch", "models"), ("compress a.txt", "transformers", "models"), ("--help", "typer", "conformance"),
-        ("models fetch smollm2", "gguf", "weights"), ("verify --backend numpy", "pytest", "conformance"),
-        ("verify --backend numpy", "hypothesis", "conformance"),
+        ("verify --backend numpy", "pytest", "conformance"), ("verify --backend numpy", "hypothesis", "conformance"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_extra(command: str, missing: str, extra: str) -> None:
+    found = started(command, [missing])
+    assert found.returncode == 2
+    assert found.stderr.endswith(f"kvspec: {missing} is missing; pip install 'kvspec[{extra}]'\n")
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+@pytest.mark.parametrize(
+    ("command", "missing", "extra"),
+    [
+        ("models fetch smollm2", "gguf", "weights"),
         ("archive put {file} --archive {folder}/a --master-key {file}", "cryptography", "archive"),
     ],
 )
-def test_what_is_missing_is_named_with_its_extra(command: str, missing: str, extra: str, tmp_path: Path) -> None:
+def test_what_is_missing_once_a_model_is_loaded_is_named(
+    command: str, missing: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (tmp_path / "file").write_bytes(bytes(range(32)))
     (tmp_path / "file").chmod(0o600)
-    found = started(command.format(file=tmp_path / "file", folder=tmp_path), [missing])
-    assert found.returncode == 2
-    assert found.stderr.endswith(f"kvspec: {missing} is missing; pip install 'kvspec[{extra}]'\n")
+    for name in {missing, *(name for name in sys.modules if name.startswith(f"{missing}."))}:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("sys.argv", ["kvspec", *command.format(file=tmp_path / "file", folder=tmp_path).split()])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err == f"kvspec: {missing} is missing; pip install 'kvspec[{extra}]'\n"
 
 
 @pytest.mark.law("as-it-is-described")

@@ -41,17 +41,18 @@ def sessions(model: Any, policy: RetentionPolicy, ids: torch.Tensor) -> list[int
 
 
 @pytest.mark.law("decided-as-the-reference")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "backend"), [(torch.float32, "numba"), (torch.bfloat16, "numpy")])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SLIDING])
-def test_the_first_layer_decides_as_a_session(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_first_layer_decides_as_a_session(
+    family: str, dtype: torch.dtype, backend: str, tmp_path: Path,
+) -> None:
     build(family, dtype=dtype).save_pretrained(tmp_path)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path).train(False)
     file = tmp_path / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(file).items() if any(part in name for part in FIRST)}, file)
-    for backend in ("numpy", "numba"):
-        for seed, n in enumerate((2, 3, 40, 150, 333)):
-            policy = CrystalCache(0.4, ENDS, TINY, backend=backend)
-            assert kept(tmp_path, policy, prompt(n, seed)) == sessions(model, policy, prompt(n, seed))
+    policy = CrystalCache(0.4, ENDS, TINY, backend=backend)
+    for seed, n in enumerate((2, 3, 40, 150)):
+        assert kept(tmp_path, policy, prompt(n, seed)) == sessions(model, policy, prompt(n, seed))
 
 
 @pytest.mark.law("refused-before-anything-changes")

@@ -213,16 +213,12 @@ def test_an_engine_that_is_right_on_small_inputs_is_found(
 ) -> None:
     """By one at least of the suite's own calls."""
     place = folder if family == "llama" else str(save_tiny(family, tmp_path))
-    failed = []
-    for kind, new, length in [
-        (RAGGED, 5, PROMPT), (RAGGED, NEW[-1], PROMPT), (RAGGED, 3, LENGTHS[1]), ("one set for all", 3, LONG),
-        (NEARLY, NEW[0], PROMPT), (FEW, NEW[0], PROMPT), (NOTHING, NEW[0], PROMPT),
-    ]:
-        try:
+    with pytest.raises(AssertionError):
+        for kind, new, length in [
+            (RAGGED, 5, PROMPT), (RAGGED, NEW[-1], PROMPT), (RAGGED, 3, LENGTHS[1]), (NEARLY, NEW[0], PROMPT),
+            (FEW, NEW[0], PROMPT), (NOTHING, NEW[0], PROMPT), ("one set for all", 3, LONG),
+        ]:
             check(engine, place, kind, new, length=length)
-        except AssertionError:
-            failed.append((kind, new, length))
-    assert failed
 
 
 def test_a_prompt_that_is_read_again_is_found(folder: str) -> None:
@@ -257,7 +253,7 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", ["PADDED", "SHY", pytest.param("plain", marks=pytest.mark.nightly)])
 def test_a_certificate_names_the_row_of_the_mistake_and_what_is_not_served(
     name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -368,7 +368,7 @@ def test_a_session_equals_the_masked_model(family: str) -> None:
     """Any operations in any order."""
     profile = settings.default or settings()
     lives = settings(
-        profile, max_examples=max(4, profile.max_examples // 15), stateful_step_count=15,
+        profile, max_examples=max(10, profile.max_examples // 15), stateful_step_count=15,
         suppress_health_check=[HealthCheck.too_slow],
     )
     run_state_machine_as_test(

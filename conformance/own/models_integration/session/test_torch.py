@@ -98,7 +98,7 @@ def read_compiled(call: Any, policy: RetentionPolicy) -> tuple[Tensor, Any]:
 
 @pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.usefixtures("forget_traces")
-@pytest.mark.parametrize("name", ["one set", "a set for each head"])
+@pytest.mark.parametrize("name", [pytest.param("one set", marks=pytest.mark.nightly), "a set for each head"])
 def test_a_compiled_model_is_the_model(name: str) -> None:
     model, policy = build("llama"), SETS[name]()
     expected, kept = read_compiled(model, policy)

@@ -237,7 +237,7 @@ def test_controls_hold_on_the_pocket_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_batch_size_changes_no_row(placement: str, tmp_path: Path) -> None:
     """Rows that keep different tokens, stop at different steps and decide in their steps are side by side."""
-    policies = "crystalcache,streamingllm,snapkv,keydiff,adakv,pyramidkv,h2o,fullcache"
+    policies = "crystalcache,snapkv,adakv,h2o,fullcache"
     made = rules(policies, "0.7,0.8", "needle", "200", 2, placement, seeds="3", controls=False)
     one, five = (
         [[(cell["answer"], cell["kept"], cell["mean_cache"], cell["right"]) for cell in row["cells"]] for row in rows]

@@ -13,6 +13,7 @@ import resource
 import signal
 import time
 from collections import Counter
+from functools import cache
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
@@ -26,7 +27,7 @@ from models_integration.studies.evidence.rules import load_rules
 from models_integration.studies.evidence.run import merged, study_unit
 from models_integration.studies.evidence.summary import summary
 from models_integration.studies.leases import Leases
-from models_integration.studies.results import append_row, find_row, load_rows
+from models_integration.studies.results import Row, append_row, find_row, load_rows
 from spec.errors import SpecError
 from spec.tables import result_table
 
@@ -214,12 +215,16 @@ def test_a_row_of_a_holder_that_died_before_it_let_go_is_not_made_again(
     assert units_stored(path) == Counter(["a"])
 
 
+@cache
+def rows_of(study: str) -> list[Row]:
+    with lzma.open(evidence_pages.HOME / f"{study}.jsonl.xz") as file:
+        return [json.loads(line) for line in file]
+
+
 def right(study: str, placement: str, policy: str, budget: str) -> int:
     """Right answers about facts, counted in the file."""
-    with lzma.open(evidence_pages.HOME / f"{study}.jsonl.xz") as file:
-        rows = [json.loads(line) for line in file]
     return sum(
-        bool(cell["right"]) for row in rows
+        bool(cell["right"]) for row in rows_of(study)
         if (row["part"], row["placement"]) == ("confirm", placement) and row["task"] in evidence_pages.FACTS
         for cell in row["cells"] if (cell["policy"], cell["budget"]) == (policy, budget)
     )
@@ -236,13 +241,13 @@ def test_every_table_is_that_of_the_rows(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.law("figures-are-counted-right")
-@pytest.mark.parametrize("policy", ["nestedkv", "crystalcache", "crystalcache(observed_layer=-1)", "random"])
-def test_right_answers_of_the_readme_are_those_of_the_file(policy: str) -> None:
-    readme = evidence_pages.PAGES[0].read_text(encoding="utf-8")
-    line = next(line for line in readme.splitlines() if line.startswith(f"| {evidence_pages.NAMES[policy]} | "))
-    after, in_prompt = line.split(" | ")[1:]
-    counted = [right("rules", placement, policy, "0.3") for placement in ("after", "in_prompt")]
-    assert [int(cell.split(":")[0]) for cell in (after, in_prompt)] == counted
+def test_right_answers_of_the_readme_are_those_of_the_file() -> None:
+    readme = evidence_pages.PAGES[0].read_text(encoding="utf-8").splitlines()
+    for policy in ("nestedkv", "crystalcache", "crystalcache(observed_layer=-1)", "random"):
+        line = next(line for line in readme if line.startswith(f"| {evidence_pages.NAMES[policy]} | "))
+        after, in_prompt = line.split(" | ")[1:]
+        counted = [right("rules", placement, policy, "0.3") for placement in ("after", "in_prompt")]
+        assert [int(cell.split(":")[0]) for cell in (after, in_prompt)] == counted, policy
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -250,8 +255,7 @@ def test_right_answers_of_the_readme_are_those_of_the_file(policy: str) -> None:
 def test_committed_rows_are_rows_of_the_engine(study: str) -> None:
     """Each is a sample of its own, with the cells of its rules, and counts as any other does."""
     rules = load_rules(evidence_pages.HOME / f"{study}.toml")
-    with lzma.open(evidence_pages.HOME / f"{study}.jsonl.xz") as file:
-        rows = [json.loads(line) for line in file]
+    rows = rows_of(study)
     assert {row["rules"] for row in rows} == {rules.digest}
     assert len({study_unit(row) for row in rows}) == len(merged(rows)) == len(rows)
     counted = result_table(summary(rows))
