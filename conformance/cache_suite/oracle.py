@@ -30,10 +30,17 @@ _CALLS: dict[nn.Module, int] = {}
 
 
 def full_layers(model: PreTrainedModel) -> list[int]:
-    """Indices of the layers that attend to all that was read, as the configuration has it."""
+    """Indices of the layers that store all that was read, as the configuration has it."""
+    return sorted({*_stores(model).values()})
+
+
+def _stores(model: PreTrainedModel) -> dict[int, int]:
+    """By layer that attends to all that was read, the layer that stores it: itself, or the last that stores."""
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return [index for index, kind in enumerate(kinds) if kind in ("full_attention", "hybrid")]
+    full = [index for index, kind in enumerate(kinds) if kind in ("full_attention", "hybrid")]
+    own = [index for index in full if index < len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)]
+    return {index: index if index in own else own[-1] for index in full}
 
 
 class UnknownRotation(ValueError):
@@ -47,15 +54,15 @@ class Masked:
         self.model, self.renumbered, self.padding = copy.deepcopy(model), renumbered, padding
         config = self.model.config.get_text_config(decoder=True)
         self.cache, self.seen = DynamicCache(config=config), 0
-        full = full_layers(model)
+        self.stores = _stores(model)
         self.modules: dict[int, nn.Module] = {}
         named = [pair for pair in self.model.named_modules() if type(pair[1]).__name__.endswith(("Attention", "MLA"))]
         # Modules of an encoder say no layer; a layer's attention to an encoder comes after its attention to itself.
         for layer_of in (_said, _placed):
             for name, module in named:
-                if (index := layer_of(name, module)) in full:
+                if (index := layer_of(name, module)) in self.stores:
                     self.modules.setdefault(index, module)
-        self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full}
+        self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full_layers(model)}
         self.model.set_attn_implementation(_registered(config._attn_implementation))
 
     def read(self, ids: Tensor) -> Tensor:
@@ -73,10 +80,11 @@ class Masked:
         if self.padding:
             given["attention_mask"] = (torch.arange(self.seen) >= self.padding).long()[None]
         for layer, visible in self.visible.items():
-            grown = torch.nn.functional.pad(visible, (0, ids.shape[1]), value=True)
-            self.visible[layer] = _VISIBLE[self.modules[layer]] = grown
+            self.visible[layer] = torch.nn.functional.pad(visible, (0, ids.shape[1]), value=True)
+        for layer, module in self.modules.items():
+            _VISIBLE[module] = self.visible[self.stores[layer]]
             if self.renumbered:
-                _RENUMBERED[self.modules[layer]] = frequencies(self.model)
+                _RENUMBERED[module] = frequencies(self.model)
         try:
             with torch.no_grad():
                 logits = self.model(input_ids=ids, use_cache=True, **given).logits

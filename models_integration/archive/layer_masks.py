@@ -16,6 +16,7 @@ from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import attention_modules, decoder_inputs, decoders_of, describe
 from models_integration.model.cache_argument import cache_name, with_one_cache
+from models_integration.model.layer_kinds import cache_owners
 from models_integration.session.inputs import OPEN, accepted, check_forward, later_span
 from spec.errors import SpecError
 
@@ -57,8 +58,10 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
             undo.enter_context(observing(architecture, cache))
         else:
             undo.enter_context(cache.in_context())
+            owners = cache_owners(model.config.get_text_config(decoder=True))
             for index, module in attention_modules(text).items():
-                undo.callback(module.register_forward_pre_hook(_masked(cache, index), with_kwargs=True).remove)
+                own_mask = _masked(cache, owners[index])
+                undo.callback(module.register_forward_pre_hook(own_mask, with_kwargs=True).remove)
         yield
 
 

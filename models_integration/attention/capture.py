@@ -250,8 +250,8 @@ def observing(
             assert watcher is not None
             _WATCHERS[architecture.attention[index]] = index, watcher
         # Layers that agree share the forward's one mask: none of them need be asked.
-        for index in architecture.full_layers if cache.layers_differ else ():
-            layer = cache.layers[index]
+        for index, owner in architecture.owners.items() if cache.layers_differ else ():
+            layer = cache.layers[owner]
             assert isinstance(layer, RetainedLayer)
             _READS[architecture.attention[index]] = layer
         with cache.in_context():
@@ -311,6 +311,8 @@ def _observed(stock: str) -> AttentionFunction:
         if isinstance(attention_mask, LayerMasks):
             assert layer is not None
             attention_mask = attention_mask.of(layer.rows, layer.stored_length, layer.get_seq_length())
+        if attention_mask is None and getattr(module, "is_kv_shared_layer", False):
+            attention_mask = _causal_mask(query, key)
         if watcher is None:
             return own(module, query, key, value, attention_mask, **options)
         both = None
@@ -324,6 +326,15 @@ def _observed(stock: str) -> AttentionFunction:
         return output
 
     return attention
+
+
+def _causal_mask(query: Tensor, key: Tensor) -> Tensor | None:
+    """The mask of the last queries of a prompt: a model may give no others to layers that share a cache.
+
+    None if no mask is needed.
+    """
+    q, n = query.shape[2], key.shape[2]
+    return torch.ones(q, n, dtype=torch.bool, device=query.device).tril(n - q) if 1 < q < n else None
 
 
 def _own_attention(stock: str, module: nn.Module) -> AttentionFunction:

@@ -1,7 +1,7 @@
 """Who sees whom in a compacted cache: decided by the positions of the stored tokens, never by their slots."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -34,6 +34,12 @@ class LayerMasks:
     pattern: Pattern
     padding: Tensor | None
     options: Mapping[str, object]
+    queries: slice | None = None
+    """Of the forward, those whose masks are made; None: all."""
+
+    def __getitem__(self, index: tuple[slice, ...]) -> "LayerMasks":
+        """As a tensor (rows, heads, queries, slots) of which a model takes some queries."""
+        return replace(self, queries=index[2])
 
     @property
     def plain(self) -> bool:
@@ -54,10 +60,11 @@ class LayerMasks:
         sizes, padding = dict(self.sizes), self.padding
         if row is not None:
             sizes["batch_size"], padding = 1, None if padding is None else padding[row : row + 1]
-        return self.mask(
+        mask = self.mask(
             **sizes, kv_length=slots, kv_offset=SlotOffset(seen - slots, rows), mask_function=self.pattern,
             attention_mask=padding, **self.options,
         )
+        return mask if mask is None or self.queries is None else mask[:, :, self.queries]
 
 
 def by_position(

@@ -17,7 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 
 from models_integration.attention.capture import Attended, flash_attention
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import FULL, check_positions, describe, layer_types
+from models_integration.model.architecture import check_positions, describe
+from models_integration.model.layer_kinds import FULL, layer_types
 from models_integration.policies.methods import Published, RetentionPolicy
 from models_integration.session.method import Method
 from models_integration.session.segment import ObservedSegment, decide

@@ -15,20 +15,29 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from models_integration.model.cache_argument import NAMES
+from models_integration.model.layer_kinds import (
+    CHUNKED,
+    FULL,
+    HYBRID,
+    RECURRENT,
+    SHARING,
+    SLIDING,
+    STORELESS,
+    by_layer,
+    cache_owners,
+    layer_types,
+    of_layer,
+    stated_types,
+)
 from reference.crystalcache.observed_layer import observed_layer
 from spec.errors import SpecError
 from spec.policy import Needs
 
 __all__ = [
-    "BUSY", "FULL", "Architecture", "attention_modules", "by_layer", "check_free", "check_positions", "decoder_inputs",
-    "decoder_of", "decoders_of", "describe", "device_of", "layer_types", "of_layer", "restored_rotation", "unwrapped",
+    "BUSY", "Architecture", "attention_modules", "check_free", "check_positions", "decoder_inputs", "decoder_of",
+    "decoders_of", "describe", "device_of", "restored_rotation", "unwrapped",
 ]
 
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-# Layers with a state of a fixed size, and layers that store nothing.
-RECURRENT, STORELESS = ("linear_attention", "conv"), ("moe", "mlp")
-# Layers that store keys and values, and have a state beside them.
-HYBRID = "hybrid"
 IMPLEMENTATIONS = ("sdpa", "eager")
 # Modules that a decoder adds to its embeddings: learned positions, or sines.
 POSITION_TABLES = ("wpe", "embed_positions")
@@ -61,7 +70,9 @@ class Architecture:
     attention: Mapping[int, nn.Module]
     """Attention modules by layer index."""
     full_layers: tuple[int, ...]
-    """Indices of the full-attention layers, ascending."""
+    """Indices of the full-attention layers that store keys and values, ascending."""
+    owners: Mapping[int, int]
+    """By index of a full-attention layer, the layer whose cache it reads: itself, or an earlier layer."""
     recurrent: bool
     """Whether some layers have a recurrent state."""
     latent: bool
@@ -137,14 +148,15 @@ def describe(model: PreTrainedModel) -> Architecture:
     if reason is not None:
         raise SpecError("model", type(model).__name__, reason)
     full = tuple(index for index, kind in enumerate(types) if kind == FULL)
+    owners = {index: owner for index, owner in enumerate(cache_owners(config)) if owner in full}
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     parts = _parts(decoder, set(attention.values()))
-    recurrent, latent = any(kind in (*RECURRENT, HYBRID) for kind in _stated_types(config)), _has_latents(config)
+    recurrent, latent = any(kind in (*RECURRENT, HYBRID) for kind in stated_types(config)), _has_latents(config)
     wraps = decoder is not _text_decoder(model)
     known = recurrent or (not wraps and _keeps_positions(decoder))
     sinks = tuple(index for index in full if getattr(attention[index], "sinks", None) is not None)
     return Architecture(
-        type(model).__name__, decoder, config, attention, full, recurrent, latent,
+        type(model).__name__, decoder, config, attention, full, owners, recurrent, latent,
         "position_ids" in decoder_inputs(decoder), sinks, known, wraps, vocabulary, parts,
     )
 
@@ -264,21 +276,6 @@ def restored_rotation(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(copy)
 
 
-def by_layer(config: PretrainedConfig, name: str) -> list[Any]:
-    """What a configuration says of its layers: one value for all of them, or one for each; None where it says nothing.
-
-    Configurations whose layers differ raise an error of their own where such a value is asked of all.
-    """
-    parts = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    return [getattr(part, name, None) for part in parts]
-
-
-def of_layer(config: PretrainedConfig, name: str, layer: int) -> Any:
-    """What a configuration says of one layer."""
-    values = by_layer(config, name)
-    return values[layer if len(values) > 1 else 0]
-
-
 def _layer_index(name: str, module: nn.Module) -> int | None:
     """Index of the layer of an attention module; the name says it of modules that were made without, as Zamba's."""
     index, of_name = getattr(module, "layer_idx", None), re.match(r"layers\.(\d+)\.", name)
@@ -297,32 +294,14 @@ def _parts(module: nn.Module, attention: Set[nn.Module]) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def layer_types(config: PretrainedConfig) -> list[str]:
-    """What each layer attends to, as the cache that transformers makes for this config has it."""
-    return [FULL if kind == HYBRID else kind for kind in _stated_types(config)]
-
-
-def _stated_types(config: PretrainedConfig) -> list[str]:
-    stated = getattr(config, "layer_types", None)
-    if stated is not None:
-        return list(stated)
-    kind = FULL
-    if getattr(config, "sliding_window", None) is not None:
-        kind = SLIDING
-    elif getattr(config, "attention_chunk_size", None) is not None:
-        kind = CHUNKED
-    return [kind] * getattr(config, "num_hidden_layers", 0)
-
-
 def _refuse_config(config: PretrainedConfig) -> str | None:
     if config.is_encoder_decoder:
         return "encoder-decoder models are not served"
     if not hasattr(config, "num_hidden_layers"):
         return "its config has no num_hidden_layers: it contains several models"
-    # A layer that stores its keys for others shares no cache while none of them reuses it.
-    modes = map(str, getattr(config, "kv_sharing_modes", None) or ())
-    if getattr(config, "num_kv_shared_layers", 0) or any(mode.startswith("reuse") for mode in modes):
-        return "layers that share one cache are not served"
+    modes = getattr(config, "kv_sharing_modes", None)
+    if {*(modes or ())} - {None, "store", "reuse"} or (modes is None and getattr(config, "num_kv_shared_layers", 0)):
+        return "layers that share one cache are not served in this form"
     return None
 
 
@@ -343,7 +322,7 @@ def _refuse_embeddings(model: PreTrainedModel) -> str | None:
 
 
 def _refuse_layers(config: PretrainedConfig, types: list[str]) -> str | None:
-    others = Counter(kind for kind in types if kind not in (FULL, SLIDING, CHUNKED, *RECURRENT, *STORELESS))
+    others = Counter(kind for kind in types if kind not in (FULL, SLIDING, CHUNKED, SHARING, *RECURRENT, *STORELESS))
     if others:
         kinds = ", ".join(f"{count} of type {kind!r}" for kind, count in others.items())
         return f"it has {kinds}: kvspec serves full, sliding-window, chunked and recurrent layers"

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from models_integration.model.architecture import FULL, Architecture, of_layer
+from models_integration.model.architecture import Architecture
+from models_integration.model.layer_kinds import FULL, of_layer
 from spec.errors import SpecError
 from spec.policy import DeviceArray
 

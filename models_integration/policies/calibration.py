@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.capture import Attended, observing
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import Architecture, describe, of_layer, restored_rotation
+from models_integration.model.architecture import Architecture, describe, restored_rotation
 from models_integration.model.cache_argument import cache_name
 from models_integration.model.errors import UnknownModel
 from models_integration.model.identity import ModelIdentity, identify
+from models_integration.model.layer_kinds import of_layer
 from models_integration.model.rotation import LayerRotary, recognise
 from models_integration.model.weights import check_fixed
 from models_integration.session.verbs import observe

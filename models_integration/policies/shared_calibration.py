@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.model.architecture import Architecture, describe, layer_types, of_layer
+from models_integration.model.architecture import Architecture, describe
 from models_integration.model.identity import ModelIdentity
+from models_integration.model.layer_kinds import layer_types, of_layer
 from models_integration.policies.calibration import heads_served_by, served_by
 from reference.calibration import Calibration
 from spec.arrays import Float64, Matrix

@@ -16,7 +16,8 @@ from models_integration.cache.continuation import Continuation, Decision
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import join_layers
-from models_integration.model.architecture import Architecture, of_layer
+from models_integration.model.architecture import Architecture
+from models_integration.model.layer_kinds import of_layer
 from models_integration.session.device_choice import DeviceChoices
 from models_integration.session.inputs import ONE_FORWARD, check_tokens
 from models_integration.session.method import Method

@@ -1,4 +1,4 @@
-"""What policies cost beside the bare model: a random Llama of 77 M parameters, in one process.
+"""What policies cost beside the bare model: random models of 77 to 111 M parameters, in one process.
 
 `python -m pytest conformance/measure/benchmarks/bench_policies.py -p no:xdist -s`. Both sides take turns, and what is
 compared is each round's processor time on one thread: neighbours on the machine then slow both sides of a round alike.
@@ -8,6 +8,7 @@ its compaction included, is printed beside it.
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -15,17 +16,51 @@ import pytest
 import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DynamicCache,
+    GptOssConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+)
 
-from models_integration import Published
+from models_integration import CrystalCache, Published, RetentionPolicy
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import DecideInSteps
 from models_integration.model.cache_argument import CACHE
+from spec.errors import SpecError
 
 PROMPT, SLOTS = 4_096, 1_024
 PREFILL_AT_MOST, STEP_AT_MOST = 0.07, 0.10
 PREFILLS, STEPS, WARM = 5, 40, 3
 
+SIZES = {"vocab_size": 1_024, "hidden_size": 768, "num_hidden_layers": 12, "max_position_embeddings": 2 * PROMPT}
+SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
+    "hybrid": lambda: Qwen3_5TextConfig(
+        **SIZES, intermediate_size=2_048, num_attention_heads=6, num_key_value_heads=2, head_dim=128,
+        linear_num_key_heads=6, linear_num_value_heads=6, linear_key_head_dim=128, linear_value_head_dim=128,
+    ),
+    "sinks": lambda: GptOssConfig(
+        **SIZES, intermediate_size=768, num_attention_heads=12, num_key_value_heads=4, head_dim=64,
+        num_local_experts=4, num_experts_per_tok=2,
+    ),
+    "latents": lambda: DeepseekV3Config(
+        **SIZES, intermediate_size=2_048, moe_intermediate_size=640, num_attention_heads=12, num_key_value_heads=12,
+        q_lora_rank=384, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+    ),
+}
+"""Shapes of Qwen3.5, gpt-oss and DeepSeek V3 with 91, 106 and 111 million parameters."""
+POLICIES: dict[str, tuple[float, Callable[[], RetentionPolicy]]] = {
+    "CrystalCache": (0.05, lambda: CrystalCache(0.5, frozenset(range(3, 1_000, 20)))),
+    "SnapKV": (0.05, lambda: Published("snapkv", 0.5)),
+    "NestedKV": (0.10, lambda: Published("nestedkv", 0.5)),
+}
+"""The largest share of a prefill that a policy may add."""
 
 Models = tuple[LlamaForCausalLM, LlamaForCausalLM]
 
@@ -92,6 +127,38 @@ def test_expected_attention_reads_a_prompt(models: Models) -> None:
 
     rounds = [(seconds(read_under_the_policy), seconds(lambda: read(bare))) for _ in range(PREFILLS)]
     assert surplus(f"Expected Attention, a prefill of {PROMPT}", rounds) <= PREFILL_AT_MOST
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_a_prefill_of_a_shape(shape: str) -> None:
+    """The policies take turns with the bare model; one that refuses the shape is left out."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(SHAPES[shape]()).train(False)
+    ids = ids_of(PROMPT)
+
+    def read(tokens: int = PROMPT) -> None:
+        model(input_ids=ids[:, :tokens], use_cache=True, logits_to_keep=1)
+
+    def read_under(make: Callable[[], RetentionPolicy], tokens: int = PROMPT) -> None:
+        with make()(model):
+            read(tokens)
+
+    rounds: dict[str, list[tuple[float, float]]] = {}
+    for name, (_, make) in POLICIES.items():
+        try:
+            read_under(make, SLOTS)  # compiles
+            rounds[name] = []
+        except SpecError as error:
+            print(f"\n{name}, {shape}: refused, {error.bound}")
+    with threadpool_limits(1):
+        for _ in range(PREFILLS):
+            bare = seconds(read)
+            for name, own in rounds.items():
+                own.append((seconds(partial(read_under, POLICIES[name][1])), bare))
+    added = {name: surplus(f"{name}, {shape}, a prefill of {PROMPT}", own) for name, own in rounds.items()}
+    assert [name for name, share in added.items() if share > POLICIES[name][0]] == []
 
 
 @pytest.mark.parametrize("name", ["tova", "h2o"])

@@ -34,6 +34,9 @@ _TEXT: dict[str, Any] = {
 }
 _MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": ["full_attention", "sliding_attention"] * 3,
+}
 _HALF: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 _SEEN: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
@@ -67,12 +70,15 @@ OWN: dict[str, dict[str, Any]] = {
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
     "fuyu": {"text_config": {"model_type": "persimmon", **_TEXT}},
     "gemma3": {"text_config": {**_TEXT, **_HALF}, "vision_config": {**_SEEN, "image_size": 28, "patch_size": 14}},
-    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _ALTERNATING},
+    "gemma3n_text": _SHARED,
     "gemma4_text": {"layer_types": _ALTERNATING, "global_head_dim": 16, "num_global_key_value_heads": 1},
     "gemma4_unified_text": {"layer_types": _ALTERNATING, "global_head_dim": 16, "num_global_key_value_heads": 1},
     "gemma4": {
         "audio_config": None, "vision_config": None,
-        "text_config": {**_TEXT, **_HALF, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
+        "text_config": {
+            **_TEXT, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": _ALTERNATING,
+            "sliding_window": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
+        },
     },
     "gemma4_unified": {"audio_config": None, "vision_config": None, "text_config": {**_TEXT, **_HALF}},
     "got_ocr2": {

@@ -29,7 +29,7 @@ REFUSED = {
     "gpt_neo": "no eager_attention_forward", "rwkv": "nothing to evict", "openai-gpt": "no key-value cache",
     "bloom": "ALiBi", "mpt": "ALiBi", "dory": "run several times",
     "mamba2": "nothing to evict", "musicgen": "several codebooks",
-    "mllama": r"layers \[1, 3\] store nothing", "gemma3n_text": "share one cache",
+    "mllama": r"layers \[1, 3\] store nothing",
 }
 
 
@@ -90,12 +90,6 @@ def test_compare_loads_a_saved_checkpoint_and_evicts(
     assert ran.exit_code == 0, ran.output
     (row,) = load_rows(tmp_path / "study.jsonl")
     assert [cell["kept"] for cell in row["cells"]] == [64]
-
-
-def test_layers_that_share_a_cache_are_refused_and_those_that_could_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {**models.OWN["gemma4_text"], "num_kv_shared_layers": 2}
-    monkeypatch.setitem(models.OWN, "gemma4_text", own)
-    assert {one.verdict for one in outcomes(KNOWN["gemma4_text"])} == {"refused"}
 
 
 def test_full_layers_of_other_heads_are_refused() -> None:

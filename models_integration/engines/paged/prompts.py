@@ -10,7 +10,8 @@ from torch import nn
 from models_integration.attention.capture import Attended
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.engines.paged.pool import Pool
-from models_integration.model.architecture import Architecture, of_layer
+from models_integration.model.architecture import Architecture
+from models_integration.model.layer_kinds import of_layer
 from models_integration.session.segment import ObservedSegment
 from spec.policy import Needs
 from spec.retention import Granularity

@@ -1,4 +1,4 @@
-"""Models unlike Llama: recurrent states, alone or beside keys and values, latents, and positions without RoPE.
+"""Models unlike Llama: recurrent states, latents, layers that share a cache, and positions without RoPE.
 
 The oracle is a plain full cache with masks. Turns and padded rows are also compared with one forward over all tokens,
 because an oracle that runs the same model shares the model's faults.
@@ -24,6 +24,10 @@ from transformers import (
     DeepseekV3ForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPTJConfig,
     GPTJForCausalLM,
     GptOssConfig,
@@ -84,6 +88,16 @@ _LATENT: dict[str, Any] = {
 LATENT: dict[str, Callable[[], Any]] = {
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**_SIZES, **_LATENT})),
 }
+# The last two layers read the caches of earlier ones: of the second full-attention layer, and of the last that slides.
+_SHARED: dict[str, Any] = {
+    **_SIZES, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "head_dim": 8, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 131, "sliding_window": 16,
+    "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 3 + ["full_attention"],
+}
+SHARED: dict[str, Callable[[], Any]] = {
+    "gemma3n": lambda: Gemma3nForCausalLM(Gemma3nTextConfig(**_SHARED)),
+    "gemma4": lambda: Gemma4ForCausalLM(Gemma4TextConfig(**_SHARED, global_head_dim=8)),
+}
 _PLAIN: dict[str, Any] = {"vocab_size": 131, "n_embd": 32, "n_layer": 2, "n_head": 4}
 OTHER_POSITIONS: dict[str, Callable[[], Any]] = {
     "ctrl": lambda: CTRLLMHeadModel(CTRLConfig(**_PLAIN, dff=48)),
@@ -107,7 +121,7 @@ LOSES_ITS_STATE = "its recurrent layers lose their state when several tokens fol
 
 def build(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = prepare({**MODELS, **LATENT, **OTHER_POSITIONS, **SINKS}[name]())
+    model = prepare({**MODELS, **LATENT, **SHARED, **OTHER_POSITIONS, **SINKS}[name]())
     for module in model.modules():
         if isinstance(sinks := getattr(module, "sinks", None), Tensor):
             sinks.data = torch.arange(len(sinks)) - 1.0  # each head has a sink of its own, as large as its logits
@@ -144,7 +158,7 @@ def check_conversation(model: PreTrainedModel, policy: str) -> None:
     assert run.bytes_freed > 0
 
 
-@pytest.mark.parametrize("name", [*MODELS, *LATENT, *OTHER_POSITIONS])
+@pytest.mark.parametrize("name", [*MODELS, *LATENT, "gemma3n", *OTHER_POSITIONS])
 @pytest.mark.parametrize("policy", ["streamingllm", "crystalcache", "chunkkv", "adakv"])
 def test_a_conversation_equals_the_masked_model(name: str, policy: str) -> None:
     if policy == "adakv" and name in LATENT:
@@ -152,6 +166,19 @@ def test_a_conversation_equals_the_masked_model(name: str, policy: str) -> None:
             check_conversation(build(name), policy)
     else:
         check_conversation(build(name), policy)
+
+
+@pytest.mark.parametrize("policy", ["streamingllm", "pyramidkv", "adakv"])
+def test_layers_that_share_a_cache_read_the_last_queries_alone(policy: str) -> None:
+    """Gemma 4 passes no others to them if few logits are asked for, in a prompt and in a turn."""
+    model, kept = build("gemma4"), 3
+    masked, cache = Masked(model), RetainedCache(model.config)
+    with policy_of(policy)(model):
+        for number, tokens in enumerate((N, 9, 1)):
+            ids = prompt(tokens, seed=number)
+            found = at_once(model, ids, cache, logits_to_keep=kept)
+            assert relative(found, masked.read(ids)[:, -kept:]) < BOUND
+            masked.keep(list(live_sets(cache).values()))
 
 
 @pytest.mark.parametrize("policy", ["streamingllm", "keydiff", "lagkv"])

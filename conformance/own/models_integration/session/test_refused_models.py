@@ -99,6 +99,9 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "all layers slide, Phi-3": (
         lambda: made("Phi3ForCausalLM", **_GROUPED, sliding_window=16), "no full-attention layer",
     ),
+    "layers that share a cache, in releases before kv_sharing_modes": (
+        lambda: made("LlamaForCausalLM", **_GROUPED, num_kv_shared_layers=1), "layers that share one cache",
+    ),
     "encoder and decoder": (
         lambda: made("T5ForConditionalGeneration", "T5Config", vocab_size=61, d_model=32, d_kv=8, d_ff=48,
                      num_layers=2, num_heads=4), "encoder-decoder",
