@@ -29,6 +29,10 @@ _RENUMBERED: dict[nn.Module, Tensor] = {}
 _CALLS: dict[nn.Module, int] = {}
 
 
+# Layers that store all that was read, some with a state beside it, or with the keys of an indexer.
+_WHOLE = ("full_attention", "hybrid", "indexed_attention")
+
+
 def full_layers(model: PreTrainedModel) -> list[int]:
     """Indices of the layers that store all that was read, as the configuration has it."""
     return sorted({*_stores(model).values()})
@@ -38,7 +42,7 @@ def _stores(model: PreTrainedModel) -> dict[int, int]:
     """By layer that attends to all that was read, the layer that stores it: itself, or the last that stores."""
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    full = [index for index, kind in enumerate(kinds) if kind in ("full_attention", "hybrid")]
+    full = [index for index, kind in enumerate(kinds) if kind in _WHOLE]
     own = [index for index in full if index < len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)]
     return {index: index if index in own else own[-1] for index in full}
 
@@ -62,6 +66,9 @@ class Masked:
             for name, module in named:
                 if (index := layer_of(name, module)) in self.stores:
                     self.modules.setdefault(index, module)
+        for module in self.modules.values():
+            if hasattr(module, "indexer"):
+                module.register_forward_pre_hook(_hidden_from_the_indexer, with_kwargs=True)
         self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full_layers(model)}
         self.model.set_attn_implementation(_registered(config._attn_implementation))
 
@@ -144,6 +151,9 @@ def _masking(stock: str) -> Callable[..., Any]:
     ) -> Any:
         own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         function = ALL_ATTENTION_FUNCTIONS.get_interface(stock, own)
+        if (indices := options.pop("indices", None)) is not None and attention_mask is not None:
+            chosen = torch.zeros(attention_mask.shape, dtype=torch.bool).scatter(-1, indices.long()[:, None], True)
+            attention_mask = _limited(attention_mask, chosen)
         if module in _VISIBLE:
             _CALLS[module] = _CALLS.get(module, 0) + 1
             attention_mask = _with(attention_mask, _VISIBLE[module], query, key)
@@ -210,10 +220,19 @@ def _with(mask: Tensor | None, visible: Tensor, query: Tensor, key: Tensor) -> T
     if mask is None:
         assert q == 1, "a model of several queries behind others has a mask"
         mask = torch.ones(1, 1, 1, live, dtype=torch.bool)
-    shown = visible.repeat_interleave(H // len(visible), dim=0)[None, :, None]
-    if mask.dtype == torch.bool:
-        return mask & shown
-    return mask[..., :live].masked_fill(~shown, torch.finfo(mask.dtype).min)
+    return _limited(mask[..., :live], visible.repeat_interleave(H // len(visible), dim=0)[None, :, None])
+
+
+def _limited(mask: Tensor, shown: Tensor) -> Tensor:
+    """A mask, of booleans or of terms, without what is not shown."""
+    return mask & shown if mask.dtype == torch.bool else mask.masked_fill(~shown, torch.finfo(mask.dtype).min)
+
+
+def _hidden_from_the_indexer(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Before a layer attends: what is not visible cannot be chosen either. Such layers have one set for all heads."""
+    if module in _VISIBLE:
+        options = {**options, "attention_mask": _limited(options["attention_mask"], _VISIBLE[module][None, :, None])}
+    return args, options
 
 
 def _accepts_positions(model: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from models_integration.attention.masks import AttentionFunction, LayerMasks, retained_mask
+from models_integration.attention.masks import AttentionFunction, LayerMasks, chosen_alone, retained_mask
 from models_integration.attention.ragged_attention import ragged_attention
 from models_integration.cache.dense_layer import RetainedLayer, on_host
 from models_integration.cache.positions import EMPTY, shown_columns
@@ -311,6 +311,9 @@ def _observed(stock: str) -> AttentionFunction:
         if isinstance(attention_mask, LayerMasks):
             assert layer is not None
             attention_mask = attention_mask.of(layer.rows, layer.stored_length, layer.get_seq_length())
+        chosen = options.pop("indices", None)
+        if chosen is not None:
+            attention_mask = chosen_alone(cast(Tensor, attention_mask), chosen)
         if attention_mask is None and getattr(module, "is_kv_shared_layer", False):
             attention_mask = _causal_mask(query, key)
         if watcher is None:

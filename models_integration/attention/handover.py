@@ -35,6 +35,9 @@ LATENTS = (
     "it stores one latent for all heads (MLA): use a policy that keeps one set for the model or for each layer"
 )
 _SINKS = "its attention has sinks, which this policy does not read: use keydiff, knorm, lagkv or streamingllm"
+_INDEXED = (
+    "its indexer chooses the tokens that attention reads: use streamingllm, which keeps one set and reads no attention"
+)
 _OWN_POSITIONS = "it numbers positions by its own rule: the positions that kvspec passes would be different"
 _OWN_MASK = "it makes its own attention mask"
 
@@ -58,6 +61,8 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
         raise SpecError("model", architecture.name, handed.idle)
     if architecture.sinks and reads_attention(needs):
         raise SpecError("model", architecture.name, _SINKS)
+    if architecture.indexed and (reads_attention(needs) or granularity is not Granularity.MODEL):
+        raise SpecError("model", architecture.name, _INDEXED)
     if architecture.latent and granularity is Granularity.HEAD:
         raise SpecError("model", architecture.name, LATENTS)
     as_stored = handed.keys and (handed.values or not needs.values)

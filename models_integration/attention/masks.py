@@ -11,7 +11,7 @@ from transformers import masking_utils
 from models_integration.cache.positions import EMPTY, LayersDiffer, SlotOffset, StoredRows
 from spec.errors import SpecError
 
-__all__ = ["AttentionFunction", "LayerMasks", "MaskFunction", "Pattern", "by_position", "retained_mask"]
+__all__ = ["AttentionFunction", "LayerMasks", "MaskFunction", "Pattern", "by_position", "chosen_alone", "retained_mask"]
 
 Pattern: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(row, head, query, key) to visible, over broadcast index tensors: causal, sliding window, ..."""
@@ -65,6 +65,15 @@ class LayerMasks:
             attention_mask=padding, **self.options,
         )
         return mask if mask is None or self.queries is None else mask[:, :, self.queries]
+
+
+def chosen_alone(mask: Tensor, chosen: Tensor) -> Tensor:
+    """A mask (rows, 1, queries, slots) that also hides the slots that an indexer has not chosen, (rows, queries, k).
+
+    Models do so themselves if their attention is called sdpa or eager.
+    """
+    others = torch.ones_like(mask, dtype=torch.bool).scatter(-1, chosen[:, None].long(), False)
+    return mask & ~others if mask.dtype == torch.bool else mask.masked_fill(others, torch.finfo(mask.dtype).min)
 
 
 def by_position(

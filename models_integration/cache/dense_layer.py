@@ -1,13 +1,13 @@
 """The full-attention layers of a cache that forgets: what all of them say, and the one that is a rectangle of slots."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from models_integration.cache.positions import (
     EMPTY,
@@ -21,7 +21,7 @@ from models_integration.cache.positions import (
 )
 from spec.errors import SpecError
 
-__all__ = ["DenseLayer", "RetainedLayer", "SplicedTokens", "drop_tensors", "on_host"]
+__all__ = ["DenseLayer", "IndexedLayer", "RetainedLayer", "SplicedTokens", "drop_tensors", "on_host"]
 
 
 class SplicedTokens(NamedTuple):
@@ -223,14 +223,17 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         after = rows.compacted(filled(kept, width), rows.tokens(self.stored_length))
         return Plan(self.rows, self.stored_length, () if stays else tuple(slots), after)
 
-    def follow(self, plan: Plan) -> None:
-        """Gather the slots of a plan, if it frees any."""
+    def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace all that has slots, (rows, heads, stored, d)."""
         assert self.keys is not None
         assert self.values is not None
+        self.keys, self.values = change(self.keys), change(self.values)
+
+    def follow(self, plan: Plan) -> None:
+        """Gather the slots of a plan, if it frees any."""
         seen = self.get_seq_length()
         if plan.slots:
-            keys, values = gathered(self.keys, plan.slots), gathered(self.values, plan.slots)
-            self.keys, self.values = keys, values
+            self.replace_tensors(lambda tensor: gathered(tensor, plan.slots))
         self.rows = plan.after
         self.evicted = seen - self.stored_length
 
@@ -281,15 +284,13 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         self.check_crop(tokens_to_remove)
         if tokens_to_remove == 0:
             return
-        assert self.keys is not None
-        assert self.values is not None
         remaining = self.get_seq_length() + tokens_to_remove
         if self.uniform:
             left = int((self.stored_positions() < remaining).sum())
             rows = StoredRows(self.rows.kept[:, :left], self.rows.seen_at_compaction.clamp(max=remaining))
         else:
             left, rows = self.stored_length + tokens_to_remove, self.rows
-        self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
+        self.replace_tensors(lambda tensor: tensor[:, :, :left])
         self.rows, self.evicted = rows, remaining - left
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -303,14 +304,27 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         filled_by_some = (self.rows.kept != EMPTY).any(dim=0)
         if bool(filled_by_some.all()):
             return
-        assert self.keys is not None
-        assert self.values is not None
         later = torch.ones(self.stored_length - len(filled_by_some), dtype=torch.bool, device="cpu")
         slots = torch.nonzero(torch.cat([filled_by_some, later]))[:, 0]
         seen = self.get_seq_length()
-        self.keys, self.values = gathered(self.keys, [slots]), gathered(self.values, [slots])
+        self.replace_tensors(lambda tensor: gathered(tensor, [slots]))
         self.rows = replace(self.rows, kept=self.rows.kept[:, filled_by_some])
         self.evicted = seen - self.stored_length
+
+
+class IndexedLayer(DenseLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-call]
+    """A layer whose model chooses by the keys of an indexer, (rows, stored, d), which tokens a query reads."""
+
+    def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace all that has slots; layers that share an indexer have no keys of one."""
+        super().replace_tensors(change)
+        if self.indexer_keys is not None:
+            self.indexer_keys = change(self.indexer_keys[:, None])[:, 0]
+
+    def reset(self) -> None:
+        """Forget everything: as new."""
+        super().reset()
+        self.indexer_keys, self.is_indexer_initialized = None, False
 
 
 def on_host(tensor: Tensor | None) -> Any:

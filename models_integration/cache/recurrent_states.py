@@ -14,7 +14,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-__all__ = ["StatefulCache", "fill_states", "fresh_layer", "is_recurrent", "state_tensors"]
+__all__ = ["INDEXER_KEYS", "StatefulCache", "fill_states", "fresh_layer", "is_recurrent", "state_tensors"]
 
 
 class StatefulCache(DynamicCache):
@@ -78,6 +78,7 @@ class StatefulCache(DynamicCache):
 
 STATES = ("conv_states", "recurrent_states")
 """The tensors of a recurrent layer, by number."""
+INDEXER_KEYS = "indexer_keys"
 
 
 def is_recurrent(layer: object) -> bool:
@@ -86,9 +87,10 @@ def is_recurrent(layer: object) -> bool:
 
 
 def state_tensors(layer: Any) -> dict[str, Tensor]:
-    """The states of a layer by name; none for a layer of keys and values."""
+    """What a layer stores that is no key or value: states, or the keys of an indexer."""
     if not is_recurrent(layer):
-        return {}
+        indexer_keys = getattr(layer, "indexer_keys", None)
+        return {} if indexer_keys is None else {INDEXER_KEYS: indexer_keys}
     states = {f"{name}.{number}": tensor for name in STATES for number, tensor in getattr(layer, name).items()}
     return {name: tensor for name, tensor in states.items() if tensor is not None}
 

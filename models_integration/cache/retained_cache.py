@@ -7,11 +7,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from models_integration.cache.compaction import change_of_layer, check_seen, kept_by_layer, sets_agree, shared_changes
 from models_integration.cache.continuation import Continuation, Nothing
-from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, drop_tensors
+from models_integration.cache.dense_layer import DenseLayer, IndexedLayer, RetainedLayer, drop_tensors
 from models_integration.cache.history import ReadIds, call_into
 from models_integration.cache.positions import LayersDiffer, chosen_rows
 from models_integration.cache.ragged_layer import RaggedLayer
@@ -44,10 +51,11 @@ class RetainedCache(StatefulCache):
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config)
-        self.layers = [
-            DenseLayer() if type(layer) is DynamicLayer or index in self.beside else layer
-            for index, layer in enumerate(self.layers)
-        ]
+        for index, layer in enumerate(self.layers):
+            if type(layer) is DynamicLayer or index in self.beside:
+                self.layers[index] = DenseLayer()
+            elif type(layer) is DynamicIndexedLayer:
+                self.layers[index] = IndexedLayer()
         self.failure: str | None = None
         self.layers_differ = False
         self.continuation: Continuation = Nothing()
@@ -379,6 +387,8 @@ def side_by_side(cache: RetainedCache, rows: int) -> RetainedCache:
         state.reorder_cache(torch.zeros(rows, dtype=torch.int64, device="cpu"))
     layers: list[Any] = wide.layers
     for layer in layers:
-        if not is_recurrent(layer) and layer.keys is not None:
+        if isinstance(layer, DenseLayer):
+            layer.replace_tensors(lambda tensor: tensor.expand(rows, -1, -1, -1))
+        elif not is_recurrent(layer) and layer.keys is not None:
             layer.keys, layer.values = (tensor.expand(rows, -1, -1, -1) for tensor in (layer.keys, layer.values))
     return wide

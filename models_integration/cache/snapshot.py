@@ -15,10 +15,10 @@ from transformers.cache_utils import DynamicLayer
 
 from models_integration.cache.continuation import Nothing
 from models_integration.cache.crystal_states import CrystalStates, Pending, Spliced
-from models_integration.cache.dense_layer import DenseLayer
+from models_integration.cache.dense_layer import DenseLayer, IndexedLayer
 from models_integration.cache.positions import StoredRows
 from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.cache.recurrent_states import fill_states, state_tensors
+from models_integration.cache.recurrent_states import INDEXER_KEYS, fill_states, state_tensors
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import ScorerRecords
 from models_integration.cache.sliding_layer import GappedSlidingLayer
@@ -145,6 +145,7 @@ def _packed_layer(layer: object) -> tuple[dict[str, int], dict[str, Tensor]]:
         return {}, state_tensors(layer)
     of_cache = cast(Any, layer)
     tensors = {"keys": of_cache.keys, "values": of_cache.values} if of_cache.is_initialized else {}
+    tensors |= state_tensors(layer)
     if isinstance(layer, DenseLayer):
         return {"evicted": layer.evicted}, {
             **tensors, **{name: getattr(layer.rows, name).contiguous() for name in _ROWS},
@@ -167,6 +168,8 @@ def _unpacked_layer(
         return RaggedLayer.unpacked({**tensors, **stored}, numbers["padded_seen"])
     if isinstance(layer, DenseLayer):
         layer.rows, layer.evicted = StoredRows(*(tensors[name] for name in _ROWS)), numbers["evicted"]
+        if INDEXER_KEYS in tensors:
+            cast(IndexedLayer, layer).update_indexer(tensors[INDEXER_KEYS].to(device))
     else:
         if "first_kept" in numbers:
             layer = GappedSlidingLayer(sliding_window=cast(Any, layer).sliding_window)

@@ -13,7 +13,7 @@ from models_integration.cache.crystal_states import Pending
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import EMPTY, NO_HOLE, StoredRows
 from models_integration.cache.ragged_layer import HEADS
-from models_integration.cache.recurrent_states import state_tensors
+from models_integration.cache.recurrent_states import INDEXER_KEYS, state_tensors
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.tensor_file import Damaged
 from models_integration.model.architecture import Architecture
@@ -58,6 +58,8 @@ def check_contents(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], a
     _check_names(manifest, tensors, states)
     for name, state in states.items():
         shape = (_batch(manifest, tensors), *state.shape[1:])
+        if name.endswith(INDEXER_KEYS):
+            shape = (shape[0], _slots(int(name.partition(".")[0]), tensors), shape[2])
         _check_tensor(name, tensors[name], shape, str(state.dtype).removeprefix("torch."), None)
     _check_layers(manifest, tensors, layers, sample)
     _check_known(manifest, tensors, architecture.vocabulary)

@@ -19,6 +19,7 @@ from models_integration.model.layer_kinds import (
     CHUNKED,
     FULL,
     HYBRID,
+    INDEXED,
     RECURRENT,
     SHARING,
     SLIDING,
@@ -77,6 +78,8 @@ class Architecture:
     """Whether some layers have a recurrent state."""
     latent: bool
     """Whether full-attention layers store one latent for all heads (MLA)."""
+    indexed: bool
+    """Whether an indexer chooses which tokens a query reads."""
     takes_positions: bool
     """Whether the decoder is passed position ids: see `decoder_inputs`."""
     sinks: tuple[int, ...]
@@ -155,8 +158,9 @@ def describe(model: PreTrainedModel) -> Architecture:
     wraps = decoder is not _text_decoder(model)
     known = recurrent or (not wraps and _keeps_positions(decoder))
     sinks = tuple(index for index in full if getattr(attention[index], "sinks", None) is not None)
+    indexed = INDEXED in stated_types(config)
     return Architecture(
-        type(model).__name__, decoder, config, attention, full, owners, recurrent, latent,
+        type(model).__name__, decoder, config, attention, full, owners, recurrent, latent, indexed,
         "position_ids" in decoder_inputs(decoder), sinks, known, wraps, vocabulary, parts,
     )
 
@@ -347,6 +351,8 @@ def _refuse_attention(
         return f"its {config.num_hidden_layers} layers do not have one attention module each"
     if any("cache_offset" in signature(module.forward).parameters for module in attention.values()):
         return "its layers run several times and keep a cache for each time, which is not served"
+    if any(hasattr(getattr(module, "indexer", None), "compress_ratio") for module in attention.values()):
+        return "its indexer takes positions from slots, which eviction changes"
     if not all(getattr(part, "is_causal", True) for part in (config, *attention.values())):
         return "its attention is not causal"
     return None

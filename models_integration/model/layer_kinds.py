@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 __all__ = [
-    "CHUNKED", "FULL", "HYBRID", "RECURRENT", "SHARING", "SLIDING", "STORELESS", "by_layer", "cache_owners",
+    "CHUNKED", "FULL", "HYBRID", "INDEXED", "RECURRENT", "SHARING", "SLIDING", "STORELESS", "by_layer", "cache_owners",
     "layer_types", "of_layer", "stated_types",
 ]
 
@@ -14,6 +14,8 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 RECURRENT, STORELESS = ("linear_attention", "conv"), ("moe", "mlp")
 # Layers that store keys and values, and have a state beside them.
 HYBRID = "hybrid"
+# Layers whose queries read the tokens that an indexer chooses.
+INDEXED = "indexed_attention"
 # Layers that read the cache of an earlier layer.
 SHARING = "sharing"
 
@@ -35,7 +37,7 @@ def of_layer(config: PretrainedConfig, name: str, layer: int) -> Any:
 
 def layer_types(config: PretrainedConfig) -> list[str]:
     """What each layer attends to, as the cache that transformers makes for this config has it."""
-    kinds = [FULL if kind == HYBRID else kind for kind in stated_types(config)]
+    kinds = [FULL if kind in (HYBRID, INDEXED) else kind for kind in stated_types(config)]
     return [SHARING if owner != index else kinds[index] for index, owner in enumerate(cache_owners(config))]
 
 

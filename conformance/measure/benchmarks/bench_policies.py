@@ -38,7 +38,9 @@ PROMPT, SLOTS = 4_096, 1_024
 PREFILL_AT_MOST, STEP_AT_MOST = 0.07, 0.10
 PREFILLS, STEPS, WARM = 5, 40, 3
 
-SIZES = {"vocab_size": 1_024, "hidden_size": 768, "num_hidden_layers": 12, "max_position_embeddings": 2 * PROMPT}
+SIZES: dict[str, Any] = {
+    "vocab_size": 1_024, "hidden_size": 768, "num_hidden_layers": 12, "max_position_embeddings": 2 * PROMPT,
+}
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "hybrid": lambda: Qwen3_5TextConfig(
         **SIZES, intermediate_size=2_048, num_attention_heads=6, num_key_value_heads=2, head_dim=128,
@@ -135,7 +137,8 @@ def test_a_prefill_of_a_shape(shape: str) -> None:
     """The policies take turns with the bare model; one that refuses the shape is left out."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(SHAPES[shape]()).train(False)
+    automatic: Any = AutoModelForCausalLM
+    model: PreTrainedModel = automatic.from_config(SHAPES[shape]()).train(False)
     ids = ids_of(PROMPT)
 
     def read(tokens: int = PROMPT) -> None:

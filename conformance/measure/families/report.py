@@ -24,6 +24,7 @@ _NECESSARY = {
     "nothing to evict": "yes: no part of the cache grows",
     "ALiBi is not served": "yes: the model would need its bias at the kept positions",
     "its attention depends on the distance of slots": "yes, as for ALiBi",
+    "its indexer takes positions from slots": "yes: eviction moves tokens to other slots",
     "its attention is not causal": "yes: later tokens change what earlier ones store",
     "it stores one latent for all heads (MLA)": "yes: no head has keys of its own to evict",
     "its recurrent layers lose their state when several tokens follow others": "yes: transformers computes it wrongly",

@@ -1,4 +1,4 @@
-"""Models unlike Llama: recurrent states, latents, layers that share a cache, and positions without RoPE.
+"""Models unlike Llama: recurrent states, latents, indexers, shared caches, and positions without RoPE.
 
 The oracle is a plain full cache with masks. Turns and padded rows are also compared with one forward over all tokens,
 because an oracle that runs the same model shares the model's faults.
@@ -22,6 +22,8 @@ from transformers import (
     CTRLLMHeadModel,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     Gemma3nForCausalLM,
@@ -88,6 +90,12 @@ _LATENT: dict[str, Any] = {
 LATENT: dict[str, Callable[[], Any]] = {
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**_SIZES, **_LATENT})),
 }
+# Many heads of an indexer, so that no two keys have the same score.
+INDEXED: dict[str, Callable[[], Any]] = {
+    "deepseek_v32": lambda: DeepseekV32ForCausalLM(DeepseekV32Config(**{
+        **_SIZES, **_LATENT, "num_hidden_layers": 2, "index_n_heads": 32, "index_head_dim": 16, "index_topk": 8,
+    })),
+}
 # The last two layers read the caches of earlier ones: of the second full-attention layer, and of the last that slides.
 _SHARED: dict[str, Any] = {
     **_SIZES, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "head_dim": 8, "hidden_size_per_layer_input": 8,
@@ -96,7 +104,7 @@ _SHARED: dict[str, Any] = {
 }
 SHARED: dict[str, Callable[[], Any]] = {
     "gemma3n": lambda: Gemma3nForCausalLM(Gemma3nTextConfig(**_SHARED)),
-    "gemma4": lambda: Gemma4ForCausalLM(Gemma4TextConfig(**_SHARED, global_head_dim=8)),
+    "gemma4": lambda: Gemma4ForCausalLM(Gemma4TextConfig(**{**_SHARED, "global_head_dim": 8})),
 }
 _PLAIN: dict[str, Any] = {"vocab_size": 131, "n_embd": 32, "n_layer": 2, "n_head": 4}
 OTHER_POSITIONS: dict[str, Callable[[], Any]] = {
@@ -121,7 +129,7 @@ LOSES_ITS_STATE = "its recurrent layers lose their state when several tokens fol
 
 def build(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = prepare({**MODELS, **LATENT, **SHARED, **OTHER_POSITIONS, **SINKS}[name]())
+    model = prepare({**MODELS, **LATENT, **INDEXED, **SHARED, **OTHER_POSITIONS, **SINKS}[name]())
     for module in model.modules():
         if isinstance(sinks := getattr(module, "sinks", None), Tensor):
             sinks.data = torch.arange(len(sinks)) - 1.0  # each head has a sink of its own, as large as its logits
@@ -166,6 +174,28 @@ def test_a_conversation_equals_the_masked_model(name: str, policy: str) -> None:
             check_conversation(build(name), policy)
     else:
         check_conversation(build(name), policy)
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_indexer_chooses_among_what_is_kept(name: str) -> None:
+    check_conversation(build(name), "streamingllm")
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize("policy", ["crystalcache", "chunkkv", "keydiff"])
+def test_policies_that_read_attention_or_keep_more_sets_refuse_an_indexer(policy: str) -> None:
+    with pytest.raises(SpecError, match="its indexer chooses the tokens that attention reads: use streamingllm"):
+        check_conversation(build("deepseek_v32"), policy)
+
+
+def test_a_crop_takes_the_indexer_s_keys_back() -> None:
+    model = build("deepseek_v32")
+    cache = RetainedCache(model.config)
+    with METHODS["streamingllm"]()(model):
+        at_once(model, prompt(N), cache)
+        expected = at_once(model, prompt(1, seed=2), cache)
+        cache.crop(-1)
+        assert relative(at_once(model, prompt(1, seed=2), cache), expected) < BOUND
 
 
 @pytest.mark.parametrize("policy", ["streamingllm", "pyramidkv", "adakv"])
@@ -225,7 +255,9 @@ def test_turns_go_on_from_the_state(name: str) -> None:
     assert relative(torch.cat(pieces, dim=1), in_one_forward(model, ids)) < BOUND
 
 
-@pytest.mark.parametrize(("name", "policy"), [*((name, "streamingllm") for name in MODELS), ("gpt_oss", "keydiff")])
+@pytest.mark.parametrize(("name", "policy"), [
+    *((name, "streamingllm") for name in [*MODELS, *INDEXED]), ("gpt_oss", "keydiff"),
+])
 def test_padded_rows_equal_their_single_runs(name: str, policy: str) -> None:
     model, texts, rows = build(name), [prompt(N)[:, :31], prompt(N, seed=4)], []
     ids = torch.cat([torch.nn.functional.pad(texts[0], (N - 31, 0)), texts[1]])
@@ -244,11 +276,11 @@ def test_padded_rows_equal_their_single_runs(name: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "policy"), [
-    *product(MODELS, ["snapkv", "adakv"]), *product(LATENT, ["chunkkv"]),
+    *product(MODELS, ["snapkv", "adakv"]), *product(LATENT, ["chunkkv"]), *product(INDEXED, ["streamingllm"]),
 ])
 def test_a_saved_cache_goes_on_bit_for_bit(name: str, policy: str, tmp_path: Any) -> None:
     model = build(name)
-    with method(policy)(model) as run:
+    with policy_of(policy)(model) as run:
         at_once(model, prompt(N), RetainedCache(model.config))
         assert run.cache is not None
         save_cache(run.cache, model, tmp_path / "cache")
@@ -281,7 +313,7 @@ def test_the_caches_of_two_decisions_do_not_share_states() -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *INDEXED])
 def test_beams_choose_states_too(name: str) -> None:
     """Two beams of a full cache are those of the model without a policy."""
     model = build(name)
