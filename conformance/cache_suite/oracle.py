@@ -57,7 +57,8 @@ class Masked:
     def __init__(self, model: PreTrainedModel, renumbered: bool = False, padding: int = 0) -> None:
         self.model, self.renumbered, self.padding = copy.deepcopy(model), renumbered, padding
         config = self.model.config.get_text_config(decoder=True)
-        self.cache, self.seen = DynamicCache(config=config), 0
+        own = vars(sys.modules[type(model).__module__]).get("MiniMaxCache")
+        self.cache, self.seen = DynamicCache(config=config) if own is None else own(), 0
         self.stores = _stores(model)
         self.modules: dict[int, nn.Module] = {}
         named = [pair for pair in self.model.named_modules() if type(pair[1]).__name__.endswith(("Attention", "MLA"))]

@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Iterable
-from typing import Any, Self
+from functools import cache
+from typing import Any, Self, cast
 
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -27,12 +28,23 @@ class StatefulCache(DynamicCache):
         beside: states by index of such a layer, each as a layer that stores no keys.
     """
 
+    def __new__(cls, config: PretrainedConfig | None = None) -> Self:
+        """Of the class that the model accepts; a copy has the class of what is copied."""
+        return super().__new__(cls if config is None else cls.class_for(config))
+
     def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__(config=config)
+        DynamicCache.__init__(self, config=config)
         self.beside = {
             index: fresh_layer(layer) for index, layer in enumerate(self.layers)
             if type(layer) is LinearAttentionAndFullAttentionLayer
         }
+
+    @classmethod
+    def class_for(cls, config: PretrainedConfig) -> type[Self]:
+        """This class, or the subclass of it that MiniMax accepts."""
+        if config.model_type != "minimax" or issubclass(cls, _minimax_cache()):
+            return cls
+        return cast(type[Self], _of_minimax(cast(Any, cls)))
 
     @property
     def recurrent(self) -> list[Any]:
@@ -72,8 +84,32 @@ class StatefulCache(DynamicCache):
         layer = self._state(layer_idx)
         return layer.recurrent_states[state_idx] if layer.has_previous_state[state_idx] else None
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return the state of a layer of MiniMax; None before the first token."""
+        return cast(Tensor | None, self._state(layer_idx).recurrent_states[0])
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Replace the state of a layer of MiniMax."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+    def __len__(self) -> int:
+        """Return the number of layers."""
+        return len(self.layers)
+
     def _state(self, index: int) -> Any:
         return self.beside.get(index, self.layers[index])
+
+
+def _minimax_cache() -> type:
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    return MiniMaxCache
+
+
+@cache
+def _of_minimax(kind: type[Any]) -> type[Any]:
+    """A class of caches that is also MiniMax's own, which is all that its model accepts."""
+    return type(kind.__name__, (kind, _minimax_cache()), {})
 
 
 STATES = ("conv_states", "recurrent_states")

@@ -75,7 +75,7 @@ class RetainedCache(StatefulCache):
         # was made without a config has plain layers only, so the layers are made again.
         check_adoptable(cache)
         if not isinstance(cache, RetainedCache):
-            cache.__class__ = RetainedCache
+            cache.__class__ = RetainedCache.class_for(config)
             RetainedCache.__init__(cast(RetainedCache, cache), config)
         return cast(RetainedCache, cache)
 

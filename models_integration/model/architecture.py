@@ -304,7 +304,9 @@ def _refuse_config(config: PretrainedConfig) -> str | None:
     if not hasattr(config, "num_hidden_layers"):
         return "its config has no num_hidden_layers: it contains several models"
     modes = getattr(config, "kv_sharing_modes", None)
-    if {*(modes or ())} - {None, "store", "reuse"} or (modes is None and getattr(config, "num_kv_shared_layers", 0)):
+    # Earlier releases of transformers say how many layers share, and not how.
+    unsaid = modes is None and getattr(config, "num_kv_shared_layers", None)
+    if unsaid or set(modes or ()) - {None, "store", "reuse"}:
         return "layers that share one cache are not served in this form"
     return None
 
@@ -332,6 +334,8 @@ def _refuse_layers(config: PretrainedConfig, types: list[str]) -> str | None:
         return f"it has {kinds}: kvspec serves full, sliding-window, chunked and recurrent layers"
     if FULL not in types:
         return _FIXED_SIZE
+    if config.model_type == "minimax" and config.sliding_window is not None:
+        return "its full-attention layers have a window too, whose mask counts slots"
     for name in ("num_attention_heads", "num_key_value_heads"):
         values = {of_layer(config, name, index) for index, kind in enumerate(types) if kind == FULL}
         if len(values) > 1:

@@ -88,6 +88,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "minimax": {"sliding_window": None},
     "mllama": {"cross_attention_layers": [1, 3]},
     "moss_transcribe_diarize": {
         "text_config": {"model_type": "qwen3", **_TEXT}, "audio_config": _SEEN,

@@ -24,6 +24,7 @@ from transformers import (
     DeepseekV3ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
+    DynamicCache,
     FalconH1Config,
     FalconH1ForCausalLM,
     Gemma3nForCausalLM,
@@ -38,6 +39,8 @@ from transformers import (
     JambaForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     PreTrainedModel,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -81,6 +84,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         **{**_SIZES, "num_hidden_layers": 2}, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8,
         mamba_d_ssm=64,
     )),
+    "minimax": lambda: MiniMaxForCausalLM(MiniMaxConfig(**_SIZES, num_local_experts=2, block_size=16)),
 }
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
@@ -337,6 +341,15 @@ def test_a_model_that_loses_its_state_takes_steps_and_no_turns() -> None:
             at_once(model, prompt(5), cache)
         ids = prompt(1, seed=9)
         assert relative(at_once(model, ids, cache), masked.read(ids)) < BOUND
+
+
+def test_a_cache_that_the_caller_makes_is_accepted_by_minimax() -> None:
+    model, ids = build("minimax"), prompt(N)
+    cache: Any = DynamicCache(config=model.config)
+    with METHODS["fullcache"]()(model):
+        at_once(model, ids[:, :30], cache)
+        found = at_once(model, ids[:, 30:], cache)
+    assert relative(found, in_one_forward(model, ids)[:, 30:]) < BOUND
 
 
 @pytest.mark.law("refused-before-anything-changes")

@@ -102,6 +102,9 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "layers that share a cache, in releases before kv_sharing_modes": (
         lambda: made("LlamaForCausalLM", **_GROUPED, num_kv_shared_layers=1), "layers that share one cache",
     ),
+    "windows beside linear layers, MiniMax": (
+        lambda: made("MiniMaxForCausalLM", **_GROUPED, sliding_window=16), "have a window too",
+    ),
     "encoder and decoder": (
         lambda: made("T5ForConditionalGeneration", "T5Config", vocab_size=61, d_model=32, d_kv=8, d_ff=48,
                      num_layers=2, num_heads=4), "encoder-decoder",
