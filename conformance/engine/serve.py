@@ -9,6 +9,7 @@ is tested with; the whole suite through it takes minutes:
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from conformance.engine.methods import FAMILY, answered, method_ops
@@ -20,13 +21,17 @@ from spec.backend import FAMILIES, Backend, resolve
 from spec.errors import SpecError
 
 
-def answer(backend: Backend, precision: str, line: str) -> str:
-    """The answer to a request, as a line without its end; an error without an id to a line that has none."""
+def answer(backend: Backend, precision: str, line: str, methods: Sequence[str] | None = None) -> str:
+    """The answer to a request, as a line without its end; an error without an id to a line that has none.
+
+    Hello offers these methods, or all if `methods` is None.
+    """
     number = None
     try:
         request = json.loads(line)
         number = request["id"]
-        said = {"result": _hello(backend, precision) if request["op"] == "hello" else _result(backend, request)}
+        hello = request["op"] == "hello"
+        said = {"result": _hello(backend, precision, methods) if hello else _result(backend, request)}
     except SpecError as error:
         said = {"refusal": {"argument": error.argument, "value": _plain(error.value), "bound": error.bound}}
     except Exception:
@@ -34,10 +39,10 @@ def answer(backend: Backend, precision: str, line: str) -> str:
     return json.dumps({"id": number, **said})
 
 
-def _hello(backend: Backend, precision: str) -> Json:
+def _hello(backend: Backend, precision: str, methods: Sequence[str] | None) -> Json:
     families = {family: stages(family) for family in FAMILIES if getattr(backend, family) is not None}
     if backend.policies is not None:
-        families[FAMILY] = [op.partition(".")[2] for op in method_ops()]
+        families[FAMILY] = list(methods or (op.partition(".")[2] for op in method_ops()))
     return {
         "protocol": PROTOCOL, "spec": SPEC_VERSION, "name": backend.name, "version": SPEC_VERSION,
         "precision": precision, "families": families,

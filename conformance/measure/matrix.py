@@ -5,14 +5,16 @@ Cells of the others stay. `page` writes the page alone. kvpress has an environme
 """
 
 import json
+import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
+from conformance.assurance.proofs.coq import build as coq
 from conformance.engine.methods import FAMILY
 from conformance.engine.process import Engine
 from conformance.measure.certificates.__main__ import ENGINE, compile_engine
@@ -33,20 +35,39 @@ Cell = dict[str, Any]
 
 @dataclass(frozen=True)
 class Implementation:
-    """What `kvspec verify` is asked to judge, and the package whose version counts."""
+    """What `kvspec verify` is asked to judge, the package whose version counts, and what compiles an engine."""
 
     options: tuple[str, ...]
     package: str = ""
+    compile: Callable[[], object] = lambda: None
+
+
+def compile_coq() -> None:
+    """Extract and compile the Coq model, without its proofs."""
+    coq.fresh(coq.BUILD)
+    coq.compile_all(coq.BUILD, coq.MODEL)
+    coq.compile_engine(coq.BUILD)
 
 
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
     "numpy": Implementation(("--backend", "numpy"), "numpy"),
     "numba": Implementation(("--backend", "numba"), "numba"),
     "torch": Implementation(("--backend", "torch"), "torch"),
-    "engine-c": Implementation(("--command", str(ENGINE))),
+    "engine-c": Implementation(("--command", str(ENGINE)), compile=compile_engine),
     "engine-javascript": Implementation(("--command", "node docs/examples/javascript/engine.mjs")),
+    "engine-coq": Implementation(
+        ("--command", shlex.join([sys.executable, "-m", "conformance.assurance.proofs.coq.engine"])),
+        compile=compile_coq,
+    ),
     "kvpress": Implementation((), "kvpress"),
 }
+NOT_HERE: Mapping[str, str] = {
+    "llama.cpp": "PyPI has no wheel of llama-cpp-python. [LlamaSequence](../engines.md#llamacpp) has no method: it"
+                 " stores one kept set of a kvspec policy for all layers.",
+    "official TriAttention": "PyPI has no package of [triattention](https://github.com/WeianMao/triattention).",
+    "official R-KV": "PyPI has no package of [R-KV](https://github.com/Zefan-Cai/R-KV).",
+}
+"""Implementations that no environment here can run, and why."""
 PRESS_OF = {
     "streamingllm": "StreamingLLM", "snapkv": "SnapKV", "pyramidkv": "PyramidKV", "chunkkv": "ChunkKV", "tova": "TOVA",
     "keydiff": "KeyDiff", "knorm": "Knorm", "adakv": "AdaKV", "expected-attention": "ExpectedAttention",
@@ -115,15 +136,16 @@ def engine_methods(command: str) -> list[str]:
 
 
 def runs_here(name: str) -> bool:
-    """kvpress needs an older transformers: each environment has its own half."""
+    """kvpress needs an older transformers: each environment has its own half. The Coq model needs Coq."""
+    if name == "engine-coq" and coq.missing():
+        return False
     return (name == "kvpress") == (find_spec("kvpress") is not None)
 
 
 def renewed(name: str) -> Cell:
     """An implementation with a cell for each method."""
     one = IMPLEMENTATIONS[name]
-    if name == "engine-c":
-        compile_engine()
+    one.compile()
     if name == "kvpress":
         there = of_kvpress()
     else:
@@ -137,6 +159,7 @@ def page(store: Mapping[str, Any]) -> str:
     """matrix.md of matrix.json."""
     names = [name for name in IMPLEMENTATIONS if name in store]
     run_cells = sum(cell["verdict"] in (CONFORMS, DIFFERS) for name in names for cell in store[name]["cells"].values())
+    twice = ", ".join(name for name in names if store[name]["runs"] == 2)
     heads = [" ".join(filter(None, (name, store[name]["version"]))) for name in names]
     return "\n".join([
         "# Implementations and published methods", "",
@@ -149,12 +172,15 @@ def page(store: Mapping[str, Any]) -> str:
         "| differs | The [smallest input](#differences) has different kept tokens. |",
         "| – | The implementation does not offer the method. |",
         "| not run | The run was stopped before this method. |", "",
-        "The columns numpy to engine-javascript are from `kvspec verify --as METHOD --quick --seed 0`. A backend offers"
-        " a method if it has its own score or stage of the method. Backend triton uses the scores of torch.", "",
+        "The columns numpy to engine-coq are from `kvspec verify --as METHOD --quick --seed 0`. A backend offers"
+        " a method if it has its own score or stage of the method. Backend triton uses the scores of torch."
+        f" These columns were made twice, with the same cells: {twice}.", "",
         f"| Method | {' | '.join(heads)} |", f"|---{'|---' * len(names)}|",
         *(f"| `{method_of(method)}` | {' | '.join(shown(store[name]['cells'][method]) for name in names)} |"
           for method in METHODS), "",
         "## Differences", "", *differing(store), "", *kvpress_table(store), "",
+        "## Not run here", "", "| Implementation | Reason |", "|---|---|",
+        *(f"| {name} | {reason} |" for name, reason in NOT_HERE.items()), "",
         "[Certificates](certificates/README.md) judge engines, caches and presses by stages, eviction or promises.", "",
     ])
 
@@ -199,7 +225,9 @@ def main(names: list[str]) -> int:
     store = json.loads(STORE.read_text(encoding="utf-8")) if STORE.exists() else {}
     for name in filter(runs_here, [one for one in names or IMPLEMENTATIONS if one != "page"]):
         print(name, flush=True)
-        store[name] = renewed(name)
+        before = {key: value for key, value in store.get(name, {}).items() if key != "runs"}
+        made = renewed(name)
+        store[name] = {"runs": 1 + (json.dumps(made) == json.dumps(before)), **made}
         ordered = {one: store[one] for one in IMPLEMENTATIONS if one in store}
         STORE.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     PAGE.write_text(page(store), encoding="utf-8")

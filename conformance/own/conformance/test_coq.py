@@ -20,6 +20,9 @@ from conformance.assurance.proofs.coq.planted import ROWS, found_by, read_rows
 from conformance.assurance.proofs.coq.vectors import STAGES, written
 from conformance.engine.process import Engine
 from conformance.items import known_items
+from conformance.methods.method import Method, asked
+from conformance.policy_suite.test_method import difference
+from conformance.strategies.policy_inputs import drawn
 from spec.errors import SpecError
 
 PROOFS = build.HERE / "proofs"
@@ -253,6 +256,20 @@ def test_a_wrong_reference_stands_alone(coq: tuple[Engine, three_way.Side], name
 def test_integers_have_no_largest(coq: tuple[Engine, three_way.Side], operation: str, inputs: dict[str, object],
                                   expected: object) -> None:
     assert coq[1].item(operation, inputs, {}) == expected
+
+
+@needs_coq
+@pytest.mark.spec("PO-STREAMINGLLM")
+def test_the_model_keeps_what_streamingllm_keeps(program: Path) -> None:
+    engine = Engine(f"{sys.executable} -m conformance.assurance.proofs.coq.engine {program}", 60.0)
+    method = Method("streamingllm")
+    try:
+        assert engine.hello.families["methods"] == ["streamingllm"]
+        for seed in range(8):
+            inputs, B = drawn(seed), 4 + seed
+            assert difference(asked(engine, method, inputs, B), method.wanted(inputs, B)) == ""
+    finally:
+        engine.stop()
 
 
 @needs_coq

@@ -37,25 +37,27 @@ function observed(heads, keys, { W, kernel, ...how }) {
   return Array.from({ length: past }, (_, j) => pooled.reduce((sum, row) => sum + row[j], 0) / pooled.length);
 }
 
-function snapkv(keys, head, { q, B, ...how }) {
-  const group = q.length / how.H_kv;
-  const scores = observed(q.slice(head * group, (head + 1) * group), keys, how);
-  const window = Array.from({ length: keys.length - scores.length }, (_, at) => scores.length + at);
-  return [...best(scores, Math.max(0, B - window.length)), ...window];
-}
-
-const KEPT = {
-  snapkv, keydiff: (keys, head, { B }) => best(directions(keys), B),
-  knorm: (keys, head, { B }) => best(keys.map((key) => -length(key)), B),
+const SCORES = {
+  snapkv: (keys, head, { q, ...how }) => {
+    const group = q.length / how.H_kv;
+    return observed(q.slice(head * group, (head + 1) * group), keys, how);
+  },
+  keydiff: directions,
+  knorm: (keys) => keys.map((key) => -length(key)),
 };
 
-export const METHODS = Object.keys(KEPT);
+export const METHODS = Object.keys(SCORES);
 
-/** The kept sets of each layer and KV head as a Selection. */
-export function selection(name, { k, q, ...given }) {
-  const sets = k.flatMap((heads, layer) => heads.map((keys, head) => (
-    KEPT[name](keys, head, { ...given, q: q?.[layer], H_kv: heads.length })
+/** The kept sets of each layer and KV head as a KeptSets; tokens behind the scored ones are protected. */
+export function selection(name, { k, q, n, B, ...given }) {
+  const rows = k.flatMap((heads, layer) => heads.map((keys, head) => (
+    SCORES[name](keys, head, { ...given, q: q?.[layer], H_kv: heads.length })
   )));
+  const sets = rows.map((row) => {
+    const window = Array.from({ length: n - row.length }, (_, at) => row.length + at);
+    return [...best(row, Math.max(0, B - window.length)), ...window];
+  });
   const offsets = sets.reduce((ends, kept) => [...ends, ends.at(-1) + kept.length], [0]);
-  return { positions: sets.flat(), offsets };
+  const scores = rows.map((row) => [...row, ...Array(n - row.length).fill("nan")]);
+  return { positions: sets.flat(), offsets, scores };
 }

@@ -8,12 +8,14 @@ import json
 import resource
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from conformance.assurance.proofs.coq.build import ENGINE
+from conformance.engine.methods import FAMILY
 from conformance.engine.ops import OPS
 from conformance.engine.serve import answer
 from conformance.engine.wire import as_it_is, decode
@@ -29,6 +31,8 @@ MODELLED = {
     "diversity.diverse": {},
 }
 """The stages that the model has, and the parameters that it was written for."""
+METHODS = ("streamingllm",)
+"""The published methods of the model: positions are scores, and PO-TOP-UNITS chooses."""
 ITEMS = frozenset({
     "CC-BUDGET-FORMS", "CC-BUDGET", "CC-PROTECTED", "CC-CUT", "CC-ALLOCATE", "CC-KEEP-COUNT",
     "CC-DISSOLVE-D", "CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-SCORE",
@@ -47,6 +51,13 @@ def modelled(request: Any) -> bool:
         forms = MODELLED.get(op, {})
         return (op in MODELLED or op in ITEMS) and all(arguments["parameters"][name] == forms[name] for name in forms)
     return False
+
+
+def streamingllm(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The request of the stage that keeps what StreamingLLM keeps: sinks are pinned, later positions score higher."""
+    g, n, B, N_sink = (request["arguments"][name] for name in ("g", "n", "B", "N_sink"))
+    rows = {"values": [float(at).hex() for at in range(n)], "pinned": [at < N_sink for at in range(n)], "shares": B}
+    return {**request, "op": "policies.best_tokens", "arguments": {name: [row] * g for name, row in rows.items()}}
 
 
 def offered() -> Backend:
@@ -93,13 +104,17 @@ def main(arguments: list[str]) -> int:
         return 2
     model, backend = Model(str(program)), offered()
     for line in sys.stdin:
-        request = None
+        request: Any = None
         with suppress(ValueError, RecursionError):
             request = json.loads(line)
+        with suppress(LookupError, TypeError):
+            if request["op"] in [f"{FAMILY}.{name}" for name in METHODS]:
+                request = streamingllm(request)
+                line = json.dumps(request) + "\n"
         if isinstance(request, dict) and "id" in request and modelled(request):
             print(model.answer(line, request["id"]), flush=True)
         else:
-            print(answer(backend, "float64", line), flush=True)
+            print(answer(backend, "float64", line, METHODS), flush=True)
     model.stop()
     return 0
 
