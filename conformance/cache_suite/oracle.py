@@ -73,8 +73,8 @@ class Masked:
         self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full_layers(model)}
         self.model.set_attn_implementation(_registered(config._attn_implementation))
 
-    def read(self, ids: Tensor) -> Tensor:
-        """Logits of the next tokens (1, q), which then belong to the past.
+    def read(self, ids: Tensor, **images: Tensor) -> Tensor:
+        """Logits of the next tokens (1, q), which then belong to the past, and the images that come with them.
 
         Raises:
             RuntimeError: where some full-attention layer did not attend, so that nothing was masked there.
@@ -95,7 +95,7 @@ class Masked:
                 _RENUMBERED[module] = frequencies(self.model)
         try:
             with torch.no_grad():
-                logits = self.model(input_ids=ids, use_cache=True, **given).logits
+                logits = self.model(input_ids=ids, use_cache=True, **given, **images).logits
             if any(not _CALLS.get(module) for module in self.modules.values()):
                 raise RuntimeError("the oracle's mask did not reach every full-attention layer")
         finally:

@@ -61,10 +61,10 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
         raise SpecError("model", architecture.name, handed.idle)
     if architecture.sinks and reads_attention(needs):
         raise SpecError("model", architecture.name, _SINKS)
-    if architecture.indexed and (reads_attention(needs) or granularity is not Granularity.MODEL):
-        raise SpecError("model", architecture.name, _INDEXED)
     if architecture.latent and granularity is Granularity.HEAD:
         raise SpecError("model", architecture.name, LATENTS)
+    if architecture.indexed and (reads_attention(needs) or granularity is not Granularity.MODEL):
+        raise SpecError("model", architecture.name, _INDEXED)
     as_stored = handed.keys and (handed.values or not needs.values)
     if architecture.watched(needs) and not (handed.queries and (as_stored or architecture.latent)):
         raise SpecError("model", architecture.name, OTHER_TENSORS)
@@ -88,7 +88,7 @@ def _check_positions(architecture: Architecture) -> None:
     rotated = any("inv_freq" in name for name, _ in architecture.decoder.named_buffers())
     if architecture.takes_positions and (architecture.wraps or not rotated):
         _check_numbering(architecture)
-    if architecture.wraps:
+    if architecture.wraps or not architecture.causal:
         _check_causal(architecture)
     if architecture.known_positions:
         known.add(key)

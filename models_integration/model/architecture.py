@@ -88,6 +88,8 @@ class Architecture:
     """Whether keys are known to hold the positions of their tokens: rotated, or from a table."""
     wraps: bool
     """Whether the decoder takes images or sound too, and passes embeddings to a text model."""
+    causal: bool
+    """Whether every attention module says that it is causal; some that do not are causal all the same."""
     vocabulary: int
     parts: tuple[Part, ...]
     """The attention modules, and the modules between the decoder and them."""
@@ -161,7 +163,8 @@ def describe(model: PreTrainedModel) -> Architecture:
     indexed = INDEXED in stated_types(config)
     return Architecture(
         type(model).__name__, decoder, config, attention, full, owners, recurrent, latent, indexed,
-        "position_ids" in decoder_inputs(decoder), sinks, known, wraps, vocabulary, parts,
+        "position_ids" in decoder_inputs(decoder), sinks, known, wraps,
+        all(getattr(module, "is_causal", True) for module in attention.values()), vocabulary, parts,
     )
 
 
@@ -318,6 +321,8 @@ def _has_latents(config: PretrainedConfig) -> bool:
 def _refuse_alibi(config: PretrainedConfig, decoder: nn.Module) -> str | None:
     if getattr(config, "alibi", False) or any("alibi" in name for name in dir(type(decoder))):
         return "ALiBi is not served: its bias follows from the distance of slots, which eviction changes"
+    if any(hasattr(part, "rel_logits_proj") for part in decoder.modules()):
+        return "its attention depends on the distance of slots: it has a bias by that distance"
     return None
 
 
@@ -357,7 +362,7 @@ def _refuse_attention(
         return "its layers run several times and keep a cache for each time, which is not served"
     if any(hasattr(getattr(module, "indexer", None), "compress_ratio") for module in attention.values()):
         return "its indexer takes positions from slots, which eviction changes"
-    if not all(getattr(part, "is_causal", True) for part in (config, *attention.values())):
+    if not getattr(config, "is_causal", True):
         return "its attention is not causal"
     return None
 

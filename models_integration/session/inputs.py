@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from models_integration.attention.capture import reads_attention
 from models_integration.attention.handover import check_readable
 from models_integration.attention.recurrence import check_recurrence
 from models_integration.cache.ragged_layer import RaggedLayer
@@ -22,14 +23,20 @@ from spec.policy import Needs
 __all__ = [
     "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "accepted", "check_forward", "check_mode",
     "check_rehearsed", "check_rows", "check_tokens", "device_step", "first_span", "later_span", "step_span",
+    "tells_text",
 ]
 
 # Columns after which a segment ends: with its first forward, or when it is told to.
 ONE_FORWARD, OPEN = 0, sys.maxsize
 
 _EMBEDDINGS = (
-    "policies read tokens: call the policy's own model with input_ids. Images, soft prompts and different embeddings"
-    " that a wrapper passes are not served"
+    "policies read tokens: call the policy's own model with input_ids. Soft prompts and different embeddings that a"
+    " wrapper passes are not served"
+)
+
+_BOTH_WAYS = (
+    "image tokens may see later ones, and this policy reads attention: pass text alone, or use keydiff, knorm, lagkv,"
+    " nestedkv or streamingllm"
 )
 
 # Arguments of text, and the end of names of those that tell text (0) from images.
@@ -48,11 +55,12 @@ class Arguments(TypedDict, total=False):
     past_key_values: Cache
 
 
-def check_mode(architecture: Architecture, arguments: Mapping[str, object]) -> None:
+def check_mode(architecture: Architecture, arguments: Mapping[str, object], needs: Needs) -> None:
     """The model attends as it did at the door, reads into its cache, can read it, and returns weights of one shape.
 
     Args:
         arguments: of the forward, those that are given.
+        needs: of the policy.
 
     Raises:
         SpecError: otherwise.
@@ -73,20 +81,31 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object]) -> N
         check_readable(architecture, cache)
     check_recurrence(architecture, arguments, cache)
     if architecture.wraps:
-        _check_text_alone(arguments)
+        _check_images(architecture, arguments, needs)
 
 
-def _check_text_alone(arguments: Mapping[str, object]) -> None:
-    """No images, video or sound come with the ids.
+def tells_text(name: str, value: object) -> bool:
+    """Whether an argument of a model that takes images says that all its tokens are text."""
+    return isinstance(value, Tensor) and name.endswith(_KINDS) and not bool(value.any())
+
+
+def _check_images(architecture: Architecture, arguments: Mapping[str, object], needs: Needs) -> None:
+    """Images, video and sound come with a first prompt, to a policy that reads no attention.
 
     Raises:
-        SpecError: for any.
+        SpecError: otherwise.
     """
+    cache = arguments.get("past_key_values")
     for name, value in arguments.items():
         given = isinstance(value, (Tensor, dict, list, tuple)) and name not in _TEXT
-        kinds_of_text = isinstance(value, Tensor) and name.endswith(_KINDS) and not bool(value.any())
-        if given and not kinds_of_text:
-            raise SpecError(name, "given", "policies read text alone: leave images, video and sound out")
+        if not given or tells_text(name, value):
+            continue
+        if hasattr(architecture.decoder, "get_rope_index"):
+            raise SpecError(name, "given", "image tokens have positions on several axes (mRoPE): pass text alone")
+        if reads_attention(needs):
+            raise SpecError(name, "given", _BOTH_WAYS)
+        if isinstance(cache, RetainedCache) and cache.get_seq_length() > 0:
+            raise SpecError(name, "given", "images, video and sound come with the first prompt: use a new cache")
 
 
 def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> Arguments:

@@ -32,6 +32,7 @@ from models_integration.session.inputs import (
     first_span,
     later_span,
     step_span,
+    tells_text,
 )
 from models_integration.session.method import Method
 from models_integration.session.segment import Segment
@@ -88,7 +89,7 @@ class Session:
         self._method = method
         self._model = unwrapped(model)
         self._architecture = describe(model)
-        check_mode(self._architecture, {})
+        check_mode(self._architecture, {}, method.policy.scorer.needs)
         check_handover(self._architecture, method.policy.scorer.needs, method.policy.granularity)
         self._names = tuple(inspect.signature(self._architecture.decoder.forward).parameters)
         self._inputs = decoder_inputs(self._architecture.decoder)
@@ -171,7 +172,7 @@ class Session:
         given = with_one_cache({**dict(zip(self._names, args, strict=False)), **kwargs})
         self._begin_call(decoder)
         arguments = check_forward(given, getattr(self._architecture.config, "use_cache", True))
-        check_mode(self._architecture, arguments)
+        check_mode(self._architecture, arguments, self._method.policy.scorer.needs)
         cache = arguments.get("past_key_values")
         if isinstance(cache, RetainedCache):
             cache.check_history()
@@ -182,8 +183,8 @@ class Session:
             layers = () if watcher is None else watcher.layers
             forward.undo.enter_context(observing(self._architecture, cache, watcher, layers))
         others = {name: value for name, value in forward.arguments.items() if name != "past_key_values"}
-        if self._architecture.wraps:  # all zeros: text alone
-            others = {name: value for name, value in others.items() if not name.endswith("token_type_ids")}
+        if self._architecture.wraps:
+            others = {name: value for name, value in others.items() if not tells_text(name, value)}
         return (), {**accepted(forward.defaults, self._inputs), **others, self._cache_name: cache}
 
     def _begin_call(self, decoder: nn.Module) -> None:

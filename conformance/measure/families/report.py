@@ -29,7 +29,6 @@ _NECESSARY = {
     "it stores one latent for all heads (MLA)": "yes: no head has keys of its own to evict",
     "its recurrent layers lose their state when several tokens follow others": "yes: transformers computes it wrongly",
     "its decoder numbers positions itself": "yes: the model counts padding",
-    "its layers": "yes: those layers store an image or nothing",
 }
 """By the first words of a reason, whether kvspec must refuse; other refusals are work that is not done."""
 

@@ -300,6 +300,7 @@ WORDS: dict[str, Callable[[str], object]] = {
     "stores": lambda name: test_other_architectures.check_conversation(
         test_other_architectures.build(name), "streamingllm"
     ),
+    "pinned": test_other_architectures.test_an_image_that_is_pinned_stays,
     "last queries": test_other_architectures.test_layers_that_share_a_cache_read_the_last_queries_alone,
     "padded by head": lambda name: test_other_architectures.test_padded_rows_equal_their_single_runs(name, "keydiff"),
     "a quarter": test_ragged.test_a_quarter_of_the_bytes,

@@ -27,6 +27,8 @@ from transformers import (
     DynamicCache,
     FalconH1Config,
     FalconH1ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
     Gemma4ForCausalLM,
@@ -39,6 +41,8 @@ from transformers import (
     JambaForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MiniMaxConfig,
     MiniMaxForCausalLM,
     PreTrainedModel,
@@ -54,8 +58,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from conformance.cache_suite.oracle import Masked
 from conformance.own.models_integration.session.families import METHODS, at_once, greedy, prepare, prompt, relative
 from conformance.own.models_integration.session.sessions import Looking, live_sets, method, method_of
-from models_integration import RetainedCache, RetentionPolicy, decide, load_cache, save_cache
+from models_integration import CustomPolicy, RetainedCache, RetentionPolicy, decide, load_cache, save_cache
 from models_integration.session.verbs import compact, observe, read
+from reference.policies.protections import protecting
 from spec.errors import SpecError
 from spec.policy import Needs
 
@@ -110,6 +115,25 @@ SHARED: dict[str, Callable[[], Any]] = {
     "gemma3n": lambda: Gemma3nForCausalLM(Gemma3nTextConfig(**_SHARED)),
     "gemma4": lambda: Gemma4ForCausalLM(Gemma4TextConfig(**{**_SHARED, "global_head_dim": 8})),
 }
+IMAGE, IMAGE_AT = 7, slice(10, 14)
+_SEEN: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 8,
+}
+# Image tokens of Gemma 3 see each other in both directions; those of LLaVA see what is before them.
+IMAGES: dict[str, Callable[[], Any]] = {
+    "gemma3": lambda: Gemma3ForConditionalGeneration(Gemma3Config(
+        text_config={
+            **_SIZES, "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision_config=_SEEN, mm_tokens_per_image=4, image_token_index=IMAGE,
+    )),
+    "llava": lambda: LlavaForConditionalGeneration(LlavaConfig(
+        vision_config={"model_type": "clip_vision_model", **_SEEN},
+        text_config={"model_type": "llama", **_SIZES, "num_hidden_layers": 2}, image_token_index=IMAGE,
+    )),
+}
 _PLAIN: dict[str, Any] = {"vocab_size": 131, "n_embd": 32, "n_layer": 2, "n_head": 4}
 OTHER_POSITIONS: dict[str, Callable[[], Any]] = {
     "ctrl": lambda: CTRLLMHeadModel(CTRLConfig(**_PLAIN, dff=48)),
@@ -133,7 +157,7 @@ LOSES_ITS_STATE = "its recurrent layers lose their state when several tokens fol
 
 def build(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = prepare({**MODELS, **LATENT, **INDEXED, **SHARED, **OTHER_POSITIONS, **SINKS}[name]())
+    model = prepare({**MODELS, **LATENT, **INDEXED, **SHARED, **IMAGES, **OTHER_POSITIONS, **SINKS}[name]())
     for module in model.modules():
         if isinstance(sinks := getattr(module, "sinks", None), Tensor):
             sinks.data = torch.arange(len(sinks)) - 1.0  # each head has a sink of its own, as large as its logits
@@ -186,8 +210,8 @@ def test_an_indexer_chooses_among_what_is_kept(name: str) -> None:
 
 
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize("policy", ["crystalcache", "chunkkv", "keydiff"])
-def test_policies_that_read_attention_or_keep_more_sets_refuse_an_indexer(policy: str) -> None:
+@pytest.mark.parametrize("policy", ["crystalcache", "chunkkv"])
+def test_policies_that_read_attention_refuse_an_indexer(policy: str) -> None:
     with pytest.raises(SpecError, match="its indexer chooses the tokens that attention reads: use streamingllm"):
         check_conversation(build("deepseek_v32"), policy)
 
@@ -200,6 +224,48 @@ def test_a_crop_takes_the_indexer_s_keys_back() -> None:
         expected = at_once(model, prompt(1, seed=2), cache)
         cache.crop(-1)
         assert relative(at_once(model, prompt(1, seed=2), cache), expected) < BOUND
+
+
+def with_an_image(name: str) -> dict[str, Tensor]:
+    """A prompt with four tokens of an image, and the image."""
+    ids = prompt(N)
+    ids[ids == IMAGE] = IMAGE + 1
+    ids[:, IMAGE_AT] = IMAGE
+    image = {"pixel_values": torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(2))}
+    return {"input_ids": ids, **image, **({"token_type_ids": (ids == IMAGE).long()} if name == "gemma3" else {})}
+
+
+def check_image(name: str, policy: RetentionPolicy) -> Any:
+    """An image's tokens are evicted as those of text; later turns are text. The kept sets are returned."""
+    model, given = build(name), with_an_image(name)
+    masked, cache = Masked(model), RetainedCache(model.config)
+    with policy(model) as run:
+        found = at_once(model, given["input_ids"], cache, **{key: given[key] for key in given if key != "input_ids"})
+        assert relative(found, masked.read(given.pop("input_ids"), **given)) < BOUND
+        masked.keep(list(live_sets(cache).values()))
+        for ids in (prompt(1, seed=1), prompt(9, seed=2)):
+            ids[ids == IMAGE] = IMAGE + 1
+            assert relative(at_once(model, ids, cache), masked.read(ids)) < BOUND
+            kept = live_sets(cache)
+            masked.keep(list(kept.values()))
+        with pytest.raises(SpecError, match="come with the first prompt"):
+            at_once(model, prompt(5), cache, pixel_values=given["pixel_values"])
+    assert run.bytes_freed > 0
+    return kept
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("policy", ["streamingllm", "keydiff"])
+def test_an_image_is_evicted(name: str, policy: str) -> None:
+    check_image(name, policy_of(policy))
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_that_is_pinned_stays(name: str) -> None:
+    positions = range(IMAGE_AT.start, IMAGE_AT.stop)
+    pinned = protecting(METHODS["streamingllm"]().on(build(name)).policy, positions)
+    for sets in check_image(name, CustomPolicy(pinned, 0.4)).values():
+        assert all(set(positions) <= set(own) for own in sets)
 
 
 @pytest.mark.parametrize("policy", ["streamingllm", "pyramidkv", "adakv"])

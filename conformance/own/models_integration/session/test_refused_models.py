@@ -149,7 +149,7 @@ def test_a_wrapper_s_language_model_is_served() -> None:
     assert len(run.kept) == 20
 
 
-def test_a_model_that_takes_images_reads_text_alone() -> None:
+def test_policies_that_read_attention_read_text_alone() -> None:
     whole: Any = prepare(wrapper())
     zeros, images = torch.zeros(1, 40, dtype=torch.int64), torch.zeros(1, 3, 16, 16)
     with METHODS["crystalcache"]()(whole) as run, torch.no_grad():
@@ -157,7 +157,7 @@ def test_a_model_that_takes_images_reads_text_alone() -> None:
             with pytest.raises(SpecError, match="contexts do not nest"), METHODS["crystalcache"]()(one):
                 pass
         for name, given in (("pixel_values", images), ("mm_token_type_ids", zeros + 1)):
-            with pytest.raises(SpecError, match=f"{name} = 'given': policies read text alone"):
+            with pytest.raises(SpecError, match=f"{name} = 'given': image tokens may see later ones"):
                 whole.model(input_ids=prompt(40), **{name: given})
         whole.model(input_ids=prompt(40), token_type_ids=zeros)
     assert run.kept is not None
