@@ -27,7 +27,7 @@ SELECTED: Mapping[str, Sequence[str]] = {
 }
 """The tests that judge each planted backend."""
 EXAMPLES: Mapping[str, Sequence[str]] = {
-    "c": ["test_diversity.py", "test_nestedkv.py", "test_scale_policies.py", "test_vectors.py"],
+    "c": ["test_diversity.py", "test_vectors.py"],
     "javascript": ["test_coattention.py", "test_vectors.py"],
 }
 """The tests that judge each engine in docs/examples."""

@@ -1,6 +1,5 @@
 """Tasks in running text: exact lengths, evidence where it is said to be, windows that do not repeat, chat templates."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,18 +9,16 @@ from transformers import PreTrainedTokenizerFast
 
 from conformance.own.models_integration.tasks.test_tasks import TOKENIZERS, merged_tokenizer
 from models_integration.tasks import Sample
-from models_integration.tasks.chat import Frame, bare, chat
-from models_integration.tasks.context import STRATA, Ground
+from models_integration.tasks.chat import bare, chat
+from models_integration.tasks.context import Ground
 from models_integration.tasks.in_prose import keys_in_prose_samples
 from models_integration.tasks.prose import NARRATIVE, Prose, read_prose
-from models_integration.tasks.scbench import FORMS, key_value_samples
+from models_integration.tasks.scbench import key_value_samples
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
-SINKS, RECENT = 4, 128
-LENGTHS = (1024, 1025, 2048)
-TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[/]{% endfor %}[assistant]"
+RECENT = 128
 
 
 @pytest.fixture(scope="module", params=sorted(TOKENIZERS))
@@ -54,45 +51,13 @@ def bare_ground(tokenizer: PreTrainedTokenizerFast, prose: Prose) -> Ground:
 
 def one_of(
     tokenizer: PreTrainedTokenizerFast, prose: Prose, length: int, index: int, seed: int, *, keys: int,
-    frame: Frame | None = None,
 ) -> Sample:
-    ground = Ground(tokenizer, prose, frame or bare(tokenizer))
-    (sample,) = keys_in_prose_samples(ground, length, index, seed, keys=keys)
+    (sample,) = keys_in_prose_samples(bare_ground(tokenizer, prose), length, index, seed, keys=keys)
     return sample
 
 
 def decoded(tokenizer: PreTrainedTokenizerFast, ids: tuple[int, ...]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
-
-
-@pytest.mark.parametrize("keys", [1, 2, 4])
-@pytest.mark.parametrize("length", LENGTHS)
-def test_the_evidence_is_the_fact_and_nothing_else_answers(
-    keys: int, length: int, tokenizer: PreTrainedTokenizerFast, prose: Prose
-) -> None:
-    for index in range(10):
-        sample = one_of(tokenizer, prose, length, index, 3, keys=keys)
-        assert len(sample.context_ids) == length
-        ((start, stop),) = sample.evidence
-        assert SINKS <= start < stop <= length - RECENT
-        fact = decoded(tokenizer, sample.context_ids[start:stop])
-        question, answer = decoded(tokenizer, sample.question_ids), decoded(tokenizer, sample.answer_ids)
-        assert answer == sample.expected
-        assert fact == f"{question.partition(' Answer: ')[2]} {answer}."
-        context = decoded(tokenizer, sample.context_ids)
-        others = [decoded(tokenizer, sample.context_ids[slice(*span)]) for span in sample.distractors]
-        assert len({fact, *others}) == keys
-        assert all(context.count(one) == 1 for one in (fact, *others))
-        assert sum(letter.isdigit() for letter in context) == sum(
-            letter.isdigit() for one in (fact, *others) for letter in one
-        )
-
-
-def test_depths_are_kept_and_take_turns(tokenizer: PreTrainedTokenizerFast, prose: Prose) -> None:
-    longest = max(np.diff(prose.stops))
-    for index, depth in enumerate(STRATA * 2):
-        sample = one_of(tokenizer, prose, 2048, index, 0, keys=1)
-        assert abs(sample.needle[0] - depth * (2048 - RECENT)) <= longest / 2 + 50
 
 
 def test_the_text_runs_on_around_the_facts_and_no_window_repeats(
@@ -120,29 +85,6 @@ def test_the_text_runs_on_around_the_facts_and_no_window_repeats(
     assert again.context_digest != first.context_digest
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("length", [2048, 2049])
-def test_pairs_are_one_object_and_the_evidence_holds_the_answer(
-    form: str, length: int, tokenizer: PreTrainedTokenizerFast, prose: Prose
-) -> None:
-    for index in range(5):
-        samples = key_value_samples(bare_ground(tokenizer, prose), length, index, 5, questions=3, form=form)
-        assert len({sample.context_digest for sample in samples}) == 1
-        context = decoded(tokenizer, samples[0].context_ids)
-        stored = json.loads(context[context.index("{") : context.rindex("}") + 1])
-        thirds = set()
-        for sample in samples:
-            assert len(sample.context_ids) == length
-            ((start, stop),) = sample.evidence
-            assert SINKS <= start < stop <= length - RECENT
-            key = decoded(tokenizer, sample.question_ids).split('"')[1]
-            assert stored[key] == sample.expected == decoded(tokenizer, sample.answer_ids)
-            pair = decoded(tokenizer, sample.context_ids[start:stop])
-            assert json.loads("{" + pair + "}") == {key: sample.expected}
-            thirds.add(sample.metadata["depth"])
-        assert len(thirds) == 3
-
-
 @pytest.mark.parametrize("questions", [1, 2, 5])
 def test_questions_come_from_equal_parts_of_the_object_in_any_order(questions: int, text: Path) -> None:
     tokenizer = merged_tokenizer()
@@ -157,26 +99,10 @@ def test_questions_come_from_equal_parts_of_the_object_in_any_order(questions: i
     assert len(orders) > (questions > 1)
 
 
-def test_a_chat_template_stands_around_context_and_question(text: Path) -> None:
+def test_a_chat_template_that_is_not_there_or_prints_no_text_is_refused() -> None:
     tokenizer = merged_tokenizer()
-    prose = read_prose(tokenizer, text)
     with pytest.raises(SpecError, match="has no chat template"):
         chat(tokenizer)
-    tokenizer.chat_template = TEMPLATE
-    frame = chat(tokenizer)
-    plain = one_of(tokenizer, prose, 1024, 0, 0, keys=1)
-    framed = one_of(tokenizer, prose, 1024, 0, 0, keys=1, frame=frame)
-    assert plain.chat_template == bare(tokenizer).name == "none"
-    assert framed.chat_template == frame.name != "none"
-    assert len(framed.context_ids) == 1024
-    said = decoded(tokenizer, framed.context_ids + framed.question_ids + framed.answer_ids)
-    assert said.startswith("[user]")
-    assert said.endswith(f"?[/][assistant]{decoded(tokenizer, plain.question_ids).partition('Answer: ')[2]} "
-                         f"{framed.expected}")
-    assert chat(tokenizer).name == frame.name
-    (pair,) = key_value_samples(Ground(tokenizer, prose, frame), 1500, 0, 0, questions=1)
-    said = decoded(tokenizer, pair.question_ids)
-    assert said.endswith('"[/][assistant]The value associated with the specified key is:')
     tokenizer.chat_template = "{{ messages | length }}"
     with pytest.raises(SpecError, match="does not print"):
         chat(tokenizer)
@@ -193,9 +119,6 @@ def test_the_shipped_text_is_long_and_has_no_digit() -> None:
 BAD: dict[str, Callable[[PreTrainedTokenizerFast, Prose], object]] = {
     "keys": lambda t, p: one_of(t, p, 1024, 0, 0, keys=0),
     "distractors": lambda t, p: one_of(t, p, 1024, 0, 0, keys=99),
-    "index": lambda t, p: one_of(t, p, 1024, -1, 0, keys=1),
-    "seed": lambda t, p: one_of(t, p, 1024, 0, -1, keys=1),
-    "length": lambda t, p: one_of(t, p, 10**9, 0, 0, keys=1),
     "length zero": lambda t, p: p.windows(0),
     "length of window": lambda t, p: one_of(t, p, 160, 4, 0, keys=1),
     "length of pairs": lambda t, p: key_value_samples(bare_ground(t, p), 300, 0, 0, questions=40),

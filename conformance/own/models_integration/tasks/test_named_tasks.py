@@ -1,6 +1,7 @@
 """Every task of the registry: what it says is read off its decoded text, by means that share nothing with its maker."""
 
 import hashlib
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -120,15 +121,22 @@ def affixes_hold(ground: Ground, sample: Sample) -> None:
 def pairs_hold(ground: Ground, sample: Sample) -> None:
     asked = said(ground, sample.question_ids[sample.history :])
     (key,) = re.findall(r'Key: "([^"]+)"', asked)
-    assert re.findall(f'"{key}": "([^"]+)"', said(ground, sample.context_ids)) == [sample.expected]
+    context = said(ground, sample.context_ids)
+    assert re.findall(f'"{key}": "([^"]+)"', context) == [sample.expected]
+    assert json.loads(context[context.index("{") : context.rindex("}") + 1])[key] == sample.expected
     assert pieces(ground, sample) == [f'"{key}": "{sample.expected}"']
 
 
 def sentence_holds(ground: Ground, sample: Sample) -> None:
-    asked = said(ground, sample.question_ids).partition(" Answer: ")[2]
+    """The fact, and others of its form, stand once; in running text they alone have digits."""
+    asked, context = said(ground, sample.question_ids).partition(" Answer: ")[2], said(ground, sample.context_ids)
     (piece,) = pieces(ground, sample)
+    facts = {piece, *(said(ground, sample.context_ids[slice(*span)]).strip() for span in sample.distractors)}
     assert piece.startswith(f"{asked} {sample.expected}")
-    assert said(ground, sample.context_ids).count(sample.expected) == 1
+    assert [context.count(one) for one in (sample.expected, *facts)] == [1] * (1 + len(facts))
+    if "in_prose" in sample.task:
+        assert len(facts) == int(re.sub(r"\D", "", sample.task) or 1)
+        assert sum(map(str.isdigit, context)) == sum(map(str.isdigit, "".join(facts)))
 
 
 def text_goes_on(ground: Ground, sample: Sample) -> None:
