@@ -158,7 +158,6 @@ def prepared(request: Request) -> Subject:
         BackendUnavailable: for one that cannot be loaded.
         pytest.UsageError: for an entry of the exceptions file.
     """
-    check_out(request.out)
     if request.exceptions is not None:
         check_exceptions(request.exceptions)
     for method in map(method_of, request.method):
@@ -167,6 +166,7 @@ def prepared(request: Request) -> Subject:
     subject = OF_KIND[request.kind](request.named, *request.method[: request.kind == "policy"])
     if request.kind in ENGINES and not request.method and not request.quick and not request.pytest:
         check_compiled()
+    check_out(request.out)  # last: what is refused leaves no folder
     return subject
 
 

@@ -357,7 +357,7 @@ NUMBER = 1
     ("--backend leaves:X", "raises SystemExit: 3"), ("--backend skips:X", "raises Skipped: no"),
     ("--backend bogus", "must be one of numpy, numba, torch, triton"),
     ("--command ./absent", "there is none of this name"),
-    ("--command 'a", "No closing quotation"), ("--backend numpy --out {file}", "cannot be made a folder"),
+    ("--command 'a", "No closing quotation"), ("--backend numpy --quick --out {file}", "cannot be made a folder"),
     ("--backend numpy --exceptions absent.toml", "No such file"), ("--backend numpy --exceptions {file}", "engines.py"),
     ("--check {file}", "must be a certificate"), ("--check {empty}", "must be a certificate of schema 2"),
     ("--check c.toml --quick", "give no option but --seed, --yes and --out"),
@@ -397,3 +397,4 @@ def test_what_cannot_be_judged_is_refused_in_one_line(
     said = capsys.readouterr().err
     assert (code, said.count("\n"), said.startswith("kvspec: ")) == (2, 1, True), said
     assert complaint in said
+    assert not Path("results").exists()
