@@ -307,9 +307,9 @@ def _refuse_config(config: PretrainedConfig) -> str | None:
     if not hasattr(config, "num_hidden_layers"):
         return "its config has no num_hidden_layers: it contains several models"
     modes = getattr(config, "kv_sharing_modes", None)
-    # Earlier releases of transformers say how many layers share, and not how.
-    unsaid = modes is None and getattr(config, "num_kv_shared_layers", None)
-    if unsaid or set(modes or ()) - {None, "store", "reuse"}:
+    if modes is None and getattr(config, "num_kv_shared_layers", None):
+        return "layers that share one cache need transformers 5.23 or later"
+    if set(modes or ()) - {None, "store", "reuse"}:
         return "layers that share one cache are not served in this form"
     return None
 

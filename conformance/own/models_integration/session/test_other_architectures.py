@@ -156,6 +156,8 @@ LOSES_ITS_STATE = "its recurrent layers lose their state when several tokens fol
 
 
 def build(name: str) -> PreTrainedModel:
+    if name in SHARED and not hasattr(Gemma3nTextConfig, "kv_sharing_modes"):
+        pytest.skip("layers that share a cache are supported in later releases of transformers")
     torch.manual_seed(0)
     model = prepare({**MODELS, **LATENT, **INDEXED, **SHARED, **IMAGES, **OTHER_POSITIONS, **SINKS}[name]())
     for module in model.modules():
