@@ -35,6 +35,17 @@ def lived(family: str, steps: int = T + 3) -> tuple[PreTrainedModel, RetainedCac
     return model, cache
 
 
+def go_on(family: str, path: Path, out: Path, threads: int) -> None:
+    """Read tokens behind a saved cache, and save it again. Another number of threads gives other last bits."""
+    torch.set_num_threads(threads)
+    model = build(family)
+    cache = load_cache(path, model)
+    with breathing()(model):
+        logits = [at_once(model, token, cache) for token in torch.split(tokens(2 * T), 1, dim=1)]
+    save_cache(cache, model, path)
+    torch.save(torch.cat(logits, dim=1), out)
+
+
 def differing(name: str, family: str) -> tuple[PreTrainedModel, RetainedCache]:
     """Two rows whose layers or heads keep different tokens, and have read more since."""
     model = build(family)

@@ -2,8 +2,6 @@
 
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +25,7 @@ from conformance.own.models_integration.session.families import (
     prompt,
     states_of,
 )
-from conformance.own.models_integration.session.saved import N, differing, gapped, lived, same, save_until_killed
+from conformance.own.models_integration.session.saved import N, differing, gapped, go_on, lived, same, save_until_killed
 from conformance.own.models_integration.session.sessions import T, batch, breathing, method, prompts, tokens
 from conformance.own.processes import started
 from models_integration import RetainedCache, RetentionPolicy
@@ -42,23 +40,6 @@ from models_integration.model.rotation import recognise
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("saved-is-what-was")
-
-GO_ON = """
-import sys
-from pathlib import Path
-import torch
-from conformance.own.models_integration.session.families import at_once, build
-from conformance.own.models_integration.session.sessions import T, breathing, tokens
-from models_integration.cache.snapshot import load_cache, save_cache
-
-model = build(sys.argv[1])
-cache = load_cache(Path(sys.argv[2]), model)
-with breathing()(model):
-    logits = [at_once(model, token, cache) for token in torch.split(tokens(2 * T), 1, dim=1)]
-save_cache(cache, model, sys.argv[2])
-torch.save(torch.cat(logits, dim=1), sys.argv[3])
-"""
-
 
 Lived = tuple[PreTrainedModel, RetainedCache]
 GoesOn = Callable[[PreTrainedModel, RetainedCache], list[Tensor]]
@@ -168,11 +149,11 @@ def test_prefill_and_decode_in_different_processes(tmp_path: Path) -> None:
     model, cache = lived("gemma3")
     path, out = tmp_path / "cache.safetensors", tmp_path / "logits"
     save_cache(cache, model, path)
-    # As many threads as here: another number gives other last bits.
-    threads = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    subprocess.run([sys.executable, "-c", GO_ON, "gemma3", str(path), str(out)], check=True, timeout=300, env=threads)
+    other = started(go_on, "gemma3", path, out, torch.get_num_threads())
     with breathing()(model):
         expected = [at_once(model, token, cache) for token in torch.split(tokens(2 * T), 1, dim=1)]
+    other.join()
+    assert other.exitcode == 0
     assert torch.equal(torch.load(out), torch.cat(expected, dim=1))
     same(load_cache(path, model), cache)
 
