@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import settings
 
 collect_ignore = [] if find_spec("torch") and find_spec("transformers") else ["models_integration"]
 
@@ -17,3 +18,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def sparing() -> Iterator[None]:
+    """Few examples: that nothing true is accused shows in any of them."""
+    before = settings.default
+    settings.load_profile("few")
+    yield
+    settings.register_profile("before", before)
+    settings.load_profile("before")

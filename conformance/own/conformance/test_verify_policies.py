@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
 import kvspec
 from conformance.checks.promises import FAR, PROPERTIES, promised
@@ -65,16 +64,6 @@ TRUE = {
 
 def judge(column: str, policy: Policy) -> None:
     test_promises.test_a_promise_holds(column, lambda inputs: policy)
-
-
-@pytest.fixture
-def sparing() -> Iterator[None]:
-    """Few examples: that nothing true is accused shows in any of them."""
-    before = settings.default
-    settings.load_profile("few")
-    yield
-    settings.register_profile("before", before)
-    settings.load_profile("before")
 
 
 @pytest.mark.usefixtures("reference_items")
