@@ -47,7 +47,7 @@ def test_a_family_that_holds(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "refused"), [
-    ("zamba", {"turn": "lose their state"}), ("bart", {"padded batch": "numbers positions itself"}),
+    ("bart", {"padded batch": "numbers positions itself"}),
     ("deepseek_v2", {"per head": "one latent for all heads"}),
     ("deepseek_v32", {
         **dict.fromkeys(("reads attention", "per layer", "decode"), "its indexer chooses"), "per head": "one latent",

@@ -28,7 +28,6 @@ from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.checks.bounds import BOUNDED
 from conformance.paths import ROOT, SPEC
 from conformance.vectors.subject import STAGES
-from reference.backend import BACKEND
 from spec import backend as protocols
 from spec.errors import SpecError
 from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters, NestedKVParameters
@@ -194,26 +193,14 @@ def test_optional_forms_say_who_must_serve_them() -> None:
 PROTOCOLS_STAGES = [
     (family, name) for family, protocol in PROTOCOLS.items() for name in vars(protocol) if not name.startswith("_")
 ]
-NOTHING = np.full((1, 2, 2), np.nan)
-DOORS: Mapping[str, Callable[[], object]] = {
-    "coattention": lambda: BACKEND.require_crystal().coattention(NOTHING, NOTHING, np.arange(2), TINY, 1.0, None),
-    "inverse_key_norms": lambda: BACKEND.require_breath().inverse_key_norms(NOTHING),
-    "diverse": lambda: BACKEND.require_diversity().diverse(
-        np.zeros(2), NOTHING[0], np.zeros(2, dtype=np.bool_), 1, 0.5
-    ),
-    "anomaly_score": lambda: BACKEND.require_nestedkv().anomaly_score(NOTHING, NESTEDKV),
-}
 
 
 def test_the_stages_that_refuse_are_those_that_the_page_names() -> None:
-    """Named in the text, with a `Raises` in the protocol, and refusing."""
+    """Named in the text, with a `Raises` in the protocol; tests of the suite have them refuse."""
     (named,) = re.findall(r"Four stages are called without a door.*?\.\s", TEXT.replace("\n", " "))
-    assert set(re.findall(r"`(\w+)`", named)) == DOORS.keys()
     raising = {
         name for protocol in PROTOCOLS.values() for name, stage in vars(protocol).items()
         if "Raises:" in (getattr(stage, "__doc__", "") or "")
     }
-    assert raising == DOORS.keys()
-    for stage in DOORS.values():
-        with pytest.raises(SpecError):
-            stage()
+    assert raising == set(re.findall(r"`(\w+)`", named))
+    assert len(raising) == 4
