@@ -126,25 +126,28 @@ def gamma(terms: float, precision: str) -> float:
 
 def attention_error(
     q: np.ndarray[Any, Any], k: np.ndarray[Any, Any], scaling: float, softcap: float | None, precision: str,
+    sinks: Any = None,
 ) -> Vector:
     """Bound on the relative error of each attention weight, by query row.
 
     A logit errs by gamma_(d+8) of its mass sum |q||k| scaling (inner product, scaling, subtraction of the maximum),
-    and a soft cap (slope at most 1) adds 8 u softcap. exp turns that into a relative error, numerator and
-    denominator; the sum of n powers and the exponentials' own 4 ulp add gamma_(n+16). The oracle's error is the same
-    in float64 and is added.
+    and a soft cap (slope at most 1) adds 8 u softcap, sinks 8 u of the largest. exp turns that into a relative error,
+    numerator and denominator; the sum of n powers and the exponentials' own 4 ulp add gamma_(n+16). The oracle's error
+    is the same in float64 and is added.
     """
     group = len(q) // len(k)
     shared = np.repeat(np.abs(k.astype(np.float64)), group, axis=0)
     mass = np.matmul(np.abs(q.astype(np.float64)), shared.transpose(0, 2, 1)).max(axis=(0, 2)) * scaling
-    return weight_error(mass, q.shape[2], k.shape[1], softcap, precision)
+    return weight_error(mass, q.shape[2], k.shape[1], softcap, precision, sinks)
 
 
-def weight_error(mass: Vector, d: int, keys: int, softcap: float | None, precision: str) -> Vector:
+def weight_error(
+    mass: Vector, d: int, keys: int, softcap: float | None, precision: str, sinks: Any = None,
+) -> Vector:
     """The same from given masses: by the largest that a row has among all keys."""
-    error = np.zeros(len(mass))
+    error, largest = np.zeros(len(mass)), (softcap or 0.0) + float(np.abs(sinks).max() if sinks is not None else 0.0)
     for p in (precision, "float64"):
-        logit = gamma(d + 8, p) * mass + (0.0 if softcap is None else 8 * UNIT_ROUNDOFF[p] * softcap)
+        logit = gamma(d + 8, p) * mass + 8 * UNIT_ROUNDOFF[p] * largest
         error = error + np.expm1(4 * logit) + gamma(keys + 16, p)
     bound: Vector = error
     return bound

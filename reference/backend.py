@@ -18,7 +18,7 @@ from reference.crystalcache.tiers import dissolve_in_tiers
 from reference.crystalcache.trunks import trunk_offsets
 from reference.diversity import diverse
 from reference.nestedkv import anomaly_score
-from reference.policies.attention import largest_attention, received_attention
+from reference.policies.attention import largest_attention, received_attention, wide_sinks
 from reference.policies.expected_attention import expected_weights
 from reference.policies.selectors import best_tokens
 from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
@@ -27,7 +27,7 @@ from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.policy import DeviceArray, Selection
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
-from spec.validate import check_attention_inputs, check_keys, check_lse
+from spec.validate import check_attention_inputs, check_keys, check_lse, check_sinks
 
 __all__ = ["BACKEND"]
 
@@ -44,12 +44,13 @@ class _CrystalStages:
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
-        scaling: float, softcap: float | None, lse: DeviceArray | None = None, /,
+        scaling: float, softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None, /,
     ) -> CoAttention:
         """S1 by its definition, which sums over the keys itself: a given lse is only checked for its form."""
         check_attention_inputs(q, k)
         check_lse(lse, q)
-        return s1.coattention(q, k, positions, parameters, scaling, softcap)
+        check_sinks(sinks, q)
+        return s1.coattention(q, k, positions, parameters, scaling, softcap, wide_sinks(sinks))
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
         U = _RARITY[parameters.rarity](s3.token_counts(token_ids))
@@ -139,20 +140,22 @@ class _PolicyStages:
     """Parts of the published policies, by their definitions."""
 
     def received_attention(
-        self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, /,
+        self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None,
+        sinks: DeviceArray | None = None, /,
     ) -> Matrix:
-        return received_attention(q, k, scaling, softcap)
+        return received_attention(q, k, scaling, softcap, sinks)
 
     def largest_attention(
-        self, q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None, /,
+        self, q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None,
+        sinks: DeviceArray | None = None, /,
     ) -> Matrix:
-        return largest_attention(q, k, norms, scaling, softcap)
+        return largest_attention(q, k, norms, scaling, softcap, sinks)
 
     def expected_attention(
         self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
-        factor: float, scaling: float, /,
+        factor: float, scaling: float, sinks: DeviceArray | None = None, /,
     ) -> Matrix:
-        return expected_weights(q, k, v, at, ahead, inv_freq, factor, scaling)
+        return expected_weights(q, k, v, at, ahead, inv_freq, factor, scaling, sinks)
 
     def best_tokens(self, values: Matrix, shares: IntVector, pinned: BoolMatrix, /) -> Selection:
         return best_tokens(values, shares, pinned)

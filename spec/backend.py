@@ -40,7 +40,7 @@ class CrystalStages(Protocol):
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
-        scaling: float, softcap: float | None, lse: DeviceArray | None = None, /,
+        scaling: float, softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None, /,
     ) -> CoAttention:
         """S1. q (H, n, d) are the last n of the tokens whose keys are k (H_kv, live, d) at `positions` (live,).
 
@@ -49,8 +49,11 @@ class CrystalStages(Protocol):
         it again instead. The caller answers for it. An lse that belongs to other q, k, scaling, softcap or
         visibility scales every weight of a row by one wrong factor, which no check can tell from a right one.
 
+        sinks (H,): the logit of each query head's attention sink, neither scaled nor capped. A sink is one more key of
+        every query, which gets weight and is no token. lse does not include it.
+
         Raises:
-            SpecError: for q, k or lse of a wrong shape, type or value.
+            SpecError: for q, k, lse or sinks of a wrong shape, type or value.
         """
         ...
 
@@ -164,32 +167,36 @@ class PolicyStages(Protocol):
     """Parts of the published policies that take time. Arrays in, arrays out; nothing is changed in place."""
 
     def received_attention(
-        self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, /,
+        self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None,
+        sinks: DeviceArray | None = None, /,
     ) -> Matrix:
         """The attention that each key receives, (H_kv, n), summed over the queries and the heads of its group.
 
-        q (H, m, d) are the last m of the tokens whose keys are k (H_kv, n, d); each sees the keys up to its own.
+        q (H, m, d) are the last m of the tokens whose keys are k (H_kv, n, d); each sees the keys up to its own. sinks
+        (H,) are as in `CrystalStages.coattention`.
         """
         ...
 
     def largest_attention(
-        self, q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None, /,
+        self, q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None,
+        sinks: DeviceArray | None = None, /,
     ) -> Matrix:
         """The largest weight that each key gets of one query, (H, n), where a query's weights are over its norm.
 
         q (H, m, d) are the last m of the tokens whose keys are k (H_kv, n, d); each sees the keys up to its own. norms
-        (m,) are above 0.
+        (m,) are above 0. sinks (H,) are as in `CrystalStages.coattention`.
         """
         ...
 
     def expected_attention(
         self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
-        factor: float, scaling: float, /,
+        factor: float, scaling: float, sinks: DeviceArray | None = None, /,
     ) -> Matrix:
         """The expected weight on each key times its value's norm, (H_kv, n), averaged over the heads of a group.
 
         q (H, m, d) were rotated at positions `at` (m,), in pairs of halves by `inv_freq` (d / 2,) and `factor`; queries
-        to come are rotated as on average at `ahead`. k and v are (H_kv, n, d).
+        to come are rotated as on average at `ahead`. k and v are (H_kv, n, d); sinks (H,) are as in
+        `CrystalStages.coattention`.
         """
         ...
 

@@ -112,6 +112,8 @@ class LayerView:
     lse: DeviceArray | None = None
     repeats: tuple[Repeat, ...] | None = None
     """Each chunk's, where the prompt was rehearsed."""
+    sinks: DeviceArray | None = None
+    """Logits of the query heads' attention sinks (H,), if the layer has some: see `CrystalStages.coattention`."""
 
 
 @dataclass(frozen=True)

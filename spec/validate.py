@@ -13,7 +13,7 @@ from spec.errors import SpecError
 __all__ = [
     "bound_of_names", "check_attention_inputs", "check_attention_tensors", "check_choices", "check_diversity",
     "check_keys", "check_lse", "check_penalty", "check_scaling", "check_sentence_ends", "check_shapes",
-    "check_token_ids",
+    "check_sinks", "check_token_ids",
 ]
 
 _LISTED_MOST = 12
@@ -103,6 +103,26 @@ def check_lse(lse: np.ndarray[Any, Any] | None, q: np.ndarray[Any, Any]) -> None
         shape = getattr(lse, "shape", type(lse).__name__)
         raise SpecError("lse", shape, f"must be an array (heads, queries), {q.shape[:2]}")
     _check_values("lse", lse)
+
+
+def check_sinks(sinks: Any, q: Any) -> None:
+    """sinks (H,) of the queries q (H, n, d), if they are given: floating and finite, an array or a tensor.
+
+    Raises:
+        SpecError: otherwise.
+    """
+    if sinks is None:
+        return
+    if not hasattr(sinks, "isfinite"):
+        if not isinstance(sinks, np.ndarray) or sinks.shape != (len(q),):
+            shape = getattr(sinks, "shape", type(sinks).__name__)
+            raise SpecError("sinks", shape, f"must be an array (heads,), {(len(q),)}")
+        _check_values("sinks", sinks)
+        return
+    if tuple(sinks.shape) != (len(q),) or not sinks.is_floating_point():
+        raise SpecError("sinks", tuple(sinks.shape), f"must be a floating-point tensor (heads,), {(len(q),)}")
+    if not bool(sinks.isfinite().all()):
+        raise SpecError("sinks", sinks.tolist(), "must be finite")
 
 
 def _check_floats(name: str, array: np.ndarray[Any, Any]) -> None:

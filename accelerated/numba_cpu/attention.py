@@ -15,11 +15,11 @@ from numba import njit
 from numpy.typing import NDArray
 
 from accelerated.numba_cpu.compiled import compiled
-from accelerated.numba_cpu.kernels import FAST, exp2, largest
+from accelerated.numba_cpu.kernels import FAST, LOWEST, exp2, largest
 from accelerated.numba_cpu.threads import plain, threads
 from spec.arrays import Cube, IntVector, Matrix, Vector
 
-__all__ = ["largest_attention", "received_attention"]
+__all__ = ["base_2", "largest_attention", "received_attention"]
 
 Floats = NDArray[np.float32]
 f32 = np.float32
@@ -37,13 +37,15 @@ class _Head:
     q: Floats
     k: Floats
     softcap: float | None
+    sinks: Floats
+    """Base-2 logits of the group's sinks (G,), or of none."""
 
     def sums(self, first: int) -> Vector:
         """What every PARTS-th block of queries, from the `first` one on, sends to each key, (n,)."""
         total = np.zeros(len(self.k))
         for _, reach, S in self._blocks(first):
             column = np.zeros(reach[-1], f32)
-            add_weights(S, reach, column)
+            add_weights(S, reach, self.sinks, column)
             total[: reach[-1]] += column
         return total
 
@@ -51,7 +53,7 @@ class _Head:
         """The most that a query of these blocks sends to each key, times its share of (m,), (G, n)."""
         most = np.zeros((len(self.q), len(self.k)), f32)
         for rows, reach, S in self._blocks(first):
-            raise_weights(S, reach, shares[rows], most)
+            raise_weights(S, reach, self.sinks, shares[rows], most)
         return most
 
     def _blocks(self, first: int) -> Iterator[tuple[slice, IntVector, Floats]]:
@@ -67,6 +69,7 @@ class _Head:
 
 def received_attention(
     q: NDArray[np.floating], k: NDArray[np.floating], scaling: float, softcap: float | None,
+    sinks: NDArray[np.floating] | None = None,
 ) -> Matrix:
     """The attention that each key of k (H_kv, n, d) receives from the last queries q (H, m, d), (H_kv, n).
 
@@ -77,14 +80,15 @@ def received_attention(
     """
     grouped = _grouped(q, k, scaling, softcap)
     if grouped.shape[1] * grouped.shape[2] <= FEW:
-        return _from_few(grouped, k, softcap)
-    summed: Cube = np.stack(_parts(_Head.sums, grouped, k, softcap)).reshape(len(k), PARTS, -1)
+        return _from_few(grouped, k, softcap, base_2(sinks, *grouped.shape[:2]))
+    summed: Cube = np.stack(_parts(_Head.sums, grouped, k, softcap, sinks)).reshape(len(k), PARTS, -1)
     received: Matrix = summed.sum(axis=1)
     return received
 
 
 def largest_attention(
     q: NDArray[np.floating], k: NDArray[np.floating], norms: Vector, scaling: float, softcap: float | None,
+    sinks: NDArray[np.floating] | None = None,
 ) -> Matrix:
     """The largest weight on each key of k (H_kv, n, d) of a query of q (H, m, d), over its norm of (m,), (H, n).
 
@@ -95,7 +99,7 @@ def largest_attention(
     """
     least = norms.min()
     most = partial(_Head.maxima, shares=(least / norms).astype(f32))
-    parts: Floats = np.stack(_parts(most, _grouped(q, k, scaling, softcap), k, softcap))
+    parts: Floats = np.stack(_parts(most, _grouped(q, k, scaling, softcap), k, softcap, sinks))
     largest: Matrix = parts.reshape(len(k), PARTS, -1, k.shape[1]).max(axis=1).reshape(len(q), -1) / least
     return largest
 
@@ -107,22 +111,29 @@ def _grouped(q: NDArray[np.floating], k: NDArray[np.floating], scaling: float, s
     return scaled.reshape(len(k), -1, *q.shape[1:])
 
 
+def base_2(sinks: NDArray[np.floating] | None, H_kv: int, G: int) -> Floats:
+    """The sinks of each KV head's group, (H_kv, G), as base-2 logits; the lowest one where there is no sink."""
+    return np.full((H_kv, G), LOWEST) if sinks is None else (sinks * LOG2_E).astype(f32).reshape(H_kv, G)
+
+
 def _parts(
     of: Callable[[_Head, int], NDArray[np.floating]], grouped: Floats, k: NDArray[np.floating], softcap: float | None,
+    sinks: NDArray[np.floating] | None,
 ) -> list[NDArray[np.floating]]:
     """What `of` makes of every head's parts, all threads at work."""
-    heads = [_Head(own, plain(keys), softcap) for own, keys in zip(grouped, k, strict=True)]
+    beside = base_2(sinks, *grouped.shape[:2])
+    heads = [_Head(own, plain(keys), softcap, s) for own, keys, s in zip(grouped, k, beside, strict=True)]
     with threads() as pool:
         return list(pool.map(lambda task: of(*task), product(heads, range(PARTS))))
 
 
-def _from_few(q: Floats, k: NDArray[np.floating], softcap: float | None) -> Matrix:
+def _from_few(q: Floats, k: NDArray[np.floating], softcap: float | None, sinks: Floats) -> Matrix:
     """The same from a step's query, or a few: all heads at once, each product the other way round."""
     H_kv, G, m, d = q.shape
     n = k.shape[1]
     S = np.matmul(k.astype(f32, copy=False), q.reshape(H_kv, G * m, d).transpose(0, 2, 1)).transpose(0, 2, 1)
     columns = np.zeros((H_kv, n), f32)
-    add_weights_by_head(_capped(np.ascontiguousarray(S), softcap), np.arange(n - m + 1, n + 1), columns)
+    add_weights_by_head(_capped(np.ascontiguousarray(S), softcap), np.arange(n - m + 1, n + 1), sinks, columns)
     return columns.astype(np.float64)
 
 
@@ -135,10 +146,10 @@ def _capped(S: Floats, softcap: float | None) -> Floats:
 
 
 @njit(nogil=True, fastmath=FAST, inline="always")
-def raise_to_powers(s: Floats, bits: NDArray[np.int32], width: int) -> np.float32:
-    """The first of a row become powers of 2, the largest of them 1; their sum."""
-    top = largest(bits, 0, width)
-    total = f32(0.0)
+def raise_to_powers(s: Floats, bits: NDArray[np.int32], width: int, sink: np.float32) -> np.float32:
+    """The first of a row become powers of 2, the largest of them, or the sink's, 1; their sum with the sink's."""
+    top = max(largest(bits, 0, width), sink)
+    total: np.float32 = exp2(sink - top)
     for j in range(width):
         s[j] = exp2(s[j] - top)
         total += s[j]
@@ -146,35 +157,36 @@ def raise_to_powers(s: Floats, bits: NDArray[np.int32], width: int) -> np.float3
 
 
 @compiled(nogil=True, fastmath=FAST)
-def add_weights(S: Floats, reach: IntVector, column: Floats) -> None:
+def add_weights(S: Floats, reach: IntVector, sinks: Floats, column: Floats) -> None:
     """Add the softmax of each row of S (heads x queries, keys) to `column` (keys,); S becomes powers of 2.
 
-    Row r sees the first reach[r % queries] keys, and at least one.
+    Row r sees the first reach[r % queries] keys, and at least one, and the sink of its head.
     """
     bits = S.view(np.int32)
     for r in range(len(S)):
-        width = reach[r % len(reach)]
+        head, row = divmod(r, len(reach))
+        width = reach[row]
         s = S[r]
-        share = f32(1.0) / raise_to_powers(s, bits[r], width)
+        share = f32(1.0) / raise_to_powers(s, bits[r], width, sinks[head])
         for j in range(width):
             column[j] += s[j] * share
 
 
 @compiled(nogil=True, fastmath=FAST)
-def raise_weights(S: Floats, reach: IntVector, shares: Floats, columns: Floats) -> None:
+def raise_weights(S: Floats, reach: IntVector, sinks: Floats, shares: Floats, columns: Floats) -> None:
     """The same, times each query's share; `columns` (heads, keys) get the largest of each head."""
     bits = S.view(np.int32)
     for r in range(len(S)):
         head, row = divmod(r, len(reach))
         width = reach[row]
         s, column = S[r], columns[head]
-        share = shares[row] / raise_to_powers(s, bits[r], width)
+        share = shares[row] / raise_to_powers(s, bits[r], width, sinks[head])
         for j in range(width):
             column[j] = max(column[j], s[j] * share)
 
 
 @compiled(nogil=True)
-def add_weights_by_head(S: Floats, reach: IntVector, columns: Floats) -> None:
+def add_weights_by_head(S: Floats, reach: IntVector, sinks: Floats, columns: Floats) -> None:
     """The same of each head's S (heads, rows, keys) to its row of `columns` (heads, keys)."""
     for h in range(len(S)):
-        add_weights(S[h], reach, columns[h])
+        add_weights(S[h], reach, sinks[h], columns[h])

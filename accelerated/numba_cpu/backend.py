@@ -29,7 +29,7 @@ from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
-from spec.validate import check_attention_inputs, check_diversity, check_keys, check_lse
+from spec.validate import check_attention_inputs, check_diversity, check_keys, check_lse, check_sinks
 
 __all__ = ["BACKEND"]
 
@@ -42,11 +42,12 @@ class _CrystalStages:
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
-        scaling: float, softcap: float | None, lse: DeviceArray | None = None, /,
+        scaling: float, softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None, /,
     ) -> CoAttention:
         check_attention_inputs(q, k)
         check_lse(lse, q)
-        return coattention(q, k, positions, parameters, scaling, softcap, lse)
+        check_sinks(sinks, q)
+        return coattention(q, k, positions, parameters, scaling, softcap, lse, sinks)
 
     impact = staticmethod(impact)
 

@@ -48,6 +48,7 @@ class _Logits:
     k: NDArray[np.floating]
     scaling: float
     softcap: float | None
+    sinks: NDArray[np.floating] | None
 
     def queries(self, rows: slice) -> Floats:
         """Scaled queries (H_kv, G x rows, d), head major."""
@@ -115,6 +116,9 @@ class _Chunk:
             else:
                 level[head] = self._given_level(Q[head], head, row, tile_peak[:, head], scratch)
             mine = slice(head * self.group, (head + 1) * self.group)
+            if self.logits.sinks is not None:
+                sinks = np.repeat((self.logits.sinks[mine] * LOG2_E).astype(f32), n)
+                np.logaddexp2(level[head], sinks, out=level[head])
             column = self.column[row // self.size, mine]
             kernels.own_chunk(S, level[head], column, self.A[row : row + n], row, self.share)
         kernels.normalise_rows(self.A[row : row + n], f32(self.p.epsilon))
@@ -203,7 +207,7 @@ def _no_edges(n: int, k: int) -> tuple[IntMatrix, Floats]:
 
 def coattention(
     q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters, scaling: float,
-    softcap: float | None, lse: DeviceArray | None = None,
+    softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None,
 ) -> CoAttention:
     """S1 in float32; the same bits for any number of threads.
 
@@ -214,7 +218,7 @@ def coattention(
     """
     n = q.shape[1]
     before = k.shape[1] - n
-    logits = _Logits(q, k, scaling, softcap)
+    logits = _Logits(q, k, scaling, softcap, sinks)
     S = np.empty(n)
     intra = [np.full((n, parameters.k_intra), -1, dtype=np.int64), np.zeros((n, parameters.k_intra))]
     cross = [np.full((n, parameters.k_cross), -1, dtype=np.int64), np.zeros((n, parameters.k_cross))]

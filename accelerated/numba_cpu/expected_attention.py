@@ -8,6 +8,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from accelerated.numba_cpu.attention import base_2
 from accelerated.numba_cpu.compiled import compiled
 from accelerated.numba_cpu.kernels import FAST, exp2, largest
 from accelerated.numba_cpu.threads import plain, threads
@@ -23,7 +24,7 @@ ROWS = 256  # queries whose float32 sum goes into a float64 one
 
 def expected_attention(
     q: NDArray[np.floating], k: NDArray[np.floating], v: NDArray[np.floating], at: IntVector, ahead: IntVector,
-    inv_freq: Vector, factor: float, scaling: float,
+    inv_freq: Vector, factor: float, scaling: float, sinks: NDArray[np.floating] | None = None,
 ) -> Matrix:
     """The expected weights on the keys of k (H_kv, n, d) times the norms of v (H_kv, n, d), (H_kv, n).
 
@@ -36,6 +37,7 @@ def expected_attention(
     cos, sin = (np.cos(angle) / factor).astype(f32), (np.sin(angle) / factor).astype(f32)
     R = _mean_rotation(ahead, inv_freq, factor)
     G = len(q) // len(k)
+    beside = base_2(sinks, len(k), G)
 
     def of_head(h: int) -> Vector:
         group = [_statistics(plain(queries), cos, sin) for queries in q[h * G : (h + 1) * G]]
@@ -44,7 +46,7 @@ def expected_attention(
         quadratic *= scaling**2 * LOG2_E / 2
         keys = plain(k[h])
         weights = np.zeros(len(keys))
-        add_expected(keys @ quadratic.astype(f32), keys, linear.astype(f32), weights)
+        add_expected(keys @ quadratic.astype(f32), keys, linear.astype(f32), beside[h], weights)
         scores: Vector = weights * norms(plain(v[h])) / G
         return scores
 
@@ -92,8 +94,11 @@ def turn_back(q: Floats, cos: Floats, sin: Floats, back: Floats) -> Vector:
 
 
 @compiled(nogil=True, fastmath=FAST)
-def add_expected(turned: Floats, k: Floats, linear: Floats, weights: Vector) -> None:
-    """Add each query head's softmax over the keys (n, d): `turned` (n, G d) and `linear` (G, d) give base-2 logits."""
+def add_expected(turned: Floats, k: Floats, linear: Floats, sinks: Floats, weights: Vector) -> None:
+    """Add each query head's softmax over the keys (n, d): `turned` (n, G d) and `linear` (G, d) give base-2 logits.
+
+    sinks (G,) are base-2 logits beside them.
+    """
     n, d = k.shape
     z = np.empty(n, np.float32)
     bits = z.view(np.int32)
@@ -104,7 +109,8 @@ def add_expected(turned: Floats, k: Floats, linear: Floats, weights: Vector) -> 
             for c in range(d):
                 logit += (row[c] + mean[c]) * key[c]
             z[j] = logit
-        top, total = largest(bits, 0, n), 0.0
+        top = max(largest(bits, 0, n), sinks[g])
+        total = np.float64(exp2(sinks[g] - top))
         for j in range(n):
             z[j] = exp2(z[j] - top)
             total += z[j]

@@ -14,30 +14,35 @@ from accelerated.torch_device.device import default_device, download, upload
 from spec.arrays import IntVector, Matrix, Vector
 from spec.policy import DeviceArray
 
-__all__ = ["expected_attention", "expected_weights", "largest_attention", "received", "received_attention"]
+__all__ = ["expected_attention", "expected_weights", "largest_attention", "received", "received_attention", "softmax"]
 
 FLOATS = 2**26  # of a block's logits: 256 MiB
 
 
-def received_attention(q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None) -> Matrix:
+def received_attention(
+    q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, sinks: DeviceArray | None = None,
+) -> Matrix:
     """The attention that each key of k (H_kv, n, d) receives from the last queries q (H, m, d), (H_kv, n).
 
     Implements: PO-OBSERVED-ATTENTION
     """
-    found: Matrix = download(received(_on_device(q), _on_device(k), scaling, softcap), np.float64)
+    found: Matrix = download(received(_on_device(q), _on_device(k), scaling, softcap, sinks), np.float64)
     return found
 
 
-def received(q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> Tensor:
+def received(
+    q: Tensor, k: Tensor, scaling: float, softcap: float | None, sinks: DeviceArray | None = None,
+) -> Tensor:
     """The same where the keys are."""
     total = torch.zeros(k.shape[:2], dtype=torch.float64, device=k.device)
-    for _, weights in _blocks(q, k, scaling, softcap):
+    for _, weights in _blocks(q, k, scaling, softcap, sinks):
         total[:, : weights.shape[-1]] += weights.sum(dim=(1, 2))
     return total
 
 
 def largest_attention(
     q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None,
+    sinks: DeviceArray | None = None,
 ) -> Matrix:
     """The largest weight on each key of k (H_kv, n, d) of a query of q (H, m, d), over its norm of (m,), (H, n).
 
@@ -46,14 +51,16 @@ def largest_attention(
     q, keys, least = _on_device(q), _on_device(k), float(norms.min())
     shares = upload(least / norms, np.float32, q.device)[:, None]
     largest = torch.zeros(len(q), keys.shape[1], device=q.device)
-    for rows, weights in _blocks(q, keys, scaling, softcap):
+    for rows, weights in _blocks(q, keys, scaling, softcap, sinks):
         found = largest[:, : weights.shape[-1]]
         torch.maximum(found, (weights * shares[rows]).amax(dim=2).view_as(found), out=found)
     each: Matrix = download(largest, np.float64)
     return each / least
 
 
-def _blocks(q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> Iterator[tuple[slice, Tensor]]:
+def _blocks(
+    q: Tensor, k: Tensor, scaling: float, softcap: float | None, sinks: DeviceArray | None,
+) -> Iterator[tuple[slice, Tensor]]:
     """Some of the queries, and their weights on the keys that these may see, (H_kv, group, rows, visible)."""
     keys = k.transpose(1, 2)
     (H, m, d), (H_kv, _, n) = q.shape, keys.shape
@@ -65,24 +72,34 @@ def _blocks(q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> Iter
         S = S if softcap is None else softcap * torch.tanh(S / softcap)
         ahead = place[:visible] > place[visible - rows.shape[1] : visible, None]
         S = S.view(H_kv, H // H_kv, *ahead.shape).masked_fill_(ahead, -torch.inf)
-        yield slice(first, first + size), torch.softmax(S, dim=-1)
+        yield slice(first, first + size), softmax(S, sinks)
+
+
+def softmax(S: Tensor, sinks: DeviceArray | None) -> Tensor:
+    """Weights of logits (heads, queries, n), (KV heads, group, queries, n) or (heads, n); a sink has no column."""
+    if sinks is None:
+        return torch.softmax(S, dim=-1)
+    own = sinks.to(S) if isinstance(sinks, Tensor) else upload(sinks, np.float64, S.device).to(S)
+    heads = S.shape[: max(1, S.ndim - 2)]
+    beside = own.view(*heads, *[1] * (S.ndim - len(heads))).expand(*S.shape[:-1], 1)
+    return torch.softmax(torch.cat([S, beside], dim=-1), dim=-1)[..., :-1]
 
 
 def expected_attention(
     q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector, factor: float,
-    scaling: float,
+    scaling: float, sinks: DeviceArray | None = None,
 ) -> Matrix:
     """The expected weights on the keys of k (H_kv, n, d) times the norms of v (H_kv, n, d), (H_kv, n).
 
     Implements: PO-EXPECTED-ATTENTION
     """
-    found: Matrix = download(expected_weights(q, k, v, at, ahead, inv_freq, factor, scaling), np.float64)
+    found: Matrix = download(expected_weights(q, k, v, at, ahead, inv_freq, factor, scaling, sinks), np.float64)
     return found
 
 
 def expected_weights(
     q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector, factor: float,
-    scaling: float,
+    scaling: float, sinks: DeviceArray | None = None,
 ) -> Tensor:
     """The same on the device."""
     q, k, v = _on_device(q), _on_device(k), _on_device(v)
@@ -93,7 +110,8 @@ def expected_weights(
     for head, keys in enumerate(k):
         keys = keys.float()
         z = [_expected_logits(own.float(), keys, cos, sin, R, scaling) for own in q[head * G : (head + 1) * G]]
-        weights = torch.softmax(torch.stack(z), dim=1).mean(dim=0, dtype=torch.float64)
+        own = None if sinks is None else sinks[head * G : (head + 1) * G]
+        weights = softmax(torch.stack(z), own).mean(dim=0, dtype=torch.float64)
         found.append(weights * torch.linalg.vector_norm(v[head].double(), dim=1))
     return torch.stack(found)
 

@@ -8,13 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accelerated.torch_device.attention import softmax
 from accelerated.torch_device.device import download, on_device
 from spec.arrays import IntVector, Vector
 from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention
-from spec.validate import check_attention_inputs, check_attention_tensors, check_keys, check_lse, check_shapes
+from spec.validate import (
+    check_attention_inputs,
+    check_attention_tensors,
+    check_keys,
+    check_lse,
+    check_shapes,
+    check_sinks,
+)
 
 __all__ = ["coattention", "inverse_key_norms"]
 
@@ -23,21 +31,22 @@ FLOATS = 2**26
 
 def coattention(
     q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters, scaling: float,
-    softcap: float | None, lse: DeviceArray | None = None,
+    softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None,
 ) -> CoAttention:
     """S1; a given lse is only checked for its form.
 
     Implements: CC-COATTENTION
 
     Raises:
-        SpecError: for q, k or lse of a wrong shape, type or value.
+        SpecError: for q, k, lse or sinks of a wrong shape, type or value.
     """
     _check_form(q, k, lse)
+    check_sinks(sinks, q)
     n, p, keys = q.shape[1], parameters, on_device(k)
     before = k.shape[1] - n
     queries = q if isinstance(q, Tensor) else on_device(q, keys.device)
     rows = torch.cat([
-        _chunk(queries[:, c : c + p.C], keys[:, : before + min(n, c + p.C)], p, scaling, softcap)
+        _chunk(queries[:, c : c + p.C], keys[:, : before + min(n, c + p.C)], p, scaling, softcap, sinks)
         for c in range(0, n, p.C)
     ])
     finite = (queries.isfinite().all() & keys.isfinite().all()).to(rows).expand(n, 1)
@@ -67,7 +76,9 @@ def _check_form(q: DeviceArray, k: DeviceArray, lse: DeviceArray | None) -> None
         raise SpecError("lse", tuple(lse.shape), f"must be a tensor (heads, queries), {tuple(q.shape[:2])}")
 
 
-def _chunk(q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, softcap: float | None) -> Tensor:
+def _chunk(
+    q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, softcap: float | None, sinks: DeviceArray | None,
+) -> Tensor:
     """Of a chunk's queries (H, Q, d) and the keys up to its last: salience, slots and weights of both lists, (Q, _).
 
     Implements: CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS
@@ -76,7 +87,7 @@ def _chunk(q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, soft
     first, size = k.shape[1] - Q, max(1, FLOATS // (H * k.shape[1]))
     h, own, cross = torch.zeros(H, Q, dtype=torch.float64, device=k.device), list[Tensor](), list[Tensor]()
     for start in range(0, Q, size):
-        A = attention(q[:, start : start + size].to(k.dtype), k, first + start, scaling, softcap)
+        A = attention(q[:, start : start + size].to(k.dtype), k, first + start, scaling, softcap, sinks)
         h += A[:, :, first:].sum(dim=1, dtype=torch.float64)
         mean = A.mean(dim=0)
         own.append(mean[:, first:])
@@ -90,7 +101,9 @@ def _chunk(q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, soft
     return torch.cat([S.clamp(p.M_min, p.M_max)[:, None], intra, torch.cat(cross)], dim=1)
 
 
-def attention(q: Tensor, k: Tensor, at: int, scaling: float, softcap: float | None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, at: int, scaling: float, softcap: float | None, sinks: DeviceArray | None,
+) -> Tensor:
     """Weights (H, rows, keys) of queries (H, rows, d), the first of which belongs to the key `at`.
 
     Implements: CC-ATTENTION
@@ -98,7 +111,7 @@ def attention(q: Tensor, k: Tensor, at: int, scaling: float, softcap: float | No
     S = torch.matmul(q.reshape(len(k), -1, q.shape[2]), k.mT).mul_(scaling).view(*q.shape[:2], -1)
     S = S if softcap is None else S.div_(softcap).tanh_().mul_(softcap)
     slot = torch.arange(k.shape[1], device=k.device)
-    return torch.softmax(S.masked_fill_(slot > slot[at : at + q.shape[1], None], -torch.inf), dim=-1)
+    return softmax(S.masked_fill_(slot > slot[at : at + q.shape[1], None], -torch.inf), sinks)
 
 
 def strongest(weights: Tensor, k: int, tau: float) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
-from accelerated.torch_device.attention import expected_weights
+from accelerated.torch_device.attention import expected_weights, softmax
 from accelerated.torch_device.attention import received as attention_received
 from accelerated.torch_device.device import download, on_device, upload
 from spec.arrays import Matrix, Vector
@@ -33,7 +33,7 @@ def observed(view: LayerView, W: int) -> Tensor:
     k, n = on_device(view.k), view.k.shape[1]
     q = on_device(view.q, k.device).to(k.dtype)[:, -min(W, n) :]
     at = torch.arange(n, device=k.device)
-    return torch.softmax(logits(q, k, view).masked_fill(at > at[n - q.shape[1] :, None], -torch.inf), dim=-1)
+    return softmax(logits(q, k, view).masked_fill(at > at[n - q.shape[1] :, None], -torch.inf), view.sinks)
 
 
 def logits(q: Tensor, k: Tensor, view: LayerView) -> Tensor:
@@ -153,7 +153,8 @@ def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Tensor:
     if past == 0:
         return torch.full(k.shape[:2], torch.nan, device=k.device)
     largest = groups(logits(q, k[:, :past], view), len(k)).amax(dim=1)
-    importance = max_pool(torch.softmax(largest, dim=-1).mean(dim=1), kernel)
+    sinks = None if view.sinks is None else groups(on_device(view.sinks, k.device), len(k)).amax(dim=1)
+    importance = max_pool(softmax(largest, sinks).mean(dim=1), kernel)
     redundancy = torch.stack([_redundancy(head) for head in k])[:, :past]
     return with_window(lam * importance - (1 - lam) * redundancy, n)
 
@@ -182,7 +183,7 @@ def window_attention(view: LayerView, W: int, kernel: int) -> Tensor:
     k = on_device(view.k)
     q = on_device(view.q, k.device).to(k.dtype)[:, -W:]
     past = k[:, : k.shape[1] - q.shape[1]]
-    A = torch.softmax(logits(q, past, view), dim=-1) if past.shape[1] else q.new_zeros(*q.shape[:2], 0)
+    A = softmax(logits(q, past, view), view.sinks) if past.shape[1] else q.new_zeros(*q.shape[:2], 0)
     return groups(average_pool(A.mean(dim=1), kernel), len(k)).mean(dim=1)
 
 
@@ -303,13 +304,13 @@ def shared(*args: Any) -> Matrix:
 
 def h2o_score(view: LayerView, received: object = None) -> Tensor:
     """Implements: PO-H2O-DESCRIBED"""
-    return attention_received(on_device(view.q), on_device(view.k), view.scaling, view.softcap)
+    return attention_received(on_device(view.q), on_device(view.k), view.scaling, view.softcap, view.sinks)
 
 
 def tova_score(view: LayerView, received: object = None) -> Tensor:
     """Implements: PO-TOVA"""
     q = on_device(view.q)
-    last = attention_received(q[:, q.shape[1] - 1 :], on_device(view.k), view.scaling, view.softcap)
+    last = attention_received(q[:, q.shape[1] - 1 :], on_device(view.k), view.scaling, view.softcap, view.sinks)
     return last.sum(dim=0, keepdim=True) / len(q)
 
 

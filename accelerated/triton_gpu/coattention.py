@@ -18,6 +18,7 @@ from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention
+from spec.validate import check_sinks
 
 __all__ = ["coattention", "coattention_of"]
 
@@ -30,9 +31,9 @@ class _Segment:
 
     def __init__(
         self, q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, softcap: float | None,
-        tiles: AttentionTiles, lse: Tensor | None,
+        tiles: AttentionTiles, lse: Tensor | None, sinks: Tensor | None,
     ) -> None:
-        self.q, self.k, self.p, self.tiles, self.lse = q, k, p, tiles, lse
+        self.q, self.k, self.p, self.tiles, self.lse, self.sinks = q, k, p, tiles, lse, sinks
         self.heads, self.n, self.d = q.shape
         self.before = k.shape[1] - self.n
         self.C = min(p.C, self.n)
@@ -82,6 +83,9 @@ class _Segment:
             KNOWN=self.lse is not None, GROUP=self.group, PACK=pack, ROWS=each, KEYS=shape.columns,
             **self.widths, **_how(shape),
         )
+        if self.sinks is not None:
+            log, top = (x[:, first : first + rows] for x in (self.log, self.top))
+            torch.logaddexp2(log, self.sinks[:, None] * math.log2(math.e) - top * self.unit, out=log)
         if tiles and p.k_cross:
             bound = self.heads * float(np.float32(p.tau_cross)) * launch.SLACK
             kernels.active_tiles[triton.cdiv(rows, cross.rows), tiles](
@@ -147,7 +151,7 @@ def _how(shape: Shape) -> dict[str, int | bool]:
 
 def coattention(
     q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters, scaling: float,
-    softcap: float | None, lse: DeviceArray | None = None,
+    softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None,
 ) -> CoAttention:
     """S1 in float32 with the tiles of the launch table; the same bits on every run.
 
@@ -160,18 +164,22 @@ def coattention(
     width = max(16, triton.next_power_of_2(on_device[0].shape[2]))
     tiles = launch.attention_tiles(width, on_device[0].element_size(), INTERPRETED)
     given = lse_tensor(lse, on_device[0])
-    return coattention_of(*on_device, positions, parameters, scaling, softcap, tiles, given)
+    check_sinks(sinks, q)
+    if isinstance(sinks, np.ndarray):
+        sinks = upload(sinks, np.float32, on_device[0].device)
+    return coattention_of(*on_device, positions, parameters, scaling, softcap, tiles, given, sinks)
 
 
 def coattention_of(
     q: Tensor, k: Tensor, positions: IntVector, p: CrystalCacheParameters, scaling: float,
-    softcap: float | None, tiles: AttentionTiles, lse: Tensor | None = None,
+    softcap: float | None, tiles: AttentionTiles, lse: Tensor | None = None, sinks: Tensor | None = None,
 ) -> CoAttention:
     """S1 of checked tensors with given tiles."""
     for name in ("k_intra", "k_cross"):
         if getattr(p, name) > LONGEST_LIST:
             raise SpecError(name, getattr(p, name), f"this backend keeps at most {LONGEST_LIST} neighbours")
-    segment = _Segment(q, k, p, scaling, softcap, tiles, lse)
+    beside = None if sinks is None else sinks.to(q.device, torch.float32)
+    segment = _Segment(q, k, p, scaling, softcap, tiles, lse, beside)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         segment.run()
         at = upload(positions, np.int64, q.device)

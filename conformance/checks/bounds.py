@@ -99,7 +99,8 @@ def salience(heads: HeadsForm, sums: str) -> Bound:
 
 
 def attention(want: Any, i: Any, p: CrystalCacheParameters) -> Any:
-    error = tolerances.attention_error(floats(i["q"]), floats(i["k"]), i["scaling"], i["softcap"], "float64")
+    q, k = floats(i["q"]), floats(i["k"])
+    error = tolerances.attention_error(q, k, i["scaling"], i["softcap"], "float64", i.get("sinks"))
     return want * error[:, None]
 
 

@@ -119,7 +119,7 @@ def boxed(inputs: AttentionInputs, precision: str) -> Scored:
 
     def weights(q: Any, k: Any) -> Vector:
         mass = np.abs(q[:, :, d - RANKS :]).max(axis=(0, 2)).astype(np.float64) * inputs.scaling
-        return tolerances.weight_error(mass, d, RANKS, inputs.softcap, precision)
+        return tolerances.weight_error(mass, d, RANKS, inputs.softcap, precision, inputs.sinks)
 
     def cosines(error: Vector, Q: int) -> Matrix:
         found: Matrix = tolerances.cosine_error(error[:, None], error[None, :], min(Q, RANKS), H, precision)
@@ -127,7 +127,7 @@ def boxed(inputs: AttentionInputs, precision: str) -> Scored:
 
     return coattention(
         inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap, weights, cosines,
-        tolerances.head_mean_error(H, precision),
+        tolerances.head_mean_error(H, precision), inputs.sinks,
     )
 
 

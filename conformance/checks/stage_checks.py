@@ -52,7 +52,9 @@ def coattention(found: CoAttention, inputs: AttentionInputs, precision: str) -> 
     positions = inputs.positions.tolist()
     n = len(q[0])
     before = len(positions) - n
-    error = tolerances.attention_error(inputs.q, inputs.k, inputs.scaling, inputs.softcap, precision).tolist()
+    error = tolerances.attention_error(
+        inputs.q, inputs.k, inputs.scaling, inputs.softcap, precision, inputs.sinks
+    ).tolist()
     if found.start != positions[before]:
         yield f"S1: start is {found.start}, not {positions[before]}"
     for name in ("salience", "intra", "intra_weight", "cross", "cross_weight"):
@@ -68,7 +70,7 @@ def coattention(found: CoAttention, inputs: AttentionInputs, precision: str) -> 
         first, last = before + c, before + stop
         A = s1.attention(
             [head[c:stop] for head in q], [head[:last] for head in k], positions[first:last], positions[:last],
-            inputs.scaling, inputs.softcap,
+            inputs.scaling, inputs.softcap, inputs.sinks,
         )
         yield from _chunk(found, A, range(c, stop), positions, before, error, p, precision)
 

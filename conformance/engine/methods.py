@@ -31,6 +31,7 @@ SHARED: Mapping[str, str] = {
     "k": "cached keys after rotation", "v": "cached values",
     "q": "queries of the last m tokens after rotation; query head h belongs to KV head h // (H / H_kv)",
     "scaling": "factor of the logits", "softcap": "logits are softcap * tanh(logit / softcap)",
+    "sinks": "logit of each query head's attention sink: one more term of the softmax, which has no weight of its own",
     "steps": "number of tokens that are decoded after the prompt; k and q have them too, and t is n + steps",
     "W_o": "output projection of each head", "inv_freq": "rotary frequencies; channels f and f + d / 2 are a pair",
     "factor": "what rotation multiplies by", "parameters": "all parameters of NestedKV",
@@ -46,7 +47,7 @@ SHARED: Mapping[str, str] = {
 _OF_MODEL = {"W_o": "float[L, H, d, e]", "inv_freq": "float[f]", "factor": "float"}
 _REPEATS = {
     "chunks": "int[c, 2]", "repeats": "int[c + 1]", "repeat_q": "float[L, H, r, d]", "repeat_k": "float[L, H_kv, r, d]",
-    "scaling": "float", "softcap": "float or null",
+    "scaling": "float", "softcap": "float or null", "sinks": "float[L, H] or null",
 }
 _HEADS = {"head_scores": "float[L, H_kv]"}
 _STATISTICS = {"mean": "float[L, H, d]", "magnitude": "float[L, H, f]", "inv_freq": "float[f]", "factor": "float"}
@@ -80,7 +81,9 @@ def _arguments(name: str) -> dict[str, str]:
     if needs.layers == "all" and calibrated != _HEADS:
         found["k"] = "float[L, H_kv, n, d]"
     if needs.query_rows != 0:
-        found |= {"q": "float[L, H, m, d]", "scaling": "float", "softcap": "float or null"}
+        found |= {
+            "q": "float[L, H, m, d]", "scaling": "float", "softcap": "float or null", "sinks": "float[L, H] or null",
+        }
     if name in DECODED:
         found |= {"steps": "int", "k": "float[L, H_kv, t, d]"}
     if needs.values:
@@ -96,8 +99,8 @@ def arguments_of(name: str, observation: Observation, B: int, constants: Mapping
     views = list(observation.layers.values())
     found: dict[str, Any] = {"g": observation.groups, "n": observation.seen - constants.get("steps", 0), "B": B}
     if views:
-        found |= {"scaling": views[0].scaling, "softcap": views[0].softcap}
-        found |= {one: np.stack([np.asarray(getattr(view, one)) for view in views]) for one in ("q", "k", "v")
+        found |= {"scaling": views[0].scaling, "softcap": views[0].softcap, "sinks": None}
+        found |= {one: np.stack([np.asarray(getattr(view, one)) for view in views]) for one in ("q", "k", "v", "sinks")
                   if getattr(views[0], one) is not None}
         found |= _repeats_as_arguments(views)
     own = {**_constants(name), **constants}
@@ -166,6 +169,7 @@ def _observation(policy: Policy, given: Mapping[str, Any]) -> Observation:
         at: LayerView(
             given["q"][at] if "q" in given else k[:, :0], k, given["v"][at] if "v" in given else None,
             given.get("scaling", 1.0), given.get("softcap"), None, _repeats(given, at),
+            None if given.get("sinks") is None else given["sinks"][at],
         ) for at, k in enumerate(given.get("k", ()))
     }
     return Observation(given["n"], given["g"], None, views)

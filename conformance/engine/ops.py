@@ -78,6 +78,7 @@ OPS: Mapping[str, Op] = {
         {
             "q": "float[H, n, d]", "k": "float[H_kv, live, d]", "positions": "int[live]", "parameters": "crystalcache",
             "scaling": "float", "softcap": "float or null", "lse": "float[H, n] or null",
+            "sinks": "float[H] or null",
         },
         "CoAttention",
     ),
@@ -126,13 +127,16 @@ OPS: Mapping[str, Op] = {
     ),
     "nestedkv.anomaly_score": Op({"k": "float[H_kv, n, d]", "parameters": "nestedkv"}, "float[H_kv, n]"),
     "policies.received_attention": Op(
-        {"q": "float[H, m, d]", "k": "float[H_kv, n, d]", "scaling": "float", "softcap": "float or null"},
+        {
+            "q": "float[H, m, d]", "k": "float[H_kv, n, d]", "scaling": "float", "softcap": "float or null",
+            "sinks": "float[H] or null",
+        },
         "float[H_kv, n]",
     ),
     "policies.largest_attention": Op(
         {
             "q": "float[H, m, d]", "k": "float[H_kv, n, d]", "norms": "float[m]", "scaling": "float",
-            "softcap": "float or null",
+            "softcap": "float or null", "sinks": "float[H] or null",
         },
         "float[H, n]",
     ),
@@ -140,6 +144,7 @@ OPS: Mapping[str, Op] = {
         {
             "q": "float[H, m, d]", "k": "float[H_kv, n, d]", "v": "float[H_kv, n, d]", "at": "int[m]",
             "ahead": "int[steps]", "inv_freq": "float[d / 2]", "factor": "float", "scaling": "float",
+            "sinks": "float[H] or null",
         },
         "float[H_kv, n]",
     ),

@@ -1,6 +1,7 @@
 """A policy while tokens are decoded: what a cache of its kept sets holds, and what is kept after each step."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,7 +22,7 @@ def cached(view: LayerView, live: Live, seen: int, first: int) -> LayerView:
         for x in (view.k, view.v)
     )
     before = view.k.shape[1] - view.q.shape[1]
-    return LayerView(view.q[:, max(0, first - before) : seen - before], k, v, view.scaling, view.softcap)
+    return replace(view, q=view.q[:, max(0, first - before) : seen - before], k=k, v=v)
 
 
 def shown(layers: Sequence[LayerView], live: Live, seen: int, first: int) -> Observation:

@@ -70,7 +70,9 @@ class Brute:
         return self.kept(inputs, B, **self.small)
 
 
-GIVEN = ("q", "k", "v", "n", "scaling", "W_o", "inv_freq", "B", "chunks", "repeat_q", "repeat_k", "norms", "steps")
+GIVEN = (
+    "q", "k", "v", "n", "scaling", "sinks", "W_o", "inv_freq", "B", "chunks", "repeat_q", "repeat_k", "norms", "steps",
+)
 """The inputs of a vector that are not constants of its policy."""
 
 
@@ -91,7 +93,7 @@ def layers_of(i: Json) -> Inputs:
     views = [
         LayerView(
             floats(i["q"][at]) if "q" in i else k, k, floats(i["v"][at]) if "v" in i else None, i.get("scaling", 1.0),
-            None, None, repeats_of(i, at),
+            None, None, repeats_of(i, at), floats(i["sinks"][at]) if "sinks" in i else None,
         ) for at, k in enumerate(keys)
     ]
     W_o = [floats(i["W_o"])] if "W_o" in i else []
@@ -112,7 +114,7 @@ def plain(view: LayerView) -> dict[str, Any]:
     """The layer as lists, for the oracles."""
     return {
         "q": leaves(view.q), "k": leaves(view.k), "v": None if view.v is None else leaves(view.v),
-        "scaling": view.scaling, "softcap": view.softcap,
+        "scaling": view.scaling, "softcap": view.softcap, "sinks": None if view.sinks is None else leaves(view.sinks),
     }
 
 

@@ -24,11 +24,14 @@ def caote_error(alpha: Row, values: Sequence[Row]) -> list[float]:
 
 
 def caote(layer: Layer) -> list[Score]:
-    rows, n = last_rows(layer, 1), len(layer["k"][0])
-    return [
-        list(caote_error([fsum(rows[h][0][i] for h in group) / len(group) for i in range(n)], layer["v"][g]))
-        for g, group in enumerate(groups(layer))
-    ]
+    rows, n, found = last_rows(layer, 1), len(layer["k"][0]), list[Score]()
+    for values, group in zip(layer["v"], groups(layer), strict=True):
+        alpha = [fsum(rows[h][0][i] for h in group) / len(group) for i in range(n)]
+        # The sinks stand for one more token, whose value is zero.
+        beside = [1.0 - fsum(alpha)] if layer.get("sinks") else []
+        errors = caote_error([*alpha, *beside], [*values, *([0.0] * len(values[0]) for _ in beside)])
+        found.append(list(errors[:n]))
+    return found
 
 
 BRUTES = [

@@ -2,7 +2,7 @@
 
 
 from conformance.methods.brute import FUTURE, SINK, Brute, plain, sinks
-from conformance.methods.policies import Layer, Row, Score, groups, normalise, top
+from conformance.methods.policies import Layer, Row, Score, groups, normalise, sink_of, top
 from conformance.oracles.boxes import cos, dot, fsum, leaves, sin, sqrt
 from conformance.strategies.policy_inputs import Inputs, Kept
 
@@ -46,7 +46,7 @@ def expected_attention(layer: Layer, inv_freq: Row, factor: float, N_sink: int, 
                 projections = [dot([a - b for a, b in zip(q, mean, strict=True)], key) for q in turned]
                 variance = fsum(x * x for x in projections) / len(projections)
                 z.append(layer["scaling"] * dot(mean, key) + layer["scaling"] ** 2 * variance / 2)
-            total = [a + b / len(group) for a, b in zip(total, normalise(z), strict=True)]
+            total = [a + b / len(group) for a, b in zip(total, normalise(z, sink_of(layer, [h])), strict=True)]
         norms = [sqrt(dot(v, v)) for v in layer["v"][g][N_sink:]]
         found.append([*[None] * N_sink, *[a * b for a, b in zip(total, norms, strict=True)]])
     return found

@@ -4,7 +4,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from conformance.methods.brute import Brute, W, by_layer, newest, newest_half, plain
-from conformance.methods.policies import DECODE, Layer, Score, accumulated, decoded, groups, seen_by, top, window
+from conformance.methods.policies import (
+    DECODE,
+    Layer,
+    Score,
+    accumulated,
+    decoded,
+    groups,
+    seen_by,
+    top,
+    window,
+    with_heads,
+)
 from conformance.oracles.boxes import Answer, fsum
 from conformance.strategies.policy_inputs import Inputs, Kept
 
@@ -39,7 +50,7 @@ def of_head(layer: Layer, steps: int, B: int, sums: str, recent: str, decode: st
 
 def h2o(inputs: Inputs, B: int, sums: str = "all", recent: str = "half", decode: str = DECODE[0]) -> Kept:
     return [
-        of_head({**layer, "k": [keys], "q": [layer["q"][h] for h in group]}, inputs.steps, B, sums, recent, decode)
+        of_head({**with_heads(layer, group), "k": [keys]}, inputs.steps, B, sums, recent, decode)
         for layer in map(plain, inputs.layers) for keys, group in zip(layer["k"], groups(layer), strict=True)
     ]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.methods.brute import REHEARSED, SINK, Brute, W, both_ends, rehearsed
-from conformance.methods.policies import Layer, Row, Score, capped, normalise, top, won
+from conformance.methods.policies import Layer, Row, Score, capped, normalise, sink_of, top, won
 from conformance.oracles.boxes import dot, fsum, largest, leaves, sqrt
 from conformance.strategies.policy_inputs import Inputs, Kept, repeats
 from spec.policy import Rehearsal
@@ -23,7 +23,8 @@ def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None
             cached, own = layer["k"][h // G], part["k"][h // G]
             for at, query in enumerate(queries):
                 keys = [*cached[:N_sink], *cached[part["start"] : part["stop"]], *own[: at + 1]]
-                row = normalise([capped(layer["scaling"] * dot(query, key), layer) for key in keys])
+                logits = [capped(layer["scaling"] * dot(query, key), layer) for key in keys]
+                row = normalise(logits, sink_of(layer, [h]))
                 for i in range(part["start"], part["stop"]):
                     weight = row[N_sink + i - part["start"]]
                     if W_o is not None:

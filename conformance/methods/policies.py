@@ -1,7 +1,7 @@
 """The published policies by brute force: plain lists, from the papers' text; nothing is shared with the reference.
 
-A layer is a dict of q (H lists of rows), k and v (H_kv lists of rows), scaling; a score is a list per kept set, None
-where a token is protected. Kept sets are sorted lists.
+A layer is a dict of q (H lists of rows), k and v (H_kv lists of rows), scaling, softcap and sinks (H of them, or None);
+a score is a list per kept set, None where a token is protected. Kept sets are sorted lists.
 """
 
 
@@ -18,11 +18,24 @@ Layer = dict[str, Any]
 Score = list[float | None]
 
 
-def normalise(logits: Row) -> list[float]:
-    top_logit = largest(logits)
-    powers = [exp(x - top_logit) for x in logits]
+def normalise(logits: Row, beside: Row = ()) -> list[float]:
+    """Softmax; what stands beside the logits has a share, and no place."""
+    every = [*logits, *beside]
+    top_logit = largest(every)
+    powers = [exp(x - top_logit) for x in every]
     total = fsum(powers)
-    return [p / total for p in powers]
+    return [p / total for p in powers[: len(logits)]]
+
+
+def with_heads(layer: Layer, heads: Sequence[int]) -> Layer:
+    """The layer with these query heads alone."""
+    sinks = layer.get("sinks")
+    return {**layer, "q": [layer["q"][h] for h in heads], "sinks": sinks and [sinks[h] for h in heads]}
+
+
+def sink_of(layer: Layer, heads: Sequence[int]) -> list[float]:
+    """The largest sink of some query heads, if the layer has sinks."""
+    return [largest(layer["sinks"][h] for h in heads)] if layer.get("sinks") else []
 
 
 def capped(logit: float, layer: Layer) -> float:
@@ -34,7 +47,7 @@ def weights(layer: Layer, head: int, query: Row, visible: int) -> list[float]:
     """Softmax of one query over the first `visible` keys of its group's KV head; zero on the rest."""
     keys = layer["k"][head // (len(layer["q"]) // len(layer["k"]))]
     logits = [capped(layer["scaling"] * dot(query, key), layer) for key in keys[:visible]]
-    return normalise(logits) + [0.0] * (len(keys) - visible)
+    return normalise(logits, sink_of(layer, [head])) + [0.0] * (len(keys) - visible)
 
 
 def last_rows(layer: Layer, W: int) -> list[list[list[float]]]:

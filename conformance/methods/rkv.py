@@ -12,6 +12,7 @@ from conformance.methods.policies import (
     normalise,
     padded,
     pool,
+    sink_of,
     window,
 )
 from conformance.oracles.boxes import dot, fsum, largest, sqrt
@@ -30,7 +31,8 @@ def rkv(layer: Layer, W: int, kernel: int, lam: float) -> list[Score]:
                 largest(capped(layer["scaling"] * dot(layer["q"][h][at], keys[i]), layer) for h in group)
                 for i in range(past)
             ]
-            importance = [a + b / W_now for a, b in zip(importance, normalise(logits), strict=True)]
+            A = normalise(logits, sink_of(layer, group))
+            importance = [a + b / W_now for a, b in zip(importance, A, strict=True)]
         redundancy = rkv_redundancy(keys)
         pooled = pool(importance, kernel, "max")
         found.append(padded([lam * pooled[i] - (1 - lam) * redundancy[i] for i in range(past)], n))

@@ -13,6 +13,7 @@ from conformance.methods.policies import (
     normalise,
     padded,
     pool,
+    sink_of,
     top,
     window,
 )
@@ -51,7 +52,7 @@ def attention(layer: Layer, W: int, kernel: int) -> list[list[float]]:
         heads = []
         for h in group:
             rows = [
-                normalise([capped(layer["scaling"] * dot(q, key), layer) for key in keys[:past]])
+                normalise([capped(layer["scaling"] * dot(q, key), layer) for key in keys[:past]], sink_of(layer, [h]))
                 for q in layer["q"][h][past - n :]
             ]
             heads.append(pool([fsum(column) / len(rows) for column in zip(*rows, strict=True)], kernel, "mean"))

@@ -26,11 +26,11 @@ class Prefill:
 
 def prefill(
     q: s1.Block, k: s1.Block, ids: Sequence[int], ends: Set[int], share: Fraction | int, p: CrystalCacheParameters,
-    scaling: float, softcap: float | None = None,
+    scaling: float, softcap: float | None = None, sinks: Sequence[float] | None = None,
 ) -> Prefill:
     """S1, S3, S2, S4, S5, S6, in that order."""
     n = len(ids)
-    segment = s1.coattention(q, k, range(n), p, scaling, softcap)
+    segment = s1.coattention(q, k, range(n), p, scaling, softcap, sinks)
     E = s1.edges(segment)
     M = s3.impact(segment.salience, ids, p)
     trunks = s2.trunks([token in ends for token in ids], E, p)

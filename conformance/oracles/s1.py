@@ -31,16 +31,19 @@ def float32(x: float) -> float:
 
 def attention(
     q: Block, k: Block, query_positions: Sequence[int], key_positions: Sequence[int], scaling: float,
-    softcap: float | None,
+    softcap: float | None, sinks: Sequence[float] | None = None,
 ) -> Block:
-    """Eq. 3 without V: query head h reads KV head h // (H / H_kv); a key later than the query has weight 0."""
+    """Eq. 3 without V: query head h reads KV head h // (H / H_kv); a key later than the query has weight 0.
+
+    A head's sink takes its share first: what is left goes to the keys.
+    """
     group = len(q) // len(k)
     return [
         [
             _softmax([
                 _logit(row, key, scaling, softcap) if key_at <= at else -math.inf
                 for key, key_at in zip(k[h // group], key_positions, strict=True)
-            ])
+            ], [] if sinks is None else [float(sinks[h])])
             for row, at in zip(head, query_positions, strict=True)
         ]
         for h, head in enumerate(q)
@@ -51,7 +54,7 @@ def log_sum_exp(
     q: Block, k: Block, query_positions: Sequence[int], key_positions: Sequence[int], scaling: float,
     softcap: float | None,
 ) -> Rows:
-    """The natural logarithm of the denominator of Eq. 3, by head and query."""
+    """The natural logarithm of the denominator of Eq. 3 without sinks, by head and query."""
     group = len(q) // len(k)
     found: Rows = []
     for h, head in enumerate(q):
@@ -69,11 +72,12 @@ def _logit(query: list[float], key: list[float], scaling: float, softcap: float 
     return x if softcap is None else softcap * math.tanh(x / softcap)
 
 
-def _softmax(logits: list[float]) -> list[float]:
+def _softmax(logits: list[float], sink: list[float]) -> list[float]:
     top = max(logits)
     powers = [math.exp(x - top) for x in logits]
     total = math.fsum(powers)
-    return [power / total for power in powers]
+    left = [1 / (1 + math.exp(min(700.0, s - top)) / total) for s in sink]
+    return [power / total * math.prod(left) for power in powers]
 
 
 def salience(own: Block, p: CrystalCacheParameters) -> list[float]:
@@ -117,6 +121,7 @@ def strongest(weights: Mapping[int, float], k: int, tau: float) -> list[tuple[in
 
 def coattention(
     q: Block, k: Block, positions: Sequence[int], p: CrystalCacheParameters, scaling: float, softcap: float | None,
+    sinks: Sequence[float] | None = None,
 ) -> Segment:
     """Chunk by chunk: salience, then the edges inside the chunk, then those to all earlier keys."""
     n = len(q[0])
@@ -128,7 +133,7 @@ def coattention(
         first, last = before + c, before + stop
         A = attention(
             [head[c:stop] for head in q], [head[:last] for head in k], positions[first:last], positions[:last],
-            scaling, softcap,
+            scaling, softcap, sinks,
         )
         S += salience([[row[first:] for row in head] for head in A], p)
         mean = head_mean(A)

@@ -71,6 +71,7 @@ def coattention(weight: float = 0.75, n: int = 24, place: int = 3) -> CoAttentio
 
 S1 = replace(TINY, C=12, k_heads=1, k_intra=3, k_cross=3, tau_intra=0.0, tau_cross=0.0, M_min=0.0)
 Q, K, VALUES = drawn(2, 24, 4), drawn(1, 24, 4, seed=1), drawn(1, 24, 4, seed=6)
+SINKS = np.array([-1.0, 2.0])
 NORMS = 1 + np.arange(24.0) % 5
 P = replace(TINY, tau_edge=0.001)
 OFFSETS, MOVED = np.arange(0, 25, 4), np.array([0, 4, 8, 12, 15, 20, 24])
@@ -86,12 +87,13 @@ SCORES = np.linspace(0.2, 0.8, 6)
 N_KEYS = (drawn(2, 40, 4, seed=2) + 1).astype(np.float32)
 V = drawn(150, 8, seed=3) / 4
 BEST = drawn(3, 40, seed=4)
-ATTENTION = {"q": Q, "k": K, "scaling": 0.5, "softcap": None}
+ATTENTION = {"q": Q, "k": K, "scaling": 0.5, "softcap": None, "sinks": None}
 
 CALLS: Mapping[str, Calls] = {
     "crystal.coattention": Calls("CC-COATTENTION", {
         "q": Q, "k": K, "positions": np.arange(24), "parameters": S1, "scaling": 0.5, "softcap": None, "lse": None,
-    }, {"scaling": {"scaling": 0.25}, "softcap": {"softcap": 0.5}}).with_arrays(
+        "sinks": None,
+    }, {"scaling": {"scaling": 0.25}, "softcap": {"softcap": 0.5}, "sinks": {"sinks": SINKS}}).with_arrays(
         q=within(Q, 1, 12, value=3.0), k=within(K, 0, 5, value=-2.0), positions=np.arange(24) + 2**31 - 9,
     ).with_parameters(
         C=(8, 5), k_heads=(2,), k_intra=(2,), k_cross=(2,), tau_intra=(0.9,), tau_cross=(0.1,), M_min=(0.5,),
@@ -173,17 +175,17 @@ CALLS: Mapping[str, Calls] = {
         kappa=(4.0,), w0=((0.2, 0.2, 0.6),),
     ),
     "policies.received_attention": Calls("PO-OBSERVED-ATTENTION", ATTENTION, {
-        "scaling": {"scaling": 0.25}, "softcap": {"softcap": 0.5},
+        "scaling": {"scaling": 0.25}, "softcap": {"softcap": 0.5}, "sinks": {"sinks": SINKS},
     }).with_arrays(q=within(Q, 1, 12, value=3.0), k=within(K, 0, 5, value=-2.0)),
     "policies.largest_attention": Calls("PO-KVZIP-PLUS", {
-        "q": Q, "k": K, "norms": NORMS, "scaling": 0.5, "softcap": None,
-    }, {"scaling": {"scaling": 0.25}, "softcap": {"softcap": 0.5}}).with_arrays(
+        "q": Q, "k": K, "norms": NORMS, "scaling": 0.5, "softcap": None, "sinks": None,
+    }, {"scaling": {"scaling": 0.25}, "softcap": {"softcap": 0.5}, "sinks": {"sinks": SINKS}}).with_arrays(
         q=within(Q, 1, 12, value=3.0), k=within(K, 0, 5, value=-2.0), norms=within(NORMS, 9, value=1e-60),
     ),
     "policies.expected_attention": Calls("PO-EXPECTED-ATTENTION", {
         "q": Q, "k": K, "v": VALUES, "at": np.arange(4, 28), "ahead": np.arange(28, 36),
-        "inv_freq": np.array([1.0, 0.25]), "factor": 1.25, "scaling": 0.5,
-    }, {"scaling": {"scaling": 0.25}, "factor": {"factor": 1.5}}).with_arrays(
+        "inv_freq": np.array([1.0, 0.25]), "factor": 1.25, "scaling": 0.5, "sinks": None,
+    }, {"scaling": {"scaling": 0.25}, "factor": {"factor": 1.5}, "sinks": {"sinks": SINKS}}).with_arrays(
         q=within(Q, 1, 12, value=3.0), k=within(K, 0, 5, value=-2.0), v=within(VALUES, 0, 5, value=9.0),
         at=within(np.arange(4, 28), 9, value=11), ahead=within(np.arange(28, 36), 3, value=40),
         inv_freq=np.array([1.0, 0.5]),
@@ -226,17 +228,17 @@ SPREAD, NOWHERE, HEADS = (1 + np.arange(N) % 11) / 32, np.zeros(N, dtype=np.bool
 SPANS = Trunks(2 * np.arange(N + 1), ONES)
 TOKENS = LiveTrunks(np.arange(N), np.arange(N + 1), ONES, 1 / (1 + np.arange(N) % 5), ONES)
 LONG_KEYS, WIDE_V, ROWS = drawn(1, M, 16, seed=2) + 1, drawn(M, 8, seed=3) / 4, drawn(8, N, seed=4)
-ASKED = {"q": FEW_Q, "k": MANY_K, "scaling": 0.5, "softcap": None}
+ASKED = {"q": FEW_Q, "k": MANY_K, "scaling": 0.5, "softcap": None, "sinks": None}
 LONG_COATTENTION = coattention(n=N, place=FAR + 2)
 
 LARGE: list[tuple[str, Calls]] = [
     ("crystal.coattention", Calls("CC-COATTENTION", {
         "q": FEW_Q, "k": MANY_K, "positions": np.arange(N), "parameters": replace(S1, C=1), "scaling": 0.5,
-        "softcap": None, "lse": None,
+        "softcap": None, "lse": None, "sinks": None,
     }, {}).with_arrays(k=far(MANY_K, 9.0 * FEW_Q[0, 1]), positions=np.arange(N) + (np.arange(N) >= FAR))),
     ("crystal.coattention", Calls("CC-COATTENTION", {
         "q": MANY_Q, "k": FEW_K, "positions": np.arange(33), "parameters": replace(S1, k_heads=64, M_max=1e3),
-        "scaling": 0.5, "softcap": None, "lse": None,
+        "scaling": 0.5, "softcap": None, "lse": None, "sinks": None,
     }, {}).with_arrays(q=MANY_Q_OTHER)),
     ("crystal.impact", Calls("CC-IMPACT", {
         "salience": EIGHTHS, "token_ids": np.arange(N) % 5, "parameters": TINY,
@@ -296,11 +298,11 @@ LARGE: list[tuple[str, Calls]] = [
     ("policies.received_attention", Calls("PO-OBSERVED-ATTENTION", {**ATTENTION, "q": MANY_Q, "k": FEW_K}, {
     }).with_arrays(q=MANY_Q_OTHER)),
     ("policies.largest_attention", Calls("PO-KVZIP-PLUS", {
-        "q": FEW_Q, "k": MANY_K, "norms": np.array([1.0, 2.0]), "scaling": 0.5, "softcap": None,
+        "q": FEW_Q, "k": MANY_K, "norms": np.array([1.0, 2.0]), "scaling": 0.5, "softcap": None, "sinks": None,
     }, {}).with_arrays(k=far(MANY_K, 3.0))),
     ("policies.expected_attention", Calls("PO-EXPECTED-ATTENTION", {
         "q": HEADS, "k": HEADS, "v": HEADS, "at": np.arange(N), "ahead": N + np.arange(8),
-        "inv_freq": np.array([1.0, 0.25]), "factor": 1.25, "scaling": 0.5,
+        "inv_freq": np.array([1.0, 0.25]), "factor": 1.25, "scaling": 0.5, "sinks": None,
     }, {}).with_arrays(
         q=far(HEADS, 30.0), k=far(HEADS, 3.0), v=far(HEADS, 9.0), at=np.where(np.arange(N) == FAR, 11, np.arange(N)),
     )),

@@ -64,6 +64,13 @@ def drawn(seed: int, n: int | None = None, L: int | None = None, heads: tuple[in
     return Inputs(layers, np.array([1.0, 0.25]), W_o, rng.integers(0, 7, n), factor=1.0 + (seed % 3) / 4)
 
 
+def with_sinks(inputs: Inputs, seed: int) -> Inputs:
+    """The same, with sinks for a third of the seeds."""
+    rng, H = np.random.default_rng(seed), len(inputs.layers[0].q)
+    layers = [replace(view, sinks=2 * rng.standard_normal(H)) for view in inputs.layers]
+    return inputs if seed % 3 else replace(inputs, layers=layers)
+
+
 def few_values(k: Array, seed: int) -> Array:
     """Keys of nine directions in a plane, so that tokens tie; none is zero."""
     found = np.zeros_like(k)

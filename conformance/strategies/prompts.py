@@ -36,15 +36,25 @@ class AttentionInputs:
     parameters: CrystalCacheParameters
     scaling: float
     softcap: float | None
+    sinks: Any = None
 
     def run(self, stages: CrystalStages, lse: Any = None) -> CoAttention:
         """What a backend's S1 makes of it, with the denominators that it is given."""
-        return stages.coattention(self.q, self.k, self.positions, self.parameters, self.scaling, self.softcap, lse)
+        return stages.coattention(
+            self.q, self.k, self.positions, self.parameters, self.scaling, self.softcap, lse, self.sinks
+        )
 
 
 def frozen(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     array.flags.writeable = False
     return array
+
+
+def sinks(H: int) -> st.SearchStrategy[Any]:
+    """None, or a logit for each head: far below those of keys, like these, or above."""
+    return st.none() | st.lists(
+        st.sampled_from([-30.0, -1.5, 0.0, 1.0, 3.0]), min_size=H, max_size=H
+    ).map(lambda logits: frozen(np.array(logits, np.float32)))
 
 
 @st.composite
@@ -66,7 +76,7 @@ def attention_inputs(
     return AttentionInputs(
         frozen(q.astype(np.float32)), frozen(k.astype(np.float32)), frozen(np.arange(n)), parameters,
         scaling=draw(st.sampled_from([d**-0.5, 1.0, 0.25]), label="scaling"),
-        softcap=draw(st.sampled_from([None, 30.0, 2.0]), label="softcap"),
+        softcap=draw(st.sampled_from([None, 30.0, 2.0]), label="softcap"), sinks=draw(sinks(len(q)), label="sinks"),
     )
 
 
@@ -81,7 +91,7 @@ def later_segments(draw: st.DrawFn) -> AttentionInputs:
     positions = first + np.cumsum([1 if at > before else gap for at, gap in enumerate(gaps)]) - 1
     return AttentionInputs(
         frozen(whole.q[:, before:].copy()), whole.k, frozen(positions.astype(np.int64)), whole.parameters,
-        whole.scaling, whole.softcap,
+        whole.scaling, whole.softcap, whole.sinks,
     )
 
 
@@ -127,7 +137,7 @@ class Prompt:
         return {
             "q": inputs.q, "k": inputs.k, "token_ids": self.token_ids, "sentence_ends": self.sentence_ends,
             "budget": self.budget, "parameters": inputs.parameters, "scaling": inputs.scaling,
-            "softcap": inputs.softcap,
+            "softcap": inputs.softcap, "sinks": inputs.sinks,
         }
 
 

@@ -40,6 +40,7 @@ class Shape:
     before: int = 0
     start: int = 0
     softcap: float | None = None
+    sinks: bool = False
     seed: int = 1
 
     def __str__(self) -> str:
@@ -163,7 +164,8 @@ def laddered(shape: Shape) -> AttentionInputs:
         queries[h, :, : shape.d - RANKS] = q[h // (shape.H // shape.H_kv)][asks][:, : shape.d - RANKS]
         queries[h, :, ranks] = (steps + tilt) / shape.d**-0.5
     return AttentionInputs(
-        frozen(queries), frozen(keys), _positions(shape), shape.parameters, shape.d**-0.5, shape.softcap
+        frozen(queries), frozen(keys), _positions(shape), shape.parameters, shape.d**-0.5, shape.softcap,
+        frozen(np.linspace(-3.0, 3.0, shape.H).astype(np.float32)) if shape.sinks else None,
     )
 
 

@@ -242,6 +242,17 @@ def test_a_bad_lse_is_refused_by_name(stages: CrystalStages, lse: object) -> Non
 
 
 @pytest.mark.spec("CC-COATTENTION")
+@pytest.mark.parametrize("sinks", [
+    np.zeros(3, np.float32), np.zeros((2, 1), np.float32), [0.0] * 2, np.zeros(2, np.int64), np.array([0.0, np.nan]),
+    np.array([-np.inf, 0.0]),
+])
+def test_bad_sinks_are_refused_by_name(stages: CrystalStages, sinks: object) -> None:
+    """Of another shape, no array, not floating, not finite."""
+    with refused("sinks", sinks):
+        replace(plain(2, 4), sinks=sinks).run(stages)
+
+
+@pytest.mark.spec("CC-COATTENTION")
 @given(inputs=attention_inputs(), pad=st.integers(1, 5))
 def test_a_left_padded_row_is_the_view_behind_its_padding(
     stages: CrystalStages, precision: str, inputs: AttentionInputs, pad: int,

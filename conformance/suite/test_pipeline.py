@@ -38,7 +38,7 @@ def brute_force(prompt: Prompt) -> pipeline.Prefill:
     inputs = prompt.inputs
     return pipeline.prefill(
         inputs.q.tolist(), inputs.k.tolist(), prompt.token_ids.tolist(), prompt.sentence_ends, prompt.share,
-        inputs.parameters, inputs.scaling, inputs.softcap,
+        inputs.parameters, inputs.scaling, inputs.softcap, inputs.sinks,
     )
 
 
@@ -238,7 +238,7 @@ def test_every_form_of_a_budget(backend: Backend, prompt: Prompt, tokens: int) -
 
 def observation(prompt: Prompt, groups: int = 1) -> Observation:
     inputs = prompt.inputs
-    view = LayerView(inputs.q, inputs.k, None, inputs.scaling, inputs.softcap)
+    view = LayerView(inputs.q, inputs.k, None, inputs.scaling, inputs.softcap, sinks=inputs.sinks)
     return Observation(len(prompt.token_ids), groups, prompt.token_ids, {0: view})
 
 

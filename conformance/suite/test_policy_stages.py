@@ -19,12 +19,12 @@ def single(x: Any) -> Any:
     return np.ascontiguousarray(x, dtype=np.float32)
 
 
-def drawn(seed: int) -> tuple[Any, Any, Any, float | None]:
-    """q, k and v of 1 to 26 tokens, 1 to 3 KV heads of 1 or 2 query heads, 4 channels; and a cap, of some."""
+def drawn(seed: int) -> tuple[Any, Any, Any, float | None, Any]:
+    """q, k and v of 1 to 26 tokens, 1 to 3 KV heads of 1 or 2 query heads, 4 channels; of some a cap, and sinks."""
     rng = np.random.default_rng(seed)
     n, H_kv, G = int(rng.integers(1, 27)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
     q, k, v = (rng.standard_normal((heads, n, 4)) for heads in (H_kv * G, H_kv, H_kv))
-    return 2 * q, k, v, None if seed % 4 else 5.0
+    return 2 * q, k, v, None if seed % 4 else 5.0, 2 * rng.standard_normal(H_kv * G) if seed % 3 == 1 else None
 
 
 @pytest.mark.spec("PO-OBSERVED-ATTENTION")
@@ -32,12 +32,12 @@ def drawn(seed: int) -> tuple[Any, Any, Any, float | None]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_received_attention(policy_stages: PolicyStages, precision: str, seed: int, dtype: type) -> None:
     """Of all queries, of the later half, and of the last alone; every key of every KV head."""
-    q, k, _, softcap = drawn(seed)
+    q, k, _, softcap, sinks = drawn(seed)
     q, k, n = q.astype(dtype), k.astype(dtype), k.shape[1]
     for m in {1, (n + 1) // 2, n}:
         late = q[:, n - m :]
-        want = oracle.attended(late, k, 0.5, softcap).reshape(len(k), -1, n).sum(axis=1)
-        found = policy_stages.received_attention(late, k, 0.5, softcap)
+        want = oracle.attended(late, k, 0.5, softcap, sinks).reshape(len(k), -1, n).sum(axis=1)
+        found = policy_stages.received_attention(late, k, 0.5, softcap, sinks)
         assert found.shape == (len(k), n)
         assert found.dtype == np.float64
         assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
@@ -60,13 +60,13 @@ def test_each_query_gives_one(policy_stages: PolicyStages) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_largest_attention(policy_stages: PolicyStages, precision: str, seed: int, dtype: type) -> None:
     """Of all queries, of the later half, and of the last alone; every key of every query head."""
-    q, k, _, softcap = drawn(seed)
+    q, k, _, softcap, sinks = drawn(seed)
     q, k, n = q.astype(dtype), k.astype(dtype), k.shape[1]
     norms = np.random.default_rng(seed).uniform(0.01, 9.0, n)
     for m in {1, (n + 1) // 2, n}:
         late = q[:, n - m :]
-        want = (oracle.attended(late, k, 0.5, softcap) / norms[n - m :, None]).max(axis=1)
-        found = policy_stages.largest_attention(late, k, norms[n - m :], 0.5, softcap)
+        want = (oracle.attended(late, k, 0.5, softcap, sinks) / norms[n - m :, None]).max(axis=1)
+        found = policy_stages.largest_attention(late, k, norms[n - m :], 0.5, softcap, sinks)
         assert found.shape == (len(q), n)
         assert found.dtype == np.float64
         assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))
@@ -90,12 +90,12 @@ def test_the_query_that_gives_most_decides(policy_stages: PolicyStages, size: fl
 @pytest.mark.parametrize("seed", SEEDS)
 def test_expected_attention(policy_stages: PolicyStages, precision: str, seed: int) -> None:
     """Queries behind a sink, or of a later segment, under a rotation with and without a factor."""
-    q, k, v = map(single, drawn(seed)[:3])
+    (q, k, v), sinks = map(single, drawn(seed)[:3]), drawn(seed)[4]
     n, factor, inv_freq = k.shape[1], 1.0 + (seed % 3) / 4, np.array([1.0, 0.25])
     for m in {1, n}:
         at, ahead = np.arange(n + 1 - m, n + 1), np.arange(n + 1, n + 4)
-        want, _ = oracle.expected(q[:, n - m :], k, v, at, ahead, inv_freq, factor, 0.5)
-        found = policy_stages.expected_attention(q[:, n - m :], k, v, at, ahead, inv_freq, factor, 0.5)
+        want, _ = oracle.expected(q[:, n - m :], k, v, at, ahead, inv_freq, factor, 0.5, sinks)
+        found = policy_stages.expected_attention(q[:, n - m :], k, v, at, ahead, inv_freq, factor, 0.5, sinks)
         assert found.shape == (len(k), n)
         assert found.dtype == np.float64
         assert all(scores_agree(got, row, precision) for got, row in zip(found, want.tolist(), strict=True))

@@ -50,6 +50,7 @@ LADDERED = [
     Shape("mistral-24-of-6", 24, 6, 96, 900, replace(PAPER, C=400)),
     Shape("mean-of-20-heads", 20, 5, 80, 700, replace(ESSAY, C=256, k_heads=7, k_cross=4)),
     Shape("gemma-2-capped", 16, 8, 128, 900, replace(PAPER, C=450), softcap=30.0),
+    Shape("gpt-oss-20b", 64, 8, 64, 300, replace(PAPER, C=128), sinks=True),
 ]
 
 

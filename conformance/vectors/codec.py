@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 import numpy as np
 
@@ -105,7 +105,7 @@ def read(kind: Any, name: str, i: Json, p: CrystalCacheParameters) -> Any:
         return parse_budget(value)
     if get_origin(kind) in (frozenset, tuple):
         return get_origin(kind)(value)
-    kinds = getattr(kind, "dtypes", ())
+    kinds: Any = next((one.dtypes for one in (kind, *get_args(kind)) if hasattr(one, "dtypes")), ())
     return np.array(value, dtype="float64" if "float64" in kinds else kinds[0]) if kinds else value
 
 

@@ -26,7 +26,8 @@ ON_DEVICE = ("q", "k")
 
 def attention_inputs(i: Json, p: CrystalCacheParameters) -> AttentionInputs:
     q, k = (floats(i[name]).astype(np.float32) for name in ON_DEVICE)
-    return AttentionInputs(q, k, integers(i["positions"]), p, i["scaling"], i["softcap"])
+    sinks = floats(i["sinks"]) if "sinks" in i else None
+    return AttentionInputs(q, k, integers(i["positions"]), p, i["scaling"], i["softcap"], sinks)
 
 
 def prompt(i: Json, p: CrystalCacheParameters) -> Prompt:
@@ -62,7 +63,7 @@ def prefill(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str
     q, k = (floats(i[name]).astype(np.float32) for name in ON_DEVICE)
     found = run_prefill(
         q, k, integers(i["token_ids"]), frozenset(i["sentence_ends"]), i["budget"], p, backend,
-        scaling=i["scaling"], softcap=i["softcap"],
+        scaling=i["scaling"], softcap=i["softcap"], sinks=floats(i["sinks"]) if "sinks" in i else None,
     )
     names = ("kept", "budget", "over_budget", "protected", "ratio", "scores", "D")
     return {**{name: getattr(found, name) for name in names}, "offsets": found.trunks.offsets, "record": found}

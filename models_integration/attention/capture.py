@@ -58,8 +58,6 @@ class Attended:
 OTHER_TENSORS = "its attention gets different keys or values than its cache returned"
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Arguments of attention functions that change the weights in ways that S1 does not know.
-_UNKNOWN_TO_THE_SPEC = {"s_aux": "attention sinks inside the softmax", "position_bias": "a position bias"}
 # Heads that the kernel takes as they are: others are padded first, by torch, on CUDA.
 _CUDA_WIDTHS = range(8, 257, 8)
 _KERNELS = {"cpu": "_scaled_dot_product_flash_attention_for_cpu", "cuda": "_scaled_dot_product_flash_attention"}
@@ -107,6 +105,7 @@ class _Seen:
     scaling: float
     softcap: float | None
     lse: Tensor | None
+    sinks: Tensor | None
     query: ref[Tensor]
     """The last forward's own, of which `q` holds the rows."""
     repeats: tuple[Repeated, ...] | None = None
@@ -132,10 +131,9 @@ class Recorder:
         Raises:
             SpecError: for a dtype or an attention that the specification does not cover.
         """
-        for name, what in _UNKNOWN_TO_THE_SPEC.items():
-            if layer.options.get(name) is not None and reads_attention(self.needs):
-                raise SpecError("model", type(module).__name__, f"{what} is not served")
-        q = layer.query.detach()
+        if layer.options.get("position_bias") is not None and reads_attention(self.needs):
+            raise SpecError("model", type(module).__name__, "a position bias is not served")
+        q, sinks = layer.query.detach(), layer.options.get("s_aux")
         if q.dtype not in _DTYPES:
             raise SpecError("dtype", q.dtype, f"must be one of {', '.join(map(str, _DTYPES))}")
         index, scaling = layer.layer, layer.options.get("scaling")
@@ -146,7 +144,8 @@ class Recorder:
         self.seen[index] = self._needed(_Seen(
             q, layer.key.detach(), layer.value.detach(),
             q.shape[-1] ** -0.5 if scaling is None else float(scaling), layer.options.get("softcap"),
-            None if layer.lse is None else layer.lse.detach(), ref(layer.query),
+            None if layer.lse is None else layer.lse.detach(), None if sinks is None else sinks.detach(),
+            ref(layer.query),
         ))
 
     def rehearsed(self, repeats: Mapping[int, tuple[Repeated, ...]]) -> None:
@@ -208,7 +207,7 @@ class Recorder:
         seen = self.seen[index]
         k, v = self._expanded(seen, row, layer) if self.latent else layer.held(row, kv_heads)
         asked = self._asked(seen.q[row, heads], queries)
-        return self._shown(seen, asked, k, v if self.needs.values else None, None)
+        return self._shown(seen, asked, k, v if self.needs.values else None, None, heads)
 
     def _expanded(self, seen: _Seen, row: int, layer: RetainedLayer) -> tuple[Tensor, Tensor | None]:
         """Keys and values (H, stored, d) that the model has made of the latents of one row."""
@@ -222,11 +221,13 @@ class Recorder:
         q = shown_columns(q, None if queries is None else queries[len(queries) - noted :])
         return q[:, max(0, q.shape[1] - (noted if self.needs.query_rows is None else self.needs.query_rows)) :]
 
-    def _shown(self, seen: _Seen, q: Tensor, k: Tensor, v: Tensor | None, lse: Tensor | None) -> LayerView:
-        accepts_tensor = self.needs.takes
+    def _shown(
+        self, seen: _Seen, q: Tensor, k: Tensor, v: Tensor | None, lse: Tensor | None, heads: slice = slice(None),
+    ) -> LayerView:
+        accepts_tensor, sinks = self.needs.takes, None if seen.sinks is None else seen.sinks[heads]
         if accepts_tensor is None or not all(accepts_tensor(tensor) for tensor in (q, k, v) if tensor is not None):
-            q, k, v, lse = on_host(q), on_host(k), on_host(v), on_host(lse)
-        return LayerView(q, k, v, seen.scaling, seen.softcap, lse)
+            q, k, v, lse, sinks = on_host(q), on_host(k), on_host(v), on_host(lse), on_host(sinks)
+        return LayerView(q, k, v, seen.scaling, seen.softcap, lse, sinks=sinks)
 
 
 # Who watches which attention module, and of which layer, for the time of one forward.
@@ -359,7 +360,7 @@ def flash_attention(
     plain = (
         1 < n == key.shape[2] and key.shape == value.shape and not options.get("dropout")
         and options.get("is_causal", None) in (None, True) and getattr(module, "is_causal", True)
-        and options.get("softcap") is None and options.get("position_bias") is None
+        and all(options.get(name) is None for name in ("softcap", "position_bias", "s_aux"))
     )
     kernel = getattr(torch.ops.aten, _KERNELS.get(query.device.type, ""), None)
     if not plain or kernel is None or torch.is_autocast_enabled(query.device.type):

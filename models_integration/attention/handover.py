@@ -34,7 +34,6 @@ _BY_SLOT = "its attention depends on the distance of slots, as with ALiBi: evict
 LATENTS = (
     "it stores one latent for all heads (MLA): use a policy that keeps one set for the model or for each layer"
 )
-_SINKS = "its attention has sinks, which this policy does not read: use keydiff, knorm, lagkv or streamingllm"
 _INDEXED = (
     "its indexer chooses the tokens that attention reads: use streamingllm, which keeps one set and reads no attention"
 )
@@ -49,8 +48,8 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
 
     Raises:
         SpecError: for a model with a layer that stores nothing of what it reads, or whose attention is handed other
-            tensors than its cache returned or has sinks, or without the layer that is observed; for a rehearsal's
-            template with an id that is not the model's.
+            tensors than its cache returned, or without the layer that is observed; for a rehearsal's template with an
+            id that is not the model's.
     """
     asked = () if needs.rehearsal is None else needs.rehearsal.template or ()
     for token_id in (token_id for part in asked for token_id in part):
@@ -59,8 +58,6 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
     handed = _handed(architecture)
     if handed.idle:
         raise SpecError("model", architecture.name, handed.idle)
-    if architecture.sinks and reads_attention(needs):
-        raise SpecError("model", architecture.name, _SINKS)
     if architecture.latent and granularity is Granularity.HEAD:
         raise SpecError("model", architecture.name, LATENTS)
     if architecture.indexed and (reads_attention(needs) or granularity is not Granularity.MODEL):

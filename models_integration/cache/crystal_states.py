@@ -181,7 +181,7 @@ class DecodeRule:
         """The state after a later segment, whose keys are the last of the view's."""
         return extend(
             replace(state, budget=self.budget), view.q, view.k, ids, self.sentence_ends, self.parameters, self.engine,
-            scaling=view.scaling, softcap=view.softcap,
+            scaling=view.scaling, softcap=view.softcap, sinks=view.sinks,
         )
 
     def before_step(self, policy: Policy, cache: RetainedCache) -> None:

@@ -82,8 +82,6 @@ class Architecture:
     """Whether an indexer chooses which tokens a query reads."""
     takes_positions: bool
     """Whether the decoder is passed position ids: see `decoder_inputs`."""
-    sinks: tuple[int, ...]
-    """Indices of the full-attention layers whose softmax has a sink for each head."""
     known_positions: bool
     """Whether keys are known to hold the positions of their tokens: rotated, or from a table."""
     wraps: bool
@@ -159,11 +157,10 @@ def describe(model: PreTrainedModel) -> Architecture:
     recurrent, latent = any(kind in (*RECURRENT, HYBRID) for kind in stated_types(config)), _has_latents(config)
     wraps = decoder is not _text_decoder(model)
     known = recurrent or (not wraps and _keeps_positions(decoder))
-    sinks = tuple(index for index in full if getattr(attention[index], "sinks", None) is not None)
     indexed = INDEXED in stated_types(config)
     return Architecture(
         type(model).__name__, decoder, config, attention, full, owners, recurrent, latent, indexed,
-        "position_ids" in decoder_inputs(decoder), sinks, known, wraps,
+        "position_ids" in decoder_inputs(decoder), known, wraps,
         all(getattr(module, "is_causal", True) for module in attention.values()), vocabulary, parts,
     )
 

@@ -137,7 +137,7 @@ def _scores(scorer: Scorer, layer: int, view: LayerView, B: int, seen: int) -> T
     at = np.arange(max(seen - view.q.shape[1], sinks), seen)
     weights = scorer.weigh(
         view.q[:, view.q.shape[1] - len(at) :], view.k[:, sinks:], cast(Tensor, view.v)[:, sinks:], at,
-        np.arange(seen, seen + scorer.N_future), scorer.inv_freq, scorer.factor, view.scaling,
+        np.arange(seen, seen + scorer.N_future), scorer.inv_freq, scorer.factor, view.scaling, view.sinks,
     )
     return pad(cast(Tensor, weights), (sinks, 0), value=torch.nan)
 

@@ -19,12 +19,14 @@ __all__ = [
 def attention(
     q: Float64[Cube, "H n_q d"], k: Float64[Cube, "H_kv n_k d"], query_positions: Int64[IntVector, " n_q"],
     key_positions: Int64[IntVector, " n_k"], scaling: float, softcap: float | None,
+    sinks: Float64[Vector, " H"] | None = None,
 ) -> Float64[Cube, "H n_q n_k"]:
     """Causal softmax weights; query head h reads KV head h // (H / H_kv).
 
     Implements: CC-ATTENTION
 
-    Source: Eq. 3, without the product with V. Causal by position: a query sees keys at its own position and before.
+    Source: Eq. 3, without the product with V. Causal by position: a query sees keys at its own position and before. A
+    head's sink is one more logit, which has no column.
     """
     # The query heads of one KV head stand below each other: its keys are read once for all of them.
     shared = q.reshape(k.shape[0], -1, q.shape[2])
@@ -32,9 +34,11 @@ def attention(
     if softcap is not None:
         logits = softcap * np.tanh(logits / softcap)
     logits = np.where(key_positions <= query_positions[:, None], logits, -np.inf)
+    if sinks is not None:
+        logits = np.concatenate([logits, np.broadcast_to(sinks[:, None, None], (*q.shape[:2], 1))], axis=2)
     powers = np.exp(logits - logits.max(axis=2, keepdims=True))
     A: Cube = powers / powers.sum(axis=2, keepdims=True)
-    return A
+    return A[:, :, : k.shape[1]]
 
 
 def salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) -> Float64[Vector, " Q"]:
@@ -123,6 +127,7 @@ def cross_neighbours(
 def coattention(
     q: Float[RawCube, "H n d"], k: Float[RawCube, "H_kv live d"], positions: Int64[IntVector, " live"],
     parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
+    sinks: Float64[Vector, " H"] | None = None,
 ) -> CoAttention:
     """S1 over a segment of n tokens whose keys are the last n of the live ones; chunks count from its first token.
 
@@ -139,7 +144,7 @@ def coattention(
         chunk = slice(c, min(c + parameters.C, n))
         first, last = before + c, before + chunk.stop
         A = attention(
-            wide_q[:, chunk], wide_k[:, :last], positions[first:last], positions[:last], scaling, softcap
+            wide_q[:, chunk], wide_k[:, :last], positions[first:last], positions[:last], scaling, softcap, sinks
         )
         S[chunk] = _SALIENCE[parameters.heads](A[:, :, first:], parameters)
         A_mean: Matrix = A.mean(axis=0)

@@ -25,14 +25,15 @@ __all__ = ["observe", "prefill"]
 def observe(
     stages: CrystalStages, q: DeviceArray, k: DeviceArray, ids: Int64[IntVector, " n"], ends: frozenset[int],
     parameters: CrystalCacheParameters, scaling: float, softcap: float | None, lse: DeviceArray | None = None,
+    sinks: DeviceArray | None = None,
 ) -> tuple[CoAttention, Float64[Vector, " n"], Trunks, TrunkGraph]:
     """S1, S3, S2 and S4 of a prompt, in Algorithm 2's order: all that no budget and no protection enters.
 
-    lse (H, n) is the forward's own, if it has it: see `spec.backend.CrystalStages.coattention`.
+    lse (H, n) and sinks (H,) are the forward's own, if it has some: see `spec.backend.CrystalStages.coattention`.
 
     Source: Algorithm 2, lines 1-52.
     """
-    coattention = stages.coattention(q, k, np.arange(len(ids)), parameters, scaling, softcap, lse)
+    coattention = stages.coattention(q, k, np.arange(len(ids)), parameters, scaling, softcap, lse, sinks)
     M = stages.impact(coattention.salience, ids, parameters)
     trunks = stages.trunks(coattention, M, np.isin(ids, sorted(ends)), parameters)
     return coattention, M, trunks, stages.graph(coattention, trunks, parameters)
@@ -42,6 +43,7 @@ def prefill(
     q: DeviceArray, k: DeviceArray, token_ids: Int64[IntVector, " n"], sentence_ends: frozenset[int],
     budget: float | int | str | Budget = 0.5, parameters: CrystalCacheParameters = PAPER,
     backend: str | Backend = "numpy", *, scaling: float | None = None, softcap: float | None = None,
+    sinks: DeviceArray | None = None,
 ) -> CrystalRetention:
     """Which positions of a prompt CrystalCache keeps, and every record that led there.
 
@@ -59,6 +61,7 @@ def prefill(
         backend: "numpy", another name, "module:ATTRIBUTE" or a Backend.
         scaling: that layer's factor on q.k; 1 / sqrt(d) when None.
         softcap: that layer's soft cap on the logits, if it has one.
+        sinks: logits of that layer's attention sinks, one for each query head, (H,), if it has some.
 
     Raises:
         SpecError: for an input that the specification does not admit, before any work.
@@ -77,7 +80,9 @@ def prefill(
     factor = q.shape[2] ** -0.5 if scaling is None else scaling
     check_scaling(factor, softcap)
 
-    coattention, M, trunks, graph = observe(stages, q, k, ids, ends, parameters, factor, softcap)
+    coattention, M, trunks, graph = observe(
+        stages, q, k, ids, ends, parameters, factor, softcap, sinks=sinks
+    )
     protected = protected_trunks(trunks.offsets, n, parameters.N_sink, parameters.W_recent)
     score = stages.score(graph.D, trunks.impact, protected, parameters)
     B = effective_budget(share, n, parameters.N_sink, parameters.W_recent)

@@ -78,7 +78,7 @@ def add_segment(
 def extend(
     state: DecodeState, q: DeviceArray, k: DeviceArray, token_ids: Int64[IntVector, " n"],
     sentence_ends: frozenset[int], parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "numpy", *,
-    scaling: float | None = None, softcap: float | None = None,
+    scaling: float | None = None, softcap: float | None = None, sinks: DeviceArray | None = None,
 ) -> DecodeState:
     """The state after a segment of n tokens: the tail is trunked, the segment joins, and S5 and S6 run on all.
 
@@ -96,6 +96,7 @@ def extend(
         backend: as for `prefill`; it needs the families crystal and breath.
         scaling: that layer's factor on q.k; 1 / sqrt(d) when None.
         softcap: that layer's soft cap on the logits, if it has one.
+        sinks: logits of that layer's attention sinks, one for each query head, (H,), if it has some.
 
     Raises:
         SpecError: for an input that the specification does not admit; the state is never changed.
@@ -111,7 +112,7 @@ def extend(
     factor = q.shape[2] ** -0.5 if scaling is None else scaling
     check_scaling(factor, softcap)
 
-    found = engine.require_crystal().coattention(q, k, positions, parameters, factor, softcap)
+    found = engine.require_crystal().coattention(q, k, positions, parameters, factor, softcap, None, sinks)
     norms = breath.inverse_key_norms(k[:, len(positions) - n :])
     before = join_tail(state, ends, parameters, engine)
     after = add_segment(before, found, ids, ends, norms, parameters, engine)

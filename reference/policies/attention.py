@@ -11,7 +11,7 @@ from spec.policy import DeviceArray, LayerView
 __all__ = [
     "accumulated_attention", "average_pool", "group_maximum", "group_mean", "group_sum", "largest_attention",
     "max_pool", "mean_rotation", "observed_attention", "received_attention", "softmax", "tables", "turned_back",
-    "unrotated", "wide",
+    "unrotated", "wide", "wide_sinks",
 ]
 
 
@@ -22,6 +22,11 @@ def wide(array: DeviceArray) -> Float64[Cube, "H n d"]:
     """Float64 on the host, whatever came."""
     cube: Cube = np.asarray(array.double().cpu() if hasattr(array, "cpu") else array, dtype=np.float64)
     return cube
+
+
+def wide_sinks(sinks: DeviceArray | None) -> Float64[Vector, " H"] | None:
+    """The same of a layer's sinks, if it has some."""
+    return None if sinks is None else wide(sinks[:, None, None]).ravel()
 
 
 def observed_attention(view: LayerView, W: int) -> Float64[Cube, "H w n"]:
@@ -35,7 +40,7 @@ def observed_attention(view: LayerView, W: int) -> Float64[Cube, "H w n"]:
     n = k.shape[1]
     q = wide(view.q)[:, -min(W, n) :]
     positions = np.arange(n)
-    return attention(q, k, positions[n - q.shape[1] :], positions, view.scaling, view.softcap)
+    return attention(q, k, positions[n - q.shape[1] :], positions, view.scaling, view.softcap, wide_sinks(view.sinks))
 
 
 def accumulated_attention(view: LayerView) -> Float64[Matrix, "H n"]:
@@ -53,45 +58,49 @@ def accumulated_attention(view: LayerView) -> Float64[Matrix, "H n"]:
 
 def _blocks(view: LayerView) -> Iterator[tuple[slice, slice, Float64[Cube, "H rows visible"]]]:
     """Some of the queries, the keys that these may see, and their weights on these."""
-    q, k = wide(view.q), wide(view.k)
+    q, k, sinks = wide(view.q), wide(view.k), wide_sinks(view.sinks)
     positions, before = np.arange(k.shape[1]), k.shape[1] - q.shape[1]
     for first in range(0, q.shape[1], _ROWS):
         rows = slice(first, first + _ROWS)
         asked = positions[before:][rows]
         visible = slice(int(asked[-1]) + 1)
         yield rows, visible, attention(
-            q[:, rows], k[:, visible], asked, positions[visible], view.scaling, view.softcap
+            q[:, rows], k[:, visible], asked, positions[visible], view.scaling, view.softcap, sinks
         )
 
 
 def received_attention(
-    q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None,
+    q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, sinks: DeviceArray | None = None,
 ) -> Float64[Matrix, "H_kv n"]:
     """The same per KV head, summed over its query heads: the stage `received_attention`.
 
     Implements: PO-OBSERVED-ATTENTION
     """
-    return group_sum(accumulated_attention(LayerView(q, k, None, scaling, softcap)), len(k))
+    return group_sum(accumulated_attention(LayerView(q, k, None, scaling, softcap, sinks=sinks)), len(k))
 
 
 def largest_attention(
     q: DeviceArray, k: DeviceArray, norms: Float64[Vector, " m"], scaling: float, softcap: float | None,
+    sinks: DeviceArray | None = None,
 ) -> Float64[Matrix, "H n"]:
     """The largest weight that one of the m queries gives each key, over that query's norm: `largest_attention`.
 
     Implements: PO-KVZIP, PO-KVZIP-PLUS
     """
     largest = np.zeros((q.shape[0], k.shape[1]))
-    for rows, visible, A in _blocks(LayerView(q, k, None, scaling, softcap)):
+    for rows, visible, A in _blocks(LayerView(q, k, None, scaling, softcap, sinks=sinks)):
         found = largest[:, visible]
         np.maximum(found, (A / norms[rows, None]).max(axis=1), out=found)
     return largest
 
 
-def softmax(x: Float64[Matrix, "rows n"]) -> Float64[Matrix, "rows n"]:
-    """Along each row."""
-    powers = np.exp(x - x.max(axis=1, keepdims=True))
-    weights: Matrix = powers / powers.sum(axis=1, keepdims=True)
+def softmax(
+    x: Float64[Matrix, "rows n"], sinks: Float64[Vector, " rows"] | None = None,
+) -> Float64[Matrix, "rows n"]:
+    """Along each row, with the row's sink as one more logit."""
+    logits = x if sinks is None else np.column_stack([x, sinks])
+    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+    weights: Matrix = (powers / powers.sum(axis=1, keepdims=True))[:, : x.shape[1]]
     return weights
 
 

@@ -23,7 +23,7 @@ def caote_error(alpha: Float64[Matrix, "H_kv n"], v: Float64[Cube, "H_kv n d"]) 
 
     Implements: PO-CAOTE
 
-    Source: CAOTE, Theorem 3.2; CrystalCache, Eq. 7. alpha sums to 1.
+    Source: CAOTE, Theorem 3.2; CrystalCache, Eq. 7. alpha sums to 1, with the weight of the sink, whose value is 0.
     """
     X = (alpha[:, :, None] * v).sum(axis=1, keepdims=True)
     distance = np.sqrt(((X - v) ** 2).sum(axis=2))

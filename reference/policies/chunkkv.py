@@ -76,7 +76,7 @@ def window_members(view: LayerView, W: int) -> Float64[Matrix, "one n"]:
 
 def all_members(view: LayerView, received: Received = received_attention) -> Float64[Matrix, "one n"]:
     """All queries' attention, summed over queries and all heads of the layer."""
-    total: Matrix = received(view.q, view.k, view.scaling, view.softcap).sum(axis=0, keepdims=True)
+    total: Matrix = received(view.q, view.k, view.scaling, view.softcap, view.sinks).sum(axis=0, keepdims=True)
     return total
 
 

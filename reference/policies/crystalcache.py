@@ -45,7 +45,7 @@ class CrystalScorer:
         ids = check_token_ids(observation.token_ids, observation.seen)
         coattention, M, trunks, graph = observe(
             self.stages, view.q, view.k, ids, self.sentence_ends, self.parameters, view.scaling, view.softcap,
-            view.lse,
+            view.lse, view.sinks,
         )
         pinned = touched_units(protected, trunks.offsets)
         scores = self.stages.score(graph.D, trunks.impact, pinned, self.parameters)

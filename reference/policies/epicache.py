@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 
 from reference.crystalcache.coattention import attention
-from reference.policies.attention import group_maximum, wide
+from reference.policies.attention import group_maximum, wide, wide_sinks
 from reference.policies.budgets import Competition
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer
@@ -26,7 +26,7 @@ def epicache_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
     """
     q, k = wide(view.q), wide(view.k)
     n = k.shape[1]
-    A = attention(q, k, np.full(q.shape[1], n), np.arange(n), view.scaling, view.softcap)
+    A = attention(q, k, np.full(q.shape[1], n), np.arange(n), view.scaling, view.softcap, wide_sinks(view.sinks))
     largest: Matrix = group_maximum(A, len(k)).max(axis=1)
     return largest
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from reference.policies.attention import group_mean, mean_rotation, softmax, tables, turned_back, wide
+from reference.policies.attention import group_mean, mean_rotation, softmax, tables, turned_back, wide, wide_sinks
 from reference.policies.budgets import even
 from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
@@ -52,7 +52,7 @@ def expected_logits(
 
 def expected_weights(
     q: DeviceArray, k: DeviceArray, v: DeviceArray, at: Int64[IntVector, " m"], ahead: Int64[IntVector, " N_future"],
-    inv_freq: Float64[Vector, " half"], factor: float, scaling: float,
+    inv_freq: Float64[Vector, " half"], factor: float, scaling: float, sinks: DeviceArray | None = None,
 ) -> Float64[Matrix, "H_kv n"]:
     """The stage `expected_attention`: the softmax over the keys, averaged over the group, times the value's norm.
 
@@ -67,13 +67,13 @@ def expected_weights(
         mean, covariance = query_statistics(back)
         keys = wide(k[head // group : head // group + 1])
         found.append(expected_logits(mean @ R.T, R @ covariance @ R.T, keys, scaling))
-    weights = group_mean(softmax(np.concatenate(found)), len(k))
+    weights = group_mean(softmax(np.concatenate(found), wide_sinks(sinks)), len(k))
     weighted: Matrix = weights * np.sqrt(np.einsum("hnd,hnd->hn", values, values))
     return weighted
 
 
 Weigh = Callable[
-    [DeviceArray, DeviceArray, DeviceArray, IntVector, IntVector, Vector, float, float], Matrix,
+    [DeviceArray, DeviceArray, DeviceArray, IntVector, IntVector, Vector, float, float, DeviceArray | None], Matrix,
 ]
 
 
@@ -109,7 +109,7 @@ class ExpectedAttention:
         at = np.arange(max(seen - view.q.shape[1], self.N_sink), seen)
         scores[:, self.N_sink :] = self.weigh(
             view.q[:, view.q.shape[1] - len(at) :], view.k[:, self.N_sink :], view.v[:, self.N_sink :], at,
-            np.arange(seen, seen + self.N_future), self.inv_freq, self.factor, view.scaling,
+            np.arange(seen, seen + self.N_future), self.inv_freq, self.factor, view.scaling, view.sinks,
         )
         return scores
 

@@ -28,7 +28,7 @@ def h2o_score(view: LayerView, received: Received = received_attention) -> Float
 
     Source: H2O, Section 4; CrystalCache, Eq. 5.
     """
-    return received(view.q, view.k, view.scaling, view.softcap)
+    return received(view.q, view.k, view.scaling, view.softcap, view.sinks)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from spec.retention import Granularity
 
 __all__ = ["KVzipPlus", "kvzip", "kvzip_plus", "kvzip_plus_score", "kvzip_score", "kvzip_uniform", "rehearsal_chunks"]
 
-Largest = Callable[[DeviceArray, DeviceArray, Vector, float, float | None], Matrix]
+Largest = Callable[[DeviceArray, DeviceArray, Vector, float, float | None, DeviceArray | None], Matrix]
 
 
 def rehearsal_chunks(
@@ -59,7 +59,7 @@ def _attended(
     k = np.asarray(view.k)
     for repeat in repeats:
         keys = np.concatenate([k[:, :N_sink], k[:, repeat.start : repeat.stop], np.asarray(repeat.k)], axis=1)
-        A = largest(repeat.q, keys, repeat.norms, view.scaling, view.softcap)
+        A = largest(repeat.q, keys, repeat.norms, view.scaling, view.softcap, view.sinks)
         yield slice(repeat.start, repeat.stop), A[:, None, N_sink : N_sink + repeat.stop - repeat.start]
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from reference.policies.attention import group_maximum, max_pool, softmax, wide
+from reference.policies.attention import group_maximum, max_pool, softmax, wide, wide_sinks
 from reference.policies.budgets import even
 from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
@@ -38,7 +38,10 @@ def rkv_importance(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_k
     if view.softcap is not None:
         logits = view.softcap * np.tanh(logits / view.softcap)
     largest = group_maximum(logits, len(k))
-    A = softmax(largest.reshape(-1, past.shape[1])).reshape(largest.shape)
+    sinks = wide_sinks(view.sinks)
+    if sinks is not None:
+        sinks = np.repeat(group_maximum(sinks[:, None, None], len(k)), q.shape[1])
+    A = softmax(largest.reshape(-1, past.shape[1]), sinks).reshape(largest.shape)
     return max_pool(A.mean(axis=1), kernel)
 
 

@@ -17,7 +17,7 @@ __all__ = [
 
 
 Score = Callable[[LayerView], Matrix]
-Received = Callable[[DeviceArray, DeviceArray, float, float | None], Matrix]
+Received = Callable[[DeviceArray, DeviceArray, float, float | None, DeviceArray | None], Matrix]
 
 
 @dataclass(frozen=True)

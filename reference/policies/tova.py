@@ -24,7 +24,7 @@ def tova_score(view: LayerView, received: Received = received_attention) -> Floa
     Source: TOVA, Section 3.2.
     """
     last = view.q[:, view.q.shape[1] - 1 :]
-    total: Matrix = received(last, view.k, view.scaling, view.softcap).sum(axis=0, keepdims=True)
+    total: Matrix = received(last, view.k, view.scaling, view.softcap, view.sinks).sum(axis=0, keepdims=True)
     return total / len(view.q)
 
 

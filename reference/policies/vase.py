@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from reference.crystalcache.coattention import attention
-from reference.policies.attention import average_pool, group_mean, wide
+from reference.policies.attention import average_pool, group_mean, wide, wide_sinks
 from reference.policies.budgets import even
 from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
@@ -48,7 +48,7 @@ def window_attention(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H
     if not past.shape[1]:
         return np.zeros((len(k), 0))
     at = np.arange(k.shape[1])
-    A = attention(q, past, at[past.shape[1] :], at[: past.shape[1]], view.scaling, view.softcap)
+    A = attention(q, past, at[past.shape[1] :], at[: past.shape[1]], view.scaling, view.softcap, wide_sinks(view.sinks))
     return group_mean(average_pool(A.mean(axis=1), kernel), len(k))
 
 

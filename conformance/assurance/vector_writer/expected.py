@@ -44,7 +44,7 @@ def intra(i: Json, p: CrystalCacheParameters) -> Results:
 
 
 def coattention(i: Json, p: CrystalCacheParameters) -> Results:
-    found = s1.coattention(i["q"], i["k"], i["positions"], p, i["scaling"], i["softcap"])
+    found = s1.coattention(i["q"], i["k"], i["positions"], p, i["scaling"], i["softcap"], i.get("sinks"))
     index, weight = padded(found.intra, p.k_intra)
     late, late_weight = padded(found.cross, p.k_cross)
     return {"start": found.start, "salience": found.salience, "intra": index, "intra_weight": weight,
@@ -121,7 +121,7 @@ def prefill(i: Json, p: CrystalCacheParameters) -> Results:
     n = len(i["token_ids"])
     B = s6.tokens(i["budget"], n)
     found = pipeline.prefill(
-        i["q"], i["k"], i["token_ids"], set(i["sentence_ends"]), B, p, i["scaling"], i["softcap"]
+        i["q"], i["k"], i["token_ids"], set(i["sentence_ends"]), B, p, i["scaling"], i["softcap"], i.get("sinks")
     )
     return {
         "kept": found.eviction.kept, "budget": found.budget,

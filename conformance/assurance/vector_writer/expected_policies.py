@@ -21,8 +21,8 @@ HALF = Fraction(1, 2)
 
 def layers(i: Json) -> list[oracle.Layer]:
     return [
-        {"q": q, "k": k, "v": v, "scaling": i["scaling"]}
-        for q, k, v in zip(i["q"], i["k"], i["v"], strict=True)
+        {"q": q, "k": k, "v": v, "scaling": i["scaling"], "sinks": sinks}
+        for q, k, v, sinks in zip(i["q"], i["k"], i["v"], i.get("sinks", [None] * len(i["q"])), strict=True)
     ]
 
 
@@ -54,7 +54,8 @@ def rehearsed(i: Json) -> Json:
     """Shares of all layers together; with W_o as KVzip+ has it."""
     rows = []
     for at, k in enumerate(i["k"]):
-        layer: oracle.Layer = {"k": k, "scaling": i["scaling"], "v": i["v"][at] if "v" in i else None, "repeats": [
+        sinks, v = i["sinks"][at] if "sinks" in i else None, i["v"][at] if "v" in i else None
+        layer: oracle.Layer = {"k": k, "scaling": i["scaling"], "v": v, "sinks": sinks, "repeats": [
             {"start": start, "stop": stop, "q": i["repeat_q"][part][at], "k": i["repeat_k"][part][at],
              "norms": i["norms"][part][at] if "norms" in i else None}
             for part, (start, stop) in enumerate(i["chunks"])

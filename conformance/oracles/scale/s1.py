@@ -44,7 +44,7 @@ class Scored:
 
 def coattention(
     q: Any, k: Any, positions: IntVector, p: CrystalCacheParameters, scaling: float, softcap: float | None,
-    row_error: RowError, cosine_error: CosineError, mean_error: float,
+    row_error: RowError, cosine_error: CosineError, mean_error: float, sinks: Any = None,
 ) -> Scored:
     """CC-ATTENTION to CC-CROSS.
 
@@ -58,7 +58,7 @@ def coattention(
         first, last = before + c, before + stop
         error = row_error(q[:, c:stop], k[:, :last])
         mean, sums, wide = _chunk(
-            q[:, c:stop], k[:, :last], positions[first:last], positions[:last], first, scaling, softcap, error
+            q[:, c:stop], k[:, :last], positions[first:last], positions[:last], first, scaling, softcap, error, sinks
         )
         top = np.sort(sums, axis=0)[::-1][: p.k_heads]
         share = max(1, min(p.k_heads, len(q))) if p.heads == "mean" else 1
@@ -80,7 +80,7 @@ def coattention(
 
 def _chunk(
     q: Any, k: Any, at: IntVector, keys_at: IntVector, first: int, scaling: float, softcap: float | None,
-    error: Vector,
+    error: Vector, sinks: Any,
 ) -> tuple[Matrix, Matrix, Matrix]:
     """Head means (Q, live); column sums of the own keys by head (H, Q); the same with rows times their error."""
     H, group = len(q), len(q) // len(k)
@@ -95,9 +95,9 @@ def _chunk(
             if softcap is not None:
                 x = softcap * np.tanh(x / softcap)
             x[hidden] = -np.inf
-            x -= x.max(axis=1, keepdims=True)
-            np.exp(x, out=x)
-            x /= x.sum(axis=1, keepdims=True)
+            top = x.max(axis=1, keepdims=True)
+            np.exp(x - top, out=x)
+            x /= x.sum(axis=1, keepdims=True) + (0.0 if sinks is None else np.exp(float(sinks[h]) - top))
             mean += x
             own = x[:, first:]
             sums[h], wide[h] = own.sum(axis=0), error @ own
@@ -141,7 +141,7 @@ def _joined(parts: list[Ranked]) -> Ranked:
 
 
 def log_sum_exp(q: Any, k: Any, positions: IntVector, scaling: float, softcap: float | None) -> Matrix:
-    """The natural logarithm of the denominators of Eq. 3, (H, n)."""
+    """The natural logarithm of the denominators of Eq. 3 without sinks, (H, n)."""
     n, group = q.shape[1], len(q) // len(k)
     hidden = positions[None, :] > positions[len(positions) - n :, None]
     found = np.empty(q.shape[:2])

@@ -12,7 +12,7 @@ from spec.parameters import NestedKVParameters
 SMALL = 2.0**-16
 
 
-def attended(q: Any, k: Any, scaling: float, softcap: float | None) -> Cube:
+def attended(q: Any, k: Any, scaling: float, softcap: float | None, sinks: Any = None) -> Cube:
     """PO-OBSERVED-ATTENTION: the softmax of the last queries over the keys up to each, (H, queries, n)."""
     n, group = q.shape[1], len(q) // len(k)
     ahead = np.triu(np.ones((k.shape[1], k.shape[1]), dtype=np.bool_), 1)[k.shape[1] - n :]
@@ -20,13 +20,16 @@ def attended(q: Any, k: Any, scaling: float, softcap: float | None) -> Cube:
     for h in range(len(q)):
         x = q[h].astype(np.float64) @ k[h // group].astype(np.float64).T * scaling
         x = x if softcap is None else softcap * np.tanh(x / softcap)
-        power = np.where(ahead, 0.0, np.exp(x - x.max(axis=1, keepdims=True, where=~ahead, initial=-np.inf)))
-        found[h] = power / power.sum(axis=1, keepdims=True)
+        top = x.max(axis=1, keepdims=True, where=~ahead, initial=-np.inf)
+        power = np.where(ahead, 0.0, np.exp(x - top))
+        beside = 0.0 if sinks is None else np.exp(float(sinks[h]) - top)
+        found[h] = power / (power.sum(axis=1, keepdims=True) + beside)
     return found
 
 
 def expected(
     q: Any, k: Any, v: Any, at: IntVector, ahead: IntVector, inv_freq: Vector, factor: float, scaling: float,
+    sinks: Any = None,
 ) -> tuple[Matrix, float]:
     """PO-EXPECTED-ATTENTION of the tokens after the sinks, and the largest mass of a logit's terms.
 
@@ -42,7 +45,8 @@ def expected(
         onto = scaling * turned @ key.T
         z = onto.mean(axis=0) + onto.var(axis=0) / 2
         power = np.exp(z - z.max())
-        found[h // group] += power / power.sum() / group
+        beside = 0.0 if sinks is None else np.exp(float(sinks[h]) - z.max())
+        found[h // group] += power / (power.sum() + beside) / group
         size = scaling * np.sqrt((x * x).sum(axis=1)).max() * np.sqrt((key * key).sum(axis=1)).max()
         mass = max(mass, size + size**2)
     return found * np.sqrt((v.astype(np.float64) ** 2).sum(axis=2)), mass

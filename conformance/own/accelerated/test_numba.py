@@ -48,7 +48,7 @@ def sized(inputs: AttentionInputs, **sizes: Any) -> CoAttention:
         for name, value in sizes.items():
             patch.setattr(s1, name, value)
         return s1.coattention(
-            inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap
+            inputs.q, inputs.k, inputs.positions, inputs.parameters, inputs.scaling, inputs.softcap, None, inputs.sinks
         )
 
 

@@ -25,7 +25,7 @@ from conformance.assurance.policy_cases import CASES
 from conformance.checks import stage_checks
 from conformance.own.models_integration.session import test_device as sessions
 from conformance.strategies.numbers import keys
-from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation
+from conformance.strategies.policy_inputs import Inputs, decided, drawn, observation, with_sinks
 from conformance.strategies.prompts import AttentionInputs
 from conformance.tolerances import scores_agree
 from models_integration.cache.device_compaction import read_retentions
@@ -52,9 +52,9 @@ TWINS = [
 @pytest.mark.parametrize("name", TWINS)
 @pytest.mark.parametrize("seed", range(30))
 def test_kept_sets_are_those_of_brute_force(name: str, seed: int) -> None:
-    case, inputs = CASES[name], drawn(seed)
+    case, inputs = CASES[name], with_sinks(drawn(seed), seed)
     if inputs.n < case.least:
-        inputs = drawn(seed, n=case.least)
+        inputs = with_sinks(drawn(seed, n=case.least), seed)
     B = max(case.floor, (inputs.n + 1) // 2)
     assert decided(with_twins(case.policy(inputs), BACKEND), inputs, B) == case.expected(inputs, B)
 
@@ -69,9 +69,9 @@ ON_DEVICE = [
 @pytest.mark.parametrize("seed", range(20))
 def test_kept_sets_that_are_chosen_on_the_device_are_those_of_brute_force(name: str, seed: int) -> None:
     """Each layer by itself, as a session decides; the host reads positions alone."""
-    case, inputs = CASES[name], drawn(seed)
+    case, inputs = CASES[name], with_sinks(drawn(seed), seed)
     if inputs.n < case.least:
-        inputs = drawn(seed, n=case.least)
+        inputs = with_sinks(drawn(seed, n=case.least), seed)
     policy, B = case.policy(inputs), max(case.floor, (inputs.n + 1) // 2)
     whole, L = observation(policy, of_type(inputs, torch.from_numpy)), len(inputs.layers)
     found = [
@@ -83,8 +83,13 @@ def test_kept_sets_that_are_chosen_on_the_device_are_those_of_brute_force(name: 
 
 
 def of_type(inputs: Inputs, make: Callable[[Any], Any]) -> Inputs:
-    """The same with q, k and v of another type."""
-    layers = [replace(view, q=make(view.q), k=make(view.k), v=make(view.v)) for view in inputs.layers]
+    """The same with q, k, v and sinks of another type."""
+    layers = [
+        replace(
+            view, q=make(view.q), k=make(view.k), v=make(view.v),
+            sinks=None if view.sinks is None else make(view.sinks),
+        ) for view in inputs.layers
+    ]
     return replace(inputs, layers=layers)
 
 

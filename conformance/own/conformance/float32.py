@@ -16,14 +16,14 @@ from spec.arrays import IntVector
 from spec.backend import Backend
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention
-from spec.validate import check_attention_inputs, check_lse
+from spec.validate import check_attention_inputs, check_lse, check_sinks
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Distortion: TypeAlias = Callable[[Array, Array], tuple[Array, Array]]
 
 
 def _block(
-    q: Array, k: Array, first: int, rows: slice, scaling: float, softcap: float | None,
+    q: Array, k: Array, first: int, rows: slice, scaling: float, softcap: float | None, sinks: Array | None,
 ) -> Array:
     """Attention of the queries `rows` in float32, key by key summed in another order than the reference's."""
     shared = np.repeat(k, len(q) // len(k), axis=0)[:, : first + rows.stop]
@@ -31,8 +31,10 @@ def _block(
     if softcap is not None:
         x = np.float32(softcap) * np.tanh(x / np.float32(softcap))
     later = np.arange(first + rows.stop) > first + np.arange(rows.start, rows.stop)[:, None]
-    powers = np.exp(np.where(later, np.float32(-np.inf), x - np.where(later, -np.inf, x).max(2, keepdims=True)))
-    A: Array = powers.astype(np.float32) / powers.sum(2, keepdims=True, dtype=np.float32)
+    top = np.where(later, -np.inf, x).max(2, keepdims=True)
+    powers = np.exp(np.where(later, np.float32(-np.inf), x - top))
+    beside = 0.0 if sinks is None else np.exp(sinks[:, None, None] - top).astype(np.float32)
+    A: Array = powers.astype(np.float32) / (powers.sum(2, keepdims=True, dtype=np.float32) + beside)
     return A
 
 
@@ -42,17 +44,18 @@ class _Float32Stages(type(REFERENCE.require_crystal())):  # type: ignore[misc]  
 
     def coattention(
         self, q: Array, k: Array, positions: IntVector, p: CrystalCacheParameters, scaling: float,
-        softcap: float | None, lse: Array | None = None, /,
+        softcap: float | None, lse: Array | None = None, sinks: Array | None = None, /,
     ) -> CoAttention:
         check_attention_inputs(q, k)
         check_lse(lse, q)
+        check_sinks(sinks, q)
         q, k = self.distort(q.astype(np.float32), k.astype(np.float32))
         n, before = q.shape[1], k.shape[1] - q.shape[1]
         S: list[float] = []
         intra, cross = [], []
         for c in range(0, n, p.C):
             rows = slice(c, min(c + p.C, n))
-            A = _block(q, k, before, rows, scaling, softcap)
+            A = _block(q, k, before, rows, scaling, softcap, sinks)
             own = A[:, :, before + c :]
             top = np.sort(own[:, ::-1].sum(1, dtype=np.float32), axis=0)[::-1][: p.k_heads]
             S += np.clip(top.sum(0, dtype=np.float32), p.M_min, p.M_max).tolist()

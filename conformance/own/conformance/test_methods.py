@@ -36,7 +36,7 @@ from conformance.oracles.boxes import (
     surely,
 )
 from conformance.policy_suite import test_method
-from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, in_chunks, named, of_model
+from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, in_chunks, named, of_model, with_sinks
 from reference.policies import policy_from_score
 from reference.policies.names import POLICIES
 from reference.policies.protections import SinkAndRecent
@@ -133,7 +133,7 @@ def test_every_method_can_be_named_and_its_equation_evaluated(brute: Any) -> Non
 def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
     engine = Engine(shlex.join([sys.executable, "-m", "conformance.engine.serve", "numpy"]), 60.0)
     try:
-        inputs, B, scored = rounded(drawn(1, 70, 1, (2, 1))), 66, set[str]()
+        inputs, B, scored = with_sinks(rounded(drawn(1, 70, 1, (2, 1))), 0), 66, set[str]()
         for op in method_ops():
             method = Method(op.partition(".")[2])
             each = replace(inputs, steps=3 * (method.name in DECODED))
@@ -213,9 +213,9 @@ PLANTED = [
     ("snapkv", ".sum(axis=1)", ".max(axis=1)"),
     ("snapkv", "SinkAndRecent(0, W)", "SinkAndRecent(0, W - 1)"),
     ("h2o", "partial(recent_half, choose", "partial(top_tokens, choose"),
-    ("h2o", "view.softcap)", "view.softcap) / np.arange(view.k.shape[1], 0, -1)"),
+    ("h2o", "view.sinks)", "view.sinks) / np.arange(view.k.shape[1], 0, -1)"),
     ("h2o", "received(view.q,", "received(view.q[:, -1:],"),
-    ("h2o", "view.scaling, view.softcap)", "view.scaling, None)"),
+    ("h2o", "view.softcap, view.sinks)", "None, view.sinks)"),
     ("tova", ".sum(axis=0, keepdims=True)", ".max(axis=0, keepdims=True)"),
     ("tova", "SinkAndRecent(0, 0)", "SinkAndRecent(0, 1)"),
     ("keydiff", "anchor = unit.mean(", "anchor = wide(view.k).mean("),
@@ -280,7 +280,7 @@ SENT = [
 
 EXPLAINED = [
     ("snapkv", "max_pool", "average_pool", 'pooling="average"'),
-    ("h2o", "view.softcap)", "view.softcap) / np.arange(view.k.shape[1], 0, -1)", 'sums="mean", decode="never"'),
+    ("h2o", "view.sinks)", "view.sinks) / np.arange(view.k.shape[1], 0, -1)", 'sums="mean", decode="never"'),
     ("h2o", "partial(recent_half, choose", "partial(top_tokens, choose", 'recent="none"'),
     ("h2o", "Cadence(every=1)", "Cadence()", 'decode="never"'),
     ("tova", "SinkAndRecent(0, 0)", "SinkAndRecent(0, 1)", 'last="kept"'),

@@ -28,7 +28,7 @@ from conformance.own.reference import test_scale_reference as reference_cases
 from conformance.paths import ROOT
 from conformance.strategies.decoding import decode_parameters, flags, graphs, inverse_norms
 from conformance.strategies.numbers import Numbers
-from conformance.strategies.policy_inputs import drawn
+from conformance.strategies.policy_inputs import drawn, with_sinks
 from conformance.strategies.prompts import AttentionInputs, attention_inputs, later_segments
 from conformance.strategies.scale_attention import RANKS, Shape
 from conformance.strategies.scale_tables import FAR_IDS
@@ -61,10 +61,11 @@ def test_attention(inputs: AttentionInputs) -> None:
     p = inputs.parameters
     found = scale_s1.coattention(
         inputs.q, inputs.k, inputs.positions, p, inputs.scaling, inputs.softcap,
-        lambda q, k: np.full(q.shape[1], 1e-12), lambda error, Q: np.full((Q, Q), 1e-12), 0.0,
+        lambda q, k: np.full(q.shape[1], 1e-12), lambda error, Q: np.full((Q, Q), 1e-12), 0.0, inputs.sinks,
     )
     want = s1.coattention(
-        inputs.q.tolist(), inputs.k.tolist(), inputs.positions.tolist(), p, inputs.scaling, inputs.softcap
+        inputs.q.tolist(), inputs.k.tolist(), inputs.positions.tolist(), p, inputs.scaling, inputs.softcap,
+        inputs.sinks,
     )
     assert found.start == want.start
     assert same(found.salience, want.salience)
@@ -202,15 +203,17 @@ def test_nestedkv(seed: int, n: int) -> None:
 @given(seed=st.integers(0, 2**32 - 1))
 def test_policies(seed: int) -> None:
     """PO-OBSERVED-ATTENTION, PO-EXPECTED-ATTENTION without sinks, and PO-TOP-UNITS of single tokens."""
-    inputs = drawn(seed)
+    inputs = with_sinks(drawn(seed), seed)
     view = inputs.layers[0]
-    found = selectors.attended(view.q, view.k, view.scaling, view.softcap)
+    found = selectors.attended(view.q, view.k, view.scaling, view.softcap, view.sinks)
     want = np.array(brute_policies.last_rows(plain(view), inputs.n))
     assert found.shape == want.shape
     assert np.abs(found - want).max() < 1e-12
     numbers, n = Numbers(seed), inputs.n
     turns = inputs.inv_freq, inputs.factor
-    scores, _ = selectors.expected(view.q, view.k, view.v, np.arange(n), np.arange(n, n + 5), *turns, view.scaling)
+    scores, _ = selectors.expected(
+        view.q, view.k, view.v, np.arange(n), np.arange(n, n + 5), *turns, view.scaling, view.sinks
+    )
     brute = brute_expected_attention(plain(view), inputs.inv_freq.tolist(), inputs.factor, 0, 5)
     assert np.abs(scores - np.array(brute)).max() < 1e-12
     s, shut = numbers.integers(0, 4, n) / 4, numbers.integers(0, 5, n) == 0

@@ -57,8 +57,8 @@ class _Crashing(_Over):
 class _ManyHeads(_Over):
     """Heads beyond the sixteenth say nothing."""
 
-    def received_attention(self, q: Any, k: Any, scaling: float, softcap: float | None, /) -> Any:
-        found = self._right.received_attention(q, k, scaling, softcap)
+    def received_attention(self, q: Any, k: Any, scaling: float, softcap: float | None, sinks: Any = None, /) -> Any:
+        found = self._right.received_attention(q, k, scaling, softcap, sinks)
         return np.where(np.arange(len(k))[:, None] < HEADS, found, 0.0)
 
 

@@ -29,7 +29,7 @@ from conformance.methods.snapkv import snapkv as brute_snapkv
 from conformance.methods.tova import tova as brute_tova
 from conformance.paths import ROOT, SPEC
 from conformance.plugin import sparingly
-from conformance.strategies.policy_inputs import Inputs, decided, drawn
+from conformance.strategies.policy_inputs import Inputs, decided, drawn, with_sinks
 from conformance.tolerances import scores_agree
 from reference.policies import attention
 from reference.policies.adakv import adakv_score
@@ -54,7 +54,7 @@ CLOSE = ("DV-", "NK-ABLATIONS", "TA-")
 
 def compare_kept_sets(name: str, seed: int, B: int) -> None:
     case = CASES[name]
-    inputs = drawn(seed, n=3 + seed % 20 if case.item.startswith(CLOSE) else None)
+    inputs = with_sinks(drawn(seed, n=3 + seed % 20 if case.item.startswith(CLOSE) else None), seed)
     assume(inputs.n >= case.least)
     assert decided(case.policy(inputs), inputs, B) == case.expected(inputs, max(B, case.floor))
 

@@ -45,15 +45,15 @@ SIZES = [17, 33, 65, 129, 257, 1_025, 5_000]
 @pytest.mark.spec("PO-OBSERVED-ATTENTION")
 @pytest.mark.parametrize("shape", [
     Shape("three-of-nine", 9, 3, 64, 700), Shape("twenty", 20, 20, 64, 300),
-    Shape("capped", 8, 1, 64, 400, softcap=30.0),
+    Shape("capped", 8, 1, 64, 400, softcap=30.0, sinks=True),
 ], ids=str)
 def test_attention_of_hundreds_of_queries(shape: Shape) -> None:
     """All together, in windows of any length, and the later ones alone."""
     inputs = laddered(shape)
     q, k = inputs.q, inputs.k
-    want = selectors.attended(q, k, inputs.scaling, inputs.softcap)
-    view = LayerView(q, k, None, inputs.scaling, inputs.softcap)
-    late = LayerView(np.ascontiguousarray(q[:, 10:]), k, None, inputs.scaling, inputs.softcap)
+    want = selectors.attended(q, k, inputs.scaling, inputs.softcap, inputs.sinks)
+    view = LayerView(q, k, None, inputs.scaling, inputs.softcap, sinks=inputs.sinks)
+    late = replace(view, q=np.ascontiguousarray(q[:, 10:]))
     for shown, first in ((view, 0), (late, 10)):
         sums = want[:, first:].sum(axis=1)
         assert all(map(scores_agree, accumulated_attention(shown), sums.tolist()))

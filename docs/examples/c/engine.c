@@ -611,20 +611,21 @@ static void by_keys(const Node *arguments, int of_direction) {
 }
 
 typedef struct {
-    double scaling, softcap; /* NAN: none */
+    double scaling, softcap, sink; /* NAN: no soft cap; -INFINITY: no sink */
     size_t d, past, window, kernel;
 } Attention;
 
 /* Adds the attention of query `row` of the window to the sums of the keys before it. */
 static void attend(const Attention *a, const double *query, const double *keys, size_t row, double *sums) {
     size_t seen = a->past + row + 1;
-    double *weight = take(seen, sizeof *weight), most = -INFINITY, total = 0;
+    double *weight = take(seen, sizeof *weight), most = a->sink, total;
     for (size_t j = 0; j < seen; j++) {
         weight[j] = a->scaling * dot(query, keys + j * a->d, a->d);
         if (!isnan(a->softcap))
             weight[j] = a->softcap * tanh(weight[j] / a->softcap);
         most = fmax(most, weight[j]);
     }
+    total = exp(a->sink - most);
     for (size_t j = 0; j < seen; j++)
         total += weight[j] = exp(weight[j] - most);
     for (size_t j = 0; j < a->past; j++)
@@ -649,14 +650,17 @@ static void snapkv(const Node *arguments) {
     size_t g = k.shape[0] * k.shape[1], n = k.shape[2], d = k.shape[3], m = q.shape[2];
     size_t group = q.shape[1] / k.shape[1], B = (size_t)whole(member(arguments, "B"));
     size_t W = (size_t)whole(member(arguments, "W")), window = W < n ? W : n;
-    const Node *softcap = member(arguments, "softcap");
-    Attention a = {real(member(arguments, "scaling")), softcap->type == 'n' ? NAN : real(softcap), d, n - window,
-                   window, (size_t)whole(member(arguments, "kernel"))};
+    const Node *softcap = member(arguments, "softcap"), *sinks = member(arguments, "sinks");
+    const double *sink = sinks->type == 'n' ? NULL : array_of(sinks).x;
+    Attention a = {real(member(arguments, "scaling")), softcap->type == 'n' ? NAN : real(softcap), -INFINITY, d,
+                   n - window, window, (size_t)whole(member(arguments, "kernel"))};
     char *kept = take(g * n, 1);
     for (size_t head = 0; head < g; head++) {
         double *score = take(n, sizeof *score);
-        for (size_t h = head * group; h < (head + 1) * group; h++)
+        for (size_t h = head * group; h < (head + 1) * group; h++) {
+            a.sink = sink ? sink[h] : -INFINITY;
             observe(&a, q.x + (h * m + m - window) * d, k.x + head * n * d, score);
+        }
         mark_best(score, a.past, B > window ? B - window : 0, kept + head * n);
         memset(kept + head * n + a.past, 1, window);
     }

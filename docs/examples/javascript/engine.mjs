@@ -90,16 +90,18 @@ function checkFloats(name, { shape, kind, flat }, axes) {
   if (odd !== undefined) throw new Refusal(name, encoded(odd), "must be finite");
 }
 
-function checkAttention(q, k, lse) {
+function checkAttention(q, k, lse, sinks) {
   checkFloats("q", q, 3);
   checkFloats("k", k, 3);
   const [[H, n, d], [H_kv, live]] = [q.shape, k.shape];
   if (d !== k.shape[2]) throw new Refusal("k", k.shape, `the head dimension must be q's, ${d}`);
   if (H % H_kv) throw new Refusal("q", q.shape, `the heads must be a multiple of k's ${H_kv}`);
   if (n > live) throw new Refusal("q", q.shape, `there are only ${live} keys for ${n} queries`);
-  if (lse === null) return;
-  if (String(lse.shape) !== String([H, n])) throw new Refusal("lse", lse.shape, `must be (heads, queries), ${H}, ${n}`);
-  checkFloats("lse", lse, 2);
+  for (const [name, x, wanted] of [["lse", lse, [H, n]], ["sinks", sinks, [H]]]) {
+    if (x === null) continue;
+    if (String(x.shape) !== String(wanted)) throw new Refusal(name, x.shape, `must have the shape ${wanted}`);
+    checkFloats(name, x, wanted.length);
+  }
 }
 
 // The family crystal: each stage by the forms that its parameters choose
@@ -113,11 +115,11 @@ const IMPACT = {
 const ALLOCATION = { cut: stages.allocate, tiers: essay.tierAllocate };
 
 function coattention(given) {
-  const [q, k, lse] = [arrayOf(given.q), arrayOf(given.k), given.lse && arrayOf(given.lse)];
-  checkAttention(q, k, lse);
+  const [q, k, lse, sinks] = [given.q, given.k, given.lse, given.sinks].map((x) => x && arrayOf(x));
+  checkAttention(q, k, lse, sinks);
   const [queries, keys] = [q, k].map(({ flat, shape }) => nested(Float64Array.from(flat), shape));
-  const { positions, parameters, scaling, softcap } = decoded({ ...given, q: null, k: null, lse: null });
-  return s1.coattention(queries, keys, positions, parameters, scaling, softcap);
+  const { positions, parameters, scaling, softcap } = decoded({ ...given, q: null, k: null, lse: null, sinks: null });
+  return s1.coattention(queries, keys, positions, parameters, scaling, softcap, sinks?.flat);
 }
 
 function impact({ salience, token_ids, parameters }) {

@@ -16,20 +16,21 @@ function directions(keys) {
   return unit.map((key) => (length(mean) > 0 ? -dot(key, mean) / length(mean) : 0));
 }
 
-/** Attention of one query on the first `seen` keys. */
-function attention(query, keys, seen, { scaling, softcap }) {
+/** Attention of one query on the first `seen` keys, beside the sink of its head, if it has one. */
+function attention(query, keys, seen, sink, { scaling, softcap }) {
   const logits = keys.slice(0, seen).map((key) => scaling * dot(query, key));
   const capped = softcap === null ? logits : logits.map((x) => softcap * Math.tanh(x / softcap));
   const powers = capped.map((x) => Math.exp(x - Math.max(...capped)));
-  const total = powers.reduce((sum, x) => sum + x, 0);
+  const total = powers.reduce((sum, x) => sum + x, Math.exp(sink - Math.max(...capped)));
   return powers.map((x) => x / total);
 }
 
 /** PO-SNAPKV: the window's attention, summed, pooled per query head, and averaged over the group. */
 function observed(heads, keys, { W, kernel, ...how }) {
   const past = Math.max(0, keys.length - W);
-  const pooled = heads.map((head) => {
-    const rows = head.slice(past - keys.length).map((q, at) => attention(q, keys, past + at + 1, how));
+  const pooled = heads.map((head, h) => {
+    const sink = how.sinks?.[h] ?? -Infinity;
+    const rows = head.slice(past - keys.length).map((q, at) => attention(q, keys, past + at + 1, sink, how));
     const sums = Array.from({ length: past }, (_, j) => rows.reduce((sum, row) => sum + row[j], 0));
     const half = (kernel - 1) / 2;
     return sums.map((_, j) => Math.max(...sums.slice(Math.max(0, j - half), j + half + 1)));
@@ -38,9 +39,10 @@ function observed(heads, keys, { W, kernel, ...how }) {
 }
 
 const SCORES = {
-  snapkv: (keys, head, { q, ...how }) => {
+  snapkv: (keys, head, { q, sinks, ...how }) => {
     const group = q.length / how.H_kv;
-    return observed(q.slice(head * group, (head + 1) * group), keys, how);
+    const own = [head * group, (head + 1) * group];
+    return observed(q.slice(...own), keys, { ...how, sinks: sinks?.slice(...own) });
   },
   keydiff: directions,
   knorm: (keys) => keys.map((key) => -length(key)),
@@ -49,9 +51,9 @@ const SCORES = {
 export const METHODS = Object.keys(SCORES);
 
 /** The kept sets of each layer and KV head as a KeptSets; tokens behind the scored ones are protected. */
-export function selection(name, { k, q, n, B, ...given }) {
+export function selection(name, { k, q, sinks, n, B, ...given }) {
   const rows = k.flatMap((heads, layer) => heads.map((keys, head) => (
-    SCORES[name](keys, head, { ...given, q: q?.[layer], H_kv: heads.length })
+    SCORES[name](keys, head, { ...given, q: q?.[layer], sinks: sinks?.[layer], H_kv: heads.length })
   )));
   const sets = rows.map((row) => {
     const window = Array.from({ length: n - row.length }, (_, at) => row.length + at);

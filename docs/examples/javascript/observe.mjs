@@ -20,15 +20,16 @@ function dot(x, y, n) {
 
 // S1: what the observed layer's attention says of each token (Section 3.2)
 
-/** CC-ATTENTION, Eq. 3: softmax weights of one query over the first `seen` keys, all that it sees. */
-export function attention(query, keys, seen, scaling, softcap) {
+/** CC-ATTENTION, Eq. 3: softmax weights of one query over the first `seen` keys, all that it sees, and its sink. */
+export function attention(query, keys, seen, scaling, softcap, sink = -Infinity) {
   const A = new Float64Array(seen);
-  let largest = -Infinity, total = 0;
+  let largest = sink, total = 0;
   for (let j = 0; j < seen; j++) {
     const logit = dot(query, keys[j], query.length) * scaling;
     A[j] = softcap === null ? logit : softcap * Math.tanh(logit / softcap);
     if (A[j] > largest) largest = A[j];
   }
+  if (sink > -Infinity) total = Math.exp(sink - largest);
   for (let j = 0; j < seen; j++) {
     A[j] = Math.exp(A[j] - largest);
     total += A[j];
@@ -85,13 +86,13 @@ export function intraNeighbours(rows, p) {
 export const crossNeighbours = (earlier, p) => earlier.map((row) => strongest(row, p.k_cross, p.tau_cross));
 
 /** One chunk's head-mean attention rows, each as long as its query sees, and each token's sums by head. */
-function chunkAttention(q, k, first, last, before, scaling, softcap) {
+function chunkAttention(q, k, first, last, before, scaling, softcap, sinks) {
   const sums = q.map(() => new Float64Array(last - first));
   const mean = range(last - first).map((i) => {
     const row = new Float64Array(first + i + 1);
     q.forEach((head, at) => {
       const keys = k[Math.floor((at * k.length) / q.length)];
-      const A = attention(head[first + i - before], keys, row.length, scaling, softcap);
+      const A = attention(head[first + i - before], keys, row.length, scaling, softcap, sinks?.[at]);
       addTo(row, A);
       addTo(sums[at], A.subarray(first));
     });
@@ -105,7 +106,7 @@ function addTo(sum, values) {
 }
 
 /** CC-COATTENTION, Section 3.2: S1 over a segment whose keys are the last n of the live ones, in chunks of C tokens. */
-export function coattention(q, k, positions, p, scaling, softcap) {
+export function coattention(q, k, positions, p, scaling, softcap, sinks) {
   const live = k[0].length;
   const before = live - q[0].length;
   const of = { sum: salience, mean: meanSalience }[p.heads];
@@ -113,7 +114,7 @@ export function coattention(q, k, positions, p, scaling, softcap) {
   const absolute = (found, offset) => found.index.map((j) => (j < 0 ? -1 : positions[offset + j]));
   for (let first = before; first < live; first += p.C) {
     const last = Math.min(first + p.C, live);
-    const { mean, h } = chunkAttention(q, k, first, last, before, scaling, softcap);
+    const { mean, h } = chunkAttention(q, k, first, last, before, scaling, softcap, sinks);
     S.push(...h.map((sums) => of(sums, p)));
     const rows = mean.map((row) => rowNormalise(row.subarray(first), p.epsilon));
     intra.push(...intraNeighbours(rows, p).map((found) => ({ ...found, index: absolute(found, first) })));

@@ -320,7 +320,11 @@ def _mean_weights(view: LayerView) -> Float64[Matrix, "heads n"]:
     if view.softcap is not None:
         logits = torch.tanh(logits / view.softcap) * view.softcap
     later = torch.ones(a, n, dtype=torch.bool, device=k.device).triu(n - a + 1)
-    weights = logits.masked_fill(later, -torch.inf).softmax(dim=-1)
+    logits = logits.masked_fill(later, -torch.inf)
+    if view.sinks is not None:
+        sinks = torch.as_tensor(view.sinks).to(logits).view(heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    weights = logits.softmax(dim=-1)[..., :n]
     return weights.mean(dim=(1, 2), dtype=torch.float64).cpu().numpy()
 
 

@@ -37,7 +37,7 @@ compiled = pytest.mark.skipif(INTERPRETED, reason="needs CUDA")
 def run(inputs: AttentionInputs, q: Any = None, k: Any = None, lse: Any = None) -> CoAttention:
     return coattention(
         inputs.q if q is None else q, inputs.k if k is None else k, inputs.positions, inputs.parameters,
-        inputs.scaling, inputs.softcap, lse,
+        inputs.scaling, inputs.softcap, lse, inputs.sinks,
     )
 
 
@@ -152,7 +152,7 @@ def test_every_tile_size_lies_in_the_certified_box(inputs: AttentionInputs, tile
     """Sizes that divide neither the chunk nor one another."""
     found = coattention_of(
         *attention_tensors(inputs.q, inputs.k), inputs.positions, inputs.parameters, inputs.scaling,
-        inputs.softcap, tiles,
+        inputs.softcap, tiles, None, None if inputs.sinks is None else torch.tensor(inputs.sinks),
     )
     assert not list(stage_checks.coattention(found, inputs, "float32"))
 

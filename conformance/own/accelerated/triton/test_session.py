@@ -46,9 +46,9 @@ class Spy:
     def __getattr__(self, stage: str) -> Any:
         return getattr(BACKEND.require_crystal(), stage)
 
-    def coattention(self, q: Any, k: Any, positions: Any, p: Any, scaling: float, softcap: Any, lse: Any = None) -> Any:
-        self.given.append((q, k, lse))
-        return BACKEND.require_crystal().coattention(q, k, positions, p, scaling, softcap, lse)
+    def coattention(self, q: Any, k: Any, positions: Any, p: Any, *rest: Any) -> Any:
+        self.given.append((q, k, rest[2]))
+        return BACKEND.require_crystal().coattention(q, k, positions, p, *rest)
 
 
 def read(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> tuple[Session, Spy, list[Tensor], list[int]]:

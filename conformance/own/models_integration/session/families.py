@@ -91,6 +91,8 @@ def prepare(
             parameter.data.copy_(noise * (1.2 / parameter.shape[1] ** 0.5))
         elif name.endswith("bias"):
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        elif name.endswith("sinks"):  # each head has a sink of its own, as large as its logits
+            parameter.data.copy_(torch.arange(len(parameter)) - 1.0)
     if attention is not None:
         model.set_attn_implementation(attention)
     assert model.generation_config is not None

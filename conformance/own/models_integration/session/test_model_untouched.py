@@ -19,6 +19,8 @@ from transformers import (
     Gemma3TextConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -311,6 +313,11 @@ TELLING: dict[str, tuple[Callable[[Fields], PreTrainedModel], Fields, Mapping[st
             "theta": rope(10_000.0, partial_rotary_factor=0.5),
         },
     ),
+    "gpt_oss": (
+        lambda fields: GptOssForCausalLM(GptOssConfig(**fields)),
+        {**_ALTERNATING, "num_local_experts": 2, "num_experts_per_tok": 1, **rope(300.0)},
+        {"theta": rope(10_000.0)},
+    ),
     "llama": (
         lambda fields: LlamaForCausalLM(LlamaConfig(**fields)),
         {**_SIZES, "head_dim": 20, "attention_bias": True, **rope(300.0)},
@@ -340,20 +347,26 @@ def check_shown(model: PreTrainedModel) -> None:
     """What a scorer is shown gives the attention that the layer itself has."""
     layer, view = shown(model, prompt(N))
     places = np.arange(N)
-    found = attention(view.q.astype(np.float64), view.k.astype(np.float64), places, places, view.scaling, view.softcap)
+    q, k = view.q.astype(np.float64), view.k.astype(np.float64)
+    sinks = None if view.sinks is None else view.sinks.astype(np.float64)
+    found = attention(q, k, places, places, view.scaling, view.softcap, sinks)
     with torch.no_grad():
         weights = model(input_ids=prompt(N), output_attentions=True).attentions[layer][0]
     assert relative(torch.from_numpy(found).float(), weights) < TOLERANCE
 
 
 def check_decided(model: PreTrainedModel) -> None:
-    """Kept sets are those of q and k under the module's own scaling and cap."""
+    """Kept sets are those of q and k under the module's own scaling, cap and sinks."""
     cap = getattr(model.config, "attn_logit_softcapping", None)
     for seed in SEEDS:
         ids = prompt(DECIDED, seed)
         layer, view = shown(model, ids)
-        scaling = float(attention_modules(model)[layer].scaling)  # type: ignore[arg-type]
-        expected = decided(view.q, view.k, ids[0].numpy(), ENDS, 0.3, TINY, scaling=scaling, softcap=cap)
+        module = attention_modules(model)[layer]
+        scaling, sinks = float(module.scaling), getattr(module, "sinks", None)  # type: ignore[arg-type]
+        expected = decided(
+            view.q, view.k, ids[0].numpy(), ENDS, 0.3, TINY, scaling=scaling, softcap=cap,
+            sinks=None if sinks is None else sinks.detach().numpy(),
+        )
         kept = prefill(model, CrystalCache(0.3, ENDS, TINY, backend="numpy"), ids).cache.stored_positions()
         assert kept.tolist() == expected.kept.tolist()
 

@@ -288,6 +288,9 @@ CHECKS: dict[str, Callable[[], object]] = {
     ),
     "long runs": partial(run, with_long_runs),
     "copies": test_other_architectures.test_the_caches_of_two_decisions_do_not_share_states,
+    "sinks in a turn": (
+        test_other_architectures.test_in_a_turn_each_kept_set_is_scored_with_the_sinks_of_its_own_heads
+    ),
     "h2o": test_ragged.test_h2o_drops_the_smallest_sum,
     "tova": test_ragged.test_tova_drops_the_least_attended_key_of_the_last_query,
     "small keys": test_ragged.test_a_turn_is_decided_over_each_head_s_own_keys,

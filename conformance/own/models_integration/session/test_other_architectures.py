@@ -5,9 +5,11 @@ because an oracle that runs the same model shares the model's faults.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -60,9 +62,11 @@ from conformance.own.models_integration.session.families import METHODS, at_once
 from conformance.own.models_integration.session.sessions import Looking, live_sets, method, method_of
 from models_integration import CustomPolicy, RetainedCache, RetentionPolicy, decide, load_cache, save_cache
 from models_integration.session.verbs import compact, observe, read
+from reference.policies import snapkv
 from reference.policies.protections import protecting
+from spec.budget import parse_budget
 from spec.errors import SpecError
-from spec.policy import Needs
+from spec.policy import LayerView, Needs
 
 pytestmark = [pytest.mark.law("eviction-equals-masking"), pytest.mark.filterwarnings("ignore")]
 
@@ -159,11 +163,7 @@ def build(name: str) -> PreTrainedModel:
     if name in SHARED and not hasattr(Gemma3nTextConfig, "kv_sharing_modes"):
         pytest.skip("layers that share a cache are supported in later releases of transformers")
     torch.manual_seed(0)
-    model = prepare({**MODELS, **LATENT, **INDEXED, **SHARED, **IMAGES, **OTHER_POSITIONS, **SINKS}[name]())
-    for module in model.modules():
-        if isinstance(sinks := getattr(module, "sinks", None), Tensor):
-            sinks.data = torch.arange(len(sinks)) - 1.0  # each head has a sink of its own, as large as its logits
-    return model
+    return prepare({**MODELS, **LATENT, **INDEXED, **SHARED, **IMAGES, **OTHER_POSITIONS, **SINKS}[name]())
 
 
 def jamba() -> PreTrainedModel:
@@ -196,7 +196,7 @@ def check_conversation(model: PreTrainedModel, policy: str) -> None:
     assert run.bytes_freed > 0
 
 
-@pytest.mark.parametrize("name", [*MODELS, *LATENT, "gemma3n", *OTHER_POSITIONS])
+@pytest.mark.parametrize("name", [*MODELS, *LATENT, "gemma3n", *OTHER_POSITIONS, *SINKS])
 @pytest.mark.parametrize("policy", ["streamingllm", "crystalcache", "chunkkv", "adakv"])
 def test_a_conversation_equals_the_masked_model(name: str, policy: str) -> None:
     if policy == "adakv" and name in LATENT:
@@ -283,16 +283,20 @@ def test_layers_that_share_a_cache_read_the_last_queries_alone(policy: str) -> N
             masked.keep(list(live_sets(cache).values()))
 
 
-@pytest.mark.parametrize("policy", ["streamingllm", "keydiff", "lagkv"])
-def test_policies_that_read_no_attention_serve_sinks(policy: str) -> None:
-    check_conversation(build("gpt_oss"), policy)
+@pytest.mark.law("decided-as-the-reference")
+def test_in_a_turn_each_kept_set_is_scored_with_the_sinks_of_its_own_heads() -> None:
+    model, policy, noted = build("gpt_oss"), snapkv(W=4), list[Any]()
 
+    def score(view: LayerView) -> Any:
+        noted.append(np.asarray(view.sinks).tolist())
+        return policy.scorer.score(view)  # type: ignore[attr-defined]
 
-@pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize("policy", ["crystalcache", "snapkv", "tova"])
-def test_policies_that_read_attention_refuse_sinks(policy: str) -> None:
-    with pytest.raises(SpecError, match="its attention has sinks, which this policy does not read: use keydiff"):
-        check_conversation(build("gpt_oss"), policy)
+    scorer = replace(policy.scorer, score=score)  # type: ignore[type-var]
+    with CustomPolicy(replace(policy, scorer=scorer), parse_budget(0.5))(model):
+        cache = RetainedCache(model.config)
+        for tokens in (N, 7):
+            at_once(model, prompt(tokens), cache)
+    assert noted == [[-1.0, 0.0, 1.0, 2.0], [-1.0, 0.0], [1.0, 2.0]]
 
 
 @pytest.mark.law("decided-as-the-reference")

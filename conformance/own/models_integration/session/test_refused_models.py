@@ -215,7 +215,6 @@ def test_gradient_checkpointing_leaves_the_cache_out(when: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "options", "words"), [
     (torch.complex64, {}, r"dtype = torch.complex64: must be one of"),
-    (torch.float32, {"s_aux": torch.zeros(2)}, "attention sinks"),
     (torch.float32, {"position_bias": torch.zeros(2)}, "a position bias"),
 ])
 def test_attention_beyond_q_and_k_is_refused(dtype: torch.dtype, options: dict[str, Tensor], words: str) -> None:
