@@ -1,4 +1,4 @@
-"""What measurements publish: defects to report, certificates of others, the site, and what is compared with kvpress."""
+"""What measurements publish: defects, certificates of others, the site, the matrix, and comparisons with kvpress."""
 
 import pytest
 
@@ -15,11 +15,15 @@ import numpy as np
 from conformance.assurance.trace import read_tree
 from conformance.measure.certificates import __main__ as certificates
 from conformance.measure.certificates import upstream
+from conformance.measure.matrix import CONFORMS, DIFFERS, IMPLEMENTATIONS, PAGE, STORE, cell_of, measured
+from conformance.measure.matrix import page as matrix_page
 from conformance.measure.peers.differences import OURS
 from conformance.measure.peers.inputs import SMALL, drawn, positions_of
 from conformance.measure.site.__main__ import foreign, main, write
 from conformance.measure.site.item_pages import linked
+from conformance.methods.method import METHODS
 from conformance.paths import ROOT, SPEC
+from conformance.verify.outcomes import Outcome
 from conformance.verify.subject import digest_of
 from reference import policies
 from spec.budget import Budget
@@ -198,3 +202,29 @@ def test_inputs_at_another_ratio_are_the_same_tensors() -> None:
     view, other = inputs.view, inputs.at("0.25")
     assert (other.ratio, other.kept, other.view) == ("0.25", Fraction(3, 4), view)
     assert inputs.ratio != "0.25"
+
+
+CELLS = json.loads(STORE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.law("as-it-is-described")
+def test_the_page_is_that_of_the_file() -> None:
+    assert PAGE.read_text(encoding="utf-8") == matrix_page(CELLS)
+    assert list(CELLS) == list(IMPLEMENTATIONS)
+    assert all(list(one["cells"]) == list(METHODS) for one in CELLS.values())
+    verdicts = [cell["verdict"] for one in CELLS.values() for cell in one["cells"].values()]
+    assert sum(verdict in (CONFORMS, DIFFERS) for verdict in verdicts) >= 60
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_cell_that_is_run_again_is_the_stored_one() -> None:
+    assert measured("numpy", ["knorm"]) == {"knorm": CELLS["numpy"]["cells"]["knorm"]}
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_failure_is_a_cell_with_its_smallest_input_on_the_page() -> None:
+    said = "not knorm with 2 tokens, B = 1: kept set 0 of 1 holds [1] instead of [0]"
+    cell = cell_of("knorm", Outcome("test[knorm]", [], [], "failed", found=f"{said}\nit agrees with nothing"))
+    assert cell == {"verdict": "differs", "as": "knorm", "smallest": said}
+    cells = {**CELLS["numpy"]["cells"], "knorm": cell}
+    assert f"- numpy, knorm: {said}" in matrix_page({**CELLS, "numpy": {**CELLS["numpy"], "cells": cells}})
