@@ -22,12 +22,13 @@ FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, Att
 
 @contextmanager
 def isolated_forward(architecture: Architecture) -> Iterator[None]:
-    """Call no hooks, and restore torch's random numbers and the rotary embeddings afterwards."""
-    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in architecture.decoder.modules()]
+    """Call no hooks and drop nothing out, and restore torch's random numbers and the rotary embeddings afterwards."""
+    modules = list(architecture.decoder.modules())
+    states = [(module, module._forward_pre_hooks, module._forward_hooks, module.training) for module in modules]
     used = {device_of(architecture.decoder), *(one.device for one in architecture.decoder.parameters())}
     devices = {device for device in used if device.type == "cuda"}
-    for module, _, _ in hooks:
-        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+    for module in modules:
+        module._forward_pre_hooks, module._forward_hooks, module.training = OrderedDict(), OrderedDict(), False
     try:
         with (
             torch.no_grad(), torch.random.fork_rng(sorted(device.index for device in devices)),
@@ -35,8 +36,8 @@ def isolated_forward(architecture: Architecture) -> Iterator[None]:
         ):
             yield
     finally:
-        for module, before, after in hooks:
-            module._forward_pre_hooks, module._forward_hooks = before, after
+        for module, before, after, training in states:
+            module._forward_pre_hooks, module._forward_hooks, module.training = before, after, training
 
 
 def read_tokens(

@@ -110,6 +110,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
                      num_layers=2, num_heads=4), "encoder-decoder",
     ),
     "attention that sees the future": (lambda: made("LlamaForCausalLM", **_GROUPED, is_causal=False), "not causal"),
+    "an encoder that hides nothing": (lambda: made("BertLMHeadModel", "BertConfig", **_SMALL), "not causal"),
     "another attention implementation": (flex, "attn_implementation is 'flex_attention'"),
     "no transformers model": (lambda: nn.Linear(2, 2), "must be a transformers PreTrainedModel"),
 }
