@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -28,6 +29,7 @@ from spec import SPEC_VERSION
 
 __all__ = ["ABSENT", "CONFORMS", "DIFFERS", "IMPLEMENTATIONS", "PAGE", "STORE", "cell_of", "main", "measured", "page"]
 
+CPP = ENGINE.with_name("engine-cpp")
 STORE, PAGE = (DOCS / "results" / name for name in ("matrix.json", "matrix.md"))
 CONFORMS, DIFFERS, ABSENT, NOT_RUN = "conforms", "differs", "not offered", "not run"
 Cell = dict[str, Any]
@@ -54,6 +56,7 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
     "numba": Implementation(("--backend", "numba"), "numba"),
     "torch": Implementation(("--backend", "torch"), "torch"),
     "engine-c": Implementation(("--command", str(ENGINE)), compile=compile_engine),
+    "engine-cpp": Implementation(("--command", str(CPP)), compile=partial(compile_engine, "cpp", CPP)),
     "engine-javascript": Implementation(("--command", "node docs/examples/javascript/engine.mjs")),
     "engine-coq": Implementation(
         ("--command", shlex.join([sys.executable, "-m", "conformance.assurance.proofs.coq.engine"])),

@@ -19,6 +19,10 @@ from conformance.paths import DOCS, ROOT
 
 HERE, OUT, LOGS = Path(__file__).resolve().parent, DOCS / "results" / "certificates", ROOT / "results" / "certificates"
 ENGINE = Path("build", "engine")
+COMPILERS: dict[str, tuple[str, ...]] = {
+    "c": ("cc", "-O2", "-std=c99", "engine.c", "-lm"), "cpp": ("g++", "-O2", "-std=c++17", "engine.cpp"),
+}
+"""What compiles each example engine in its folder of docs/examples."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,11 @@ def _mine(name: str) -> bool:
     return name.startswith("kvpress") == (find_spec("kvpress") is not None)
 
 
-def compile_engine() -> None:
-    """Compile the engine in C."""
-    (ROOT / ENGINE).parent.mkdir(exist_ok=True)
-    source = str(DOCS / "examples" / "c" / "engine.c")
-    subprocess.run(["cc", "-O2", "-std=c99", source, "-o", str(ROOT / ENGINE), "-lm"], check=True)
+def compile_engine(language: str = "c", program: Path = ENGINE) -> None:
+    """Compile an example engine."""
+    made = ROOT / program
+    made.parent.mkdir(exist_ok=True)
+    subprocess.run([*COMPILERS[language], "-o", str(made)], cwd=DOCS / "examples" / language, check=True)
 
 
 def make(name: str) -> None:
