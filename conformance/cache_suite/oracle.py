@@ -68,7 +68,7 @@ class Masked:
                 if (index := layer_of(name, module)) in self.stores:
                     self.modules.setdefault(index, module)
         for module in self.modules.values():
-            if hasattr(module, "indexer"):
+            if getattr(module, "indexer", None) is not None:
                 module.register_forward_pre_hook(_hidden_from_the_indexer, with_kwargs=True)
         self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full_layers(model)}
         self.model.set_attn_implementation(_registered(config._attn_implementation))
