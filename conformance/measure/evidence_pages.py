@@ -22,7 +22,13 @@ from models_integration.studies.evidence.controls import FULL
 from models_integration.studies.evidence.rules import PARTS, Claim, load_rules
 from models_integration.studies.evidence.run import merged
 from models_integration.studies.papers.injection import TEMPLATES
-from models_integration.studies.papers.injection_tables import HEADINGS, InjectionTable, filled_lines, tables_of
+from models_integration.studies.papers.injection_tables import (
+    HEADINGS,
+    LOCOMO,
+    InjectionTable,
+    filled_lines,
+    tables_of,
+)
 from models_integration.studies.papers.protocol import COSTS, PAPERS, Paper, Part, Table, load_paper, rules_of_part
 from models_integration.studies.papers.tables import Measured, fill, shaped
 from reference.statistics import mcnemar
@@ -33,6 +39,7 @@ PAGES = (ROOT / "README.md", HOME / "README.md", HOME / "erratum.md", HOME / "pa
 
 FACTS = ("needle_in_prose", "keys_in_prose_2", "keys_in_prose_4")
 PAIRS, PROSE = ("key_value_short",), ("prose_continuation",)
+FACT = ("fact",)
 NAMES = {
     "fullcache": "full cache", "evidence": "evidence, then random", "random": "random set, one for each head",
     'crystalcache(k_heads=0, graph="zero", T_max=1)': "rarity alone", "nestedkv": "NestedKV",
@@ -126,7 +133,7 @@ def decided(study: str) -> list[list[str]]:
 
 def _sentence(claim: Claim) -> str:
     first, second = NAMES[claim.first], NAMES[claim.second]
-    kind = "Facts" if set(claim.tasks) <= set(FACTS) else "Pairs" if claim.tasks == PAIRS else "Prose"
+    kind = "Facts" if set(claim.tasks) <= {*FACTS, *FACT} else "Pairs" if claim.tasks == PAIRS else "Prose"
     place = "in the prompt" if claim.placement == "in_prompt" else "after"
     return f"{kind}, question {place}, {claim.budget}: {first} over {second}" + (
         ", by answers" if claim.measure == "accuracy" else ""
@@ -140,7 +147,9 @@ def _outcome(one: Verdict) -> str:
 
 def _answers(claim: Claim, confirm: Samples) -> list[str]:
     some = confirm.where(task=claim.tasks, placement=(claim.placement,))
-    first, second = (some.of((name, claim.budget), "right") for name in (claim.first, claim.second))
+    first, second = (
+        some.of(ENDS[0] if name == FULL else (name, claim.budget), "right") for name in (claim.first, claim.second)
+    )
     if np.isnan(first).any():
         return ["", ""]
     p = mcnemar(int((second > first).sum()), int((first > second).sum()))
@@ -214,8 +223,8 @@ MAIN = (
     "streamingllm", "chunkkv", "crystalcache", "knorm", "adakv", "snapkv", "random", "pyramidkv", "expected-attention",
 )
 FEW = (
-    "fullcache", "nestedkv", "crystalcache(observed_layer=-1)", "chunkkv", "snapkv", "streamingllm", "crystalcache",
-    "random",
+    "fullcache", "kvzip", 'crystalcache(observed_layer=-3, graph="zero")', "nestedkv", "crystalcache", "streamingllm",
+    "chunkkv", "snapkv", "random",
 )
 LATER = (
     "fullcache", "evidence", "kvzip", "kvzip-plus", "keydiff", "lagkv", "vase@prompt", "kvzip-uniform", "random",
@@ -233,16 +242,14 @@ FORMS = (
     'crystalcache(observed_layer=-1, rarity="reciprocal")', "crystalcache(observed_layer=-1)", "crystalcache",
     "keydiff", "random-trunks", "streamingllm", "chunkkv", "snapkv", "expected-attention", "random-shared", "random",
 )
+FORM_COLUMNS = [Column(f"facts, {at}", FACT, "after", at, recovery=False) for at in ("0.5", "0.3", "0.15")]
 COLUMNS = (
     _after("facts, question after", FACTS), Column("facts, question in the prompt", FACTS, "in_prompt", "0.3"),
     _after("continued prose", PROSE, answers=False),
 )
 PROSE_AT_3 = _after("continued prose, 0.3", PROSE, answers=False)
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
-    "few": lambda: figures("rules", [
-        Column(f"question {words}", FACTS, name, "0.3", recovery=False)
-        for words, name in (("after", "after"), ("in the prompt", "in_prompt"))
-    ], FEW),
+    "few": lambda: figures("facts", FORM_COLUMNS[1:], FEW),
     "main": lambda: figures("rules", COLUMNS, MAIN),
     "claims": lambda: decided("rules"),
     "answerable": answerable,
@@ -260,18 +267,19 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     ),
     "advice-claims": lambda: decided("advice"),
     "repair": lambda: figures(
-        "repair", [_after(f"facts, {at}", ("fact",), at) for at in ("0.3", "0.1")], REPAIR, "all"
+        "repair", [_after(f"facts, {at}", FACT, at) for at in ("0.3", "0.1")], REPAIR, "all"
     ),
-    "facts": lambda: figures("facts", [
-        Column(f"facts, {at}", ("fact",), "after", at, recovery=False) for at in ("0.5", "0.3", "0.15")
-    ], FORMS, "dev"),
+    "facts-dev": lambda: figures("facts", FORM_COLUMNS, FORMS, "dev"),
+    "facts": lambda: figures("facts", FORM_COLUMNS, FORMS),
+    "facts-claims": lambda: decided("facts"),
     "pairs": lambda: figures("rules", (_after("pairs of letters, 0.3", PAIRS),), MAIN),
 }
 PAPER_TABLES = {
     f"{name}-{table.name}": partial(paper_table, name, paper, table) for name in PAPERS
     for paper in (load_paper(name),) for table in paper.tables
-    if table.parts and all(part.kind in ("", COSTS) for part in paper.parts if part.name in table.parts)
-} | {f"injection-{table.name}": partial(injection_table, table) for table in tables_of(TEMPLATES["markers"])}
+    if table.parts and not any(part.needs_files for part in paper.parts if part.name in table.parts)
+} | {f"injection-{table.name}": partial(injection_table, table) for table in tables_of(TEMPLATES["markers"])
+       if table.name != LOCOMO}
 TABLES |= {
     name: make for name, make in PAPER_TABLES.items() if (HOME / f"paper-{name.partition('-')[0]}.jsonl.xz").exists()
 }
