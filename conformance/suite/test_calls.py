@@ -84,8 +84,9 @@ def test_arrays_filled_anew_are_read_anew(judged: Backend, subject: Backend, op:
     stage, calls = stage_of(subject, op), CALLS[op]
     given, wanted = deepcopy(tuple(calls.arguments.values())), calls.changed(change)
     stage(*given)
-    for own, new in zip(arrays_of(given), arrays_of(wanted), strict=True):
-        own[...] = new
+    for own, new in zip(given, wanted, strict=True):
+        for array, other in zip(arrays_of(own), arrays_of(new) if list(arrays_of(own)) else (), strict=True):
+            array[...] = other
     rest = [new if not list(arrays_of(own)) else own for own, new in zip(given, wanted, strict=True)]
     found = parts(stage(*rest))
     assert found == parts(stage(*deepcopy(wanted)))

@@ -158,7 +158,7 @@ def test_on_nothing_a_segment_is_the_prefill(decoder: Backend, prompt: Any, form
     start = start_state(found, given["token_ids"], norms, budget, p)
     again = extend(
         empty_state(budget), given["q"], given["k"], given["token_ids"], given["sentence_ends"], p, decoder,
-        scaling=given["scaling"], softcap=given["softcap"],
+        scaling=given["scaling"], softcap=given["softcap"], sinks=given["sinks"],
     )
     assert decode_checks.same_bits(start, again)
     check_state(start)

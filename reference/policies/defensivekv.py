@@ -75,10 +75,11 @@ def first_stage(A: Float64[Cube, "H w past"], H_kv: int, W: int, most: int) -> l
     Implements: PO-DEFENSIVEKV
 
     Source: DefensiveKV's official code. The key that crosses the bound is left out. The mass is that of the W keys
-    before the window, averaged over all heads and queries.
+    before the window, averaged over all heads and queries. A head without attention before the window has no keys here.
     """
     mean = group_mean(A.mean(axis=1), H_kv)
-    share = mean / mean.sum(axis=1, keepdims=True)
+    total = mean.sum(axis=1, keepdims=True)
+    share = np.divide(mean, total, out=np.full_like(mean, np.nan), where=total > 0)  # NaN covers nothing
     bound = COVERED - A[:, :, -W:].sum(axis=2).mean()
     order = np.argsort(-share, axis=1, kind="stable")
     covered = np.cumsum(np.take_along_axis(share, order, axis=1), axis=1)
