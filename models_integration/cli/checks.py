@@ -20,7 +20,7 @@ def check_folder(option: str, folder: Path, *results: str) -> None:
 
     Args:
         option: that names it.
-        folder: whoever writes the first file makes it.
+        folder: it is made with the first file in it.
         results: names of files in it that will be added to.
 
     Raises:

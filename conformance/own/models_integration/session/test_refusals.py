@@ -1,4 +1,4 @@
-"""A model that is not supported, or a cache that cannot be continued, is refused by name before anything changes."""
+"""Unsupported models, and caches that cannot be continued, raise an error that names them before anything changes."""
 
 import copy
 from collections.abc import Callable
