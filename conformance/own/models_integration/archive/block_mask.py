@@ -1,7 +1,8 @@
 """Tiny random models, and the oracle of a splice: one forward in which masks keep apart what was apart."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,11 +76,8 @@ def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Pr
     return prepare(make(config), dtype=dtype)
 
 
-
 Chunks = Sequence[tuple[list[int], int]]
 """Ids of each chunk, and how many of them are hidden."""
-
-SESSION, QUERY = 0, -1
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,6 @@ class Oracle:
     """Slots that a splice has: all but hidden preambles, and what was evicted."""
     own: Tensor
     """Slots of the session and the query."""
-    positions: Tensor
 
 
 def ids(n: int, seed: int) -> list[int]:
@@ -113,82 +110,44 @@ def block_masked(
         window: of the model's sliding layers, which see no chunk either, and evict nothing.
         evicted_in: positions that some layers have evicted beside those, from all heads or from each KV head.
     """
-    slots = _slots(session, chunks, query)
-    asks = torch.tensor([own == QUERY for own in slots.owner])
-    gone = [hide or (own != QUERY and place in evicted)
-            for hide, own, place in zip(slots.hidden, slots.owner, slots.positions, strict=True)]
-    full, apart = _masks(slots.owner, gone)
-    positions = torch.tensor(slots.positions)
+    parts, starts = [(session, 0), *chunks, (query, 0)], [0]
+    for part, hidden in parts:
+        starts.append(starts[-1] + len(part) - hidden)
+    owner = torch.tensor([number for number, (part, _) in enumerate(parts) for _ in part])
+    positions = torch.tensor([
+        starts[number] - hidden + at for number, (part, hidden) in enumerate(parts) for at in range(len(part))
+    ])
+    asks, mine = owner == len(parts) - 1, (owner == 0) | (owner == len(parts) - 1)
+    gone = positions < torch.tensor(starts)[owner]  # hidden: before where its part begins
+    gone |= torch.tensor([place in evicted for place in positions.tolist()]) & ~asks
+    alone, causal = owner[:, None] == owner, torch.ones(2 * [len(owner)], dtype=torch.bool).tril()
+    full, apart = causal & (alone | asks[:, None] & ~gone), causal & (alone | asks[:, None] & mine)
     shaped: Any = full[None, None]
     if window is not None:
         near = positions[:, None] - positions < window
         shaped = {"full_attention": shaped, "sliding_attention": (apart & near)[None, None]}
-    removals = _masks_of(model, lower, apart)
+    masks = dict.fromkeys(lower, apart[None])
     for layer, gaps in (evicted_in or {}).items():
-        own_masks = []
-        for lost in gaps:
-            stays = torch.tensor([at not in lost for at in slots.positions]) | asks
-            own_masks.append(full & (stays | ~asks[:, None]))
+        stays = torch.tensor([[place not in lost for place in positions.tolist()] for lost in gaps]) | asks
         queries = model.config.num_attention_heads // len(gaps) if len(gaps) > 1 else 1
-        removals += _masks_of(model, {layer}, torch.stack(own_masks).repeat_interleave(queries, 0))
+        masks[layer] = (full & (stays[:, None] | ~asks[:, None])).repeat_interleave(queries, 0)
     cache = DynamicCache()
-    try:
-        with torch.no_grad():
-            logits = model(
-                input_ids=torch.tensor([slots.tokens]), position_ids=positions[None], attention_mask=shaped,
-                past_key_values=cache, use_cache=True,
-            ).logits
-    finally:
-        for removal in removals:
-            removal.remove()
-    mine = torch.tensor([own in (SESSION, QUERY) for own in slots.owner])
-    return Oracle(logits[:, -len(query) :], cache, ~torch.tensor(gone), mine, positions)
+    with torch.no_grad(), given(model, masks):
+        logits = model(
+            input_ids=torch.tensor([[token for part, _ in parts for token in part]]), position_ids=positions[None],
+            attention_mask=shaped, past_key_values=cache, use_cache=True,
+        ).logits
+    return Oracle(logits[:, -len(query) :], cache, ~gone, mine)
 
 
-@dataclass
-class _Slots:
-    """Every token of the one forward: its id, its position, the chunk that owns it, and whether a splice hides it."""
-
-    tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    owner: list[int] = field(default_factory=list)
-    hidden: list[bool] = field(default_factory=list)
-
-    def add(self, tokens: list[int], start: int, owner: int, preamble: int = 0) -> None:
-        self.tokens += tokens
-        self.positions += range(start, start + len(tokens))
-        self.owner += [owner] * len(tokens)
-        self.hidden += [place < preamble for place in range(len(tokens))]
-
-
-def _slots(session: list[int], chunks: Chunks, query: list[int]) -> _Slots:
-    slots = _Slots()
-    slots.add(session, 0, SESSION)
-    at = len(session)
-    for number, (chunk, preamble) in enumerate(chunks, 1):
-        slots.add(chunk, at - preamble, number, preamble)
-        at += len(chunk) - preamble
-    slots.add(query, at, QUERY)
-    return slots
-
-
-def _masks(owner: list[int], gone: list[bool]) -> tuple[Tensor, Tensor]:
-    """Who sees whom, (tokens, tokens), where the query sees the chunks, and where it does not."""
-    n = len(owner)
-    full, apart = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, n, dtype=torch.bool)
-    for row in range(n):
-        for column in range(row + 1):
-            same = owner[row] == owner[column]
-            full[row, column] = same or (owner[row] == QUERY and not gone[column])
-            apart[row, column] = same or (owner[row] == QUERY and owner[column] == SESSION)
-    return full, apart
-
-
-def _masks_of(model: PreTrainedModel, layers: Set[int], mask: Tensor) -> list[Any]:
+@contextmanager
+def given(model: PreTrainedModel, masks: Mapping[int, Tensor]) -> Iterator[None]:
+    """Hand a mask (heads or 1, tokens, tokens) to the attention of each of these layers."""
     def swap(module: Any, args: Any, options: dict[str, Any]) -> Any:
-        return args, {**options, "attention_mask": mask[None] if mask.dim() == 3 else mask[None, None]}
+        return args, {**options, "attention_mask": masks[module.layer_idx][None]}
 
-    return [
-        module.register_forward_pre_hook(swap, with_kwargs=True) for name, module in model.named_modules()
-        if name.endswith("self_attn") and module.layer_idx in layers
-    ]
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name.endswith("self_attn") and module.layer_idx in masks:
+                stack.callback(module.register_forward_pre_hook(swap, with_kwargs=True).remove)
+        yield
