@@ -21,6 +21,7 @@ from models_integration.studies.evidence.claims import ENDS, Samples, Verdict, v
 from models_integration.studies.evidence.controls import FULL
 from models_integration.studies.evidence.rules import PARTS, Claim, load_rules
 from models_integration.studies.evidence.run import merged
+from models_integration.studies.evidence.stages import lost_at
 from models_integration.studies.papers.injection import TEMPLATES
 from models_integration.studies.papers.injection_tables import (
     HEADINGS,
@@ -40,6 +41,7 @@ PAGES = (ROOT / "README.md", HOME / "README.md", HOME / "erratum.md", HOME / "pa
 FACTS = ("needle_in_prose", "keys_in_prose_2", "keys_in_prose_4")
 PAIRS, PROSE = ("key_value_short",), ("prose_continuation",)
 FACT = ("fact",)
+NEEDLE, DELAYED = ("needle",), ("delayed_association",)
 NAMES = {
     "fullcache": "full cache", "evidence": "evidence, then random", "random": "random set, one for each head",
     'crystalcache(k_heads=0, graph="zero", T_max=1)': "rarity alone", "nestedkv": "NestedKV",
@@ -53,6 +55,7 @@ NAMES = {
     "morphkv@prompt": "MorphKV", "h2o@prompt": "H2O", "tova@prompt": "TOVA", "vatp@prompt": "VATP",
     "kvzip-heads": "KVzip's full and streaming heads",
     "random-shared": "random tokens, one set for all heads", "random-trunks": "random trunks",
+    "random-heads": "random heads",
     "crystalcache(observed_layer=-3)": "CrystalCache, last layer but two observed",
     'crystalcache(observed_layer=-3, graph="zero")': "CrystalCache without D, last layer but two observed",
     'crystalcache(observed_layer=-3, graph="zero", T_max=1)': "tokens, no D, last layer but two observed",
@@ -62,9 +65,18 @@ NAMES = {
     "kvcrush": "KVCrush, blocks of 16", "snapkv(block=16)": "SnapKV in blocks of 16",
 }
 
+KINDS = {
+    PAIRS: "Pairs", PROSE: "Prose", DELAYED: "Delayed association",
+    (*NEEDLE, *DELAYED): "Needle and delayed association",
+}
+PLACES = {"after": "after", "in_prompt": "in the prompt", "paper": "as in the paper"}
+
 
 class Column(NamedTuple):
-    """Samples of one kind under one budget: their right answers, the recovery of their likelihood, or both."""
+    """Samples of one kind under one budget: their right answers, the recovery of their likelihood, or both.
+
+    `density` selects samples of delayed association.
+    """
 
     title: str
     tasks: Sequence[str]
@@ -72,6 +84,12 @@ class Column(NamedTuple):
     budget: str
     answers: bool = True
     recovery: bool = True
+    density: str = ""
+
+    def of(self, samples: Samples) -> Samples:
+        """Select the samples of this column."""
+        some = samples.where(task=self.tasks, placement=(self.placement,))
+        return Samples([row for row in some.rows if self.density in ("", row["metadata"].get("density"))])
 
 
 def _after(title: str, tasks: Sequence[str], budget: str = "0.3", answers: bool = True) -> Column:
@@ -92,16 +110,16 @@ def samples_of(study: str, part: str = "confirm") -> Samples:
 
 
 def figures(
-    study: str, columns: Sequence[Column], policies: Sequence[str], part: str = "confirm",
+    study: str, columns: Sequence[Column], part: str = "confirm", policies: Sequence[str] = (),
 ) -> list[list[str]]:
-    """Right answers and recovery of policies, each with its 95 % interval."""
-    each = [samples_of(study, part).where(task=column.tasks, placement=(column.placement,)) for column in columns]
+    """Right answers and recovery of policies, each with its 95 % interval; by default of all policies, by answers."""
+    each = [column.of(samples_of(study, part)) for column in columns]
     head = ["policy"]
     for column, some in zip(columns, each, strict=True):
         head += [f"{column.title}: right of {len(some.rows)}"] if column.answers else []
         head += [f"{'' if column.answers else column.title + ': '}recovery"] if column.recovery else []
     lines = [head]
-    for policy in policies:
+    for policy in policies or _ranked(each, columns):
         line = [NAMES[policy]]
         for column, some in zip(columns, each, strict=True):
             cell = ENDS[0] if policy == FULL else (policy, column.budget)
@@ -110,6 +128,20 @@ def figures(
                 line.append("1" if policy == FULL else str(some.recovery(cell)))
         lines.append(line)
     return lines
+
+
+def _ranked(each: Sequence[Samples], columns: Sequence[Column]) -> list[str]:
+    """Full cache and evidence, then the named policies by right answers at 0.3."""
+    budget = "0.3" if any(column.budget == "0.3" for column in columns) else columns[0].budget
+    right = dict.fromkeys(
+        (name for some in each for name, at in some.cells if at == budget and name in NAMES), 0.0
+    )
+    for some, column in zip(each, columns, strict=True):
+        for name in right:
+            if column.answers and column.budget == budget and (name, budget) in some.cells:
+                right[name] -= some.of((name, budget), "right").sum()
+    del right["evidence"]
+    return [FULL, "evidence", *sorted(right, key=lambda name: right[name])]
 
 
 def _right(some: Samples, cell: tuple[str, str]) -> str:
@@ -121,21 +153,20 @@ def _right(some: Samples, cell: tuple[str, str]) -> str:
 
 def decided(study: str) -> list[list[str]]:
     """Every claim of a study with its difference, and the answers of the same samples."""
-    lines = [["claim", "claimed", "difference", "p (Holm)", "outcome", "right answers", "p (McNemar)"]]
+    lines = [["claim", "claimed", "difference", "p (Holm)", "outcome", "kind", "right answers", "p (McNemar)"]]
     dev, confirm = (samples_of(study, part) for part in PARTS)
     for one in verdicts(load_rules(HOME / f"{study}.toml").claims, dev, confirm):
         lines.append([
             _sentence(one.claim), f"{one.claim.difference:g}", str(one.difference), one.corrected_text, _outcome(one),
-            *_answers(one.claim, confirm),
+            one.kind, *_answers(one.claim, confirm),
         ])
     return lines
 
 
 def _sentence(claim: Claim) -> str:
     first, second = NAMES[claim.first], NAMES[claim.second]
-    kind = "Facts" if set(claim.tasks) <= {*FACTS, *FACT} else "Pairs" if claim.tasks == PAIRS else "Prose"
-    place = "in the prompt" if claim.placement == "in_prompt" else "after"
-    return f"{kind}, question {place}, {claim.budget}: {first} over {second}" + (
+    kind = "Facts" if set(claim.tasks) <= {*FACTS, *FACT} else KINDS[claim.tasks]
+    return f"{kind}, question {PLACES[claim.placement]}, {claim.budget}: {first} over {second}" + (
         ", by answers" if claim.measure == "accuracy" else ""
     )
 
@@ -181,6 +212,47 @@ def depths() -> list[list[str]]:
     return lines
 
 
+def parts_of_crystalcache() -> list[list[str]]:
+    """At which stage of CrystalCache the evidence of samples is lost."""
+    some, named = samples_of("crystalcache", "dev"), load_rules(HOME / "crystalcache.toml").stages
+    budgets, lines = ("0.3", "0.1"), [["stage, after all earlier stages"]]
+    lost = [np.bincount(lost_at(some, named, at), minlength=len(named) + 1) for at in budgets]
+    for at in budgets:
+        lines[0] += [f"evidence kept, budget {at}", "lost here"]
+    for number, stage in enumerate(named):
+        line = [stage.name]
+        for at, counts in zip(budgets, lost, strict=True):
+            line += [str(some.survival((stage.policy, at))), str(counts[number])]
+        lines.append(line)
+    return [*lines, ["kept to the end", *(text for counts in lost for text in ("", str(counts[-1])))]]
+
+
+def observed_layers() -> list[list[str]]:
+    """Recovery and kept evidence of CrystalCache on the paper's layer and on the four best."""
+    whole = samples_of("crystalcache", "dev")
+    tasks = {"two keys": "keys_in_prose_2", "four keys": "keys_in_prose_4", "needle": "needle_in_prose"}
+    lines = [["observed layer", "recovery, 0.3", *tasks, "evidence kept", "recovery, 0.1", "evidence kept"]]
+    for layer in (0, 1, 5, 27, 29):
+        policy = f"crystalcache(observed_layer={layer})" if layer else "crystalcache"
+        each = [whole, *(whole.where(task=(task,)) for task in tasks.values())]
+        found = [some.recovery((policy, "0.3")) for some in each] + [whole.survival((policy, "0.3"))]
+        found += [whole.recovery((policy, "0.1")), whole.survival((policy, "0.1"))]
+        lines.append([str(layer), *(f"{one.value:.2f}" for one in found)])
+    return lines
+
+
+def whole_blocks() -> list[list[str]]:
+    """Kept evidence and recovery of policies that keep whole blocks."""
+    lines = [["policy, budget", "tokens", "b = 16", "b = 32", "b = 64"]]
+    for at, policy in product(("0.3", "0.1"), ("nestedkv", "keydiff", "snapkv", "streamingllm")):
+        place = "in_prompt" if policy == "snapkv" else "after"
+        some = samples_of("blocks", "dev").where(placement=(place,))
+        cells = [(name, at) for name in (policy, *(f"{policy}(block={b})" for b in (16, 32, 64)))]
+        each = [f"{some.survival(cell).value:.2f} / {some.recovery(cell).value:.2f}" for cell in cells]
+        lines.append([f"{NAMES[policy]}, {at}", *each])
+    return lines
+
+
 def paper_table(name: str, paper: Paper, table: Table) -> list[list[str]]:
     """A table of a paper from the rows of `kvspec paper NAME --model smollm2 --quick`."""
     parts = [part for part in paper.parts if part.name in table.parts]
@@ -217,62 +289,43 @@ def _one(estimate: Estimate) -> str:
     return f"{estimate.value:.1f} [{estimate.low:.1f}, {estimate.high:.1f}]"
 
 
-MAIN = (
-    "fullcache", "evidence", 'crystalcache(k_heads=0, graph="zero", T_max=1)', "nestedkv",
-    "crystalcache(observed_layer=-1)", "crystalcache(observed_layer=1)", 'crystalcache(graph="zero")', "keydiff",
-    "streamingllm", "chunkkv", "crystalcache", "knorm", "adakv", "snapkv", "random", "pyramidkv", "expected-attention",
-)
 FEW = (
     "fullcache", "kvzip", 'crystalcache(observed_layer=-3, graph="zero")', "nestedkv", "crystalcache", "streamingllm",
     "chunkkv", "snapkv", "random",
 )
-LATER = (
-    "fullcache", "evidence", "kvzip", "kvzip-plus", "keydiff", "lagkv", "vase@prompt", "kvzip-uniform", "random",
-    "critical-adakv", "cake", "criticalkv", "morphkv@prompt", "snapkv", "vatp@prompt",
-)
-REPAIR = (
-    "fullcache", "evidence", 'crystalcache(observed_layer=-3, graph="zero")',
-    'crystalcache(observed_layer=-1, rarity="reciprocal")', 'crystalcache(observed_layer=-1, graph="zero")',
-    "crystalcache(observed_layer=-3)", "crystalcache(observed_layer=-1)", 'crystalcache(graph="zero")', "nestedkv",
-    'crystalcache(observed_layer=-1, impact="salience")', "random-trunks", "crystalcache",
-    'crystalcache(observed_layer=-3, graph="zero", T_max=1)', "random-shared", "random",
-)
-FORMS = (
-    "fullcache", "evidence", "kvzip", 'crystalcache(observed_layer=-3, graph="zero")', "nestedkv",
-    'crystalcache(observed_layer=-1, rarity="reciprocal")', "crystalcache(observed_layer=-1)", "crystalcache",
-    "keydiff", "random-trunks", "streamingllm", "chunkkv", "snapkv", "expected-attention", "random-shared", "random",
-)
-FORM_COLUMNS = [Column(f"facts, {at}", FACT, "after", at, recovery=False) for at in ("0.5", "0.3", "0.15")]
+FORM_COLUMNS = [_after(f"facts, {at}", FACT, at) for at in ("0.5", "0.3", "0.15")]
+PAPER_COLUMNS = [
+    Column("needle", NEEDLE, "paper", "0.3", recovery=False), *(
+        Column(f"delayed association, {density} density", DELAYED, "paper", "0.3", recovery=False, density=density)
+        for density in ("high", "low")
+    ),
+]
 COLUMNS = (
     _after("facts, question after", FACTS), Column("facts, question in the prompt", FACTS, "in_prompt", "0.3"),
     _after("continued prose", PROSE, answers=False),
 )
+FACTS_AT = [_after(f"facts, {at}", FACTS, at) for at in ("0.3", "0.1")]
 PROSE_AT_3 = _after("continued prose, 0.3", PROSE, answers=False)
+STUDIES: dict[str, tuple[str, Sequence[Column], str]] = {
+    "main": ("rules", COLUMNS, "confirm"),
+    "methods": ("methods", FACTS_AT, "confirm"),
+    "h2o": ("h2o", COLUMNS[:2], "dev"),
+    "heads": ("heads", FACTS_AT[:1], "confirm"),
+    "advice": ("advice", (*FACTS_AT, PROSE_AT_3), "confirm"),
+    "repair": ("repair", [_after(f"facts, {at}", FACT, at) for at in ("0.3", "0.1")], "all"),
+    "facts": ("facts", FORM_COLUMNS, "confirm"),
+    "facts-dev": ("facts", FORM_COLUMNS, "dev"),
+    "pairs": ("rules", (_after("pairs of letters, 0.3", PAIRS),), "confirm"),
+}
+"""Tables of answers by name: the study, its columns and its part."""
+CLAIMS = {"claims": "rules"} | {
+    f"{study}-claims": study for study in ("methods", "heads", "advice", "facts")
+}
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
-    "few": lambda: figures("facts", FORM_COLUMNS[1:], FEW),
-    "main": lambda: figures("rules", COLUMNS, MAIN),
-    "claims": lambda: decided("rules"),
-    "answerable": answerable,
-    "depths": depths,
-    "methods": lambda: figures("methods", (_after("facts, 0.3", FACTS), _after("facts, 0.1", FACTS, "0.1")), LATER),
-    "methods-claims": lambda: decided("methods"),
-    "h2o": lambda: figures("h2o", COLUMNS[:2], ("fullcache", "h2o@prompt", "tova@prompt", "random"), "dev"),
-    "heads": lambda: figures(
-        "heads", (_after("facts, 0.3", FACTS),), ("fullcache", "kvzip-heads", "snapkv(block=16)", "kvcrush", "snapkv")
-    ),
-    "heads-claims": lambda: decided("heads"),
-    "advice": lambda: figures(
-        "advice", (_after("facts, 0.3", FACTS), _after("facts, 0.1", FACTS, "0.1"), PROSE_AT_3),
-        ("fullcache", "kvzip", "kvzip-heads", "nestedkv", "random"),
-    ),
-    "advice-claims": lambda: decided("advice"),
-    "repair": lambda: figures(
-        "repair", [_after(f"facts, {at}", FACT, at) for at in ("0.3", "0.1")], REPAIR, "all"
-    ),
-    "facts-dev": lambda: figures("facts", FORM_COLUMNS, FORMS, "dev"),
-    "facts": lambda: figures("facts", FORM_COLUMNS, FORMS),
-    "facts-claims": lambda: decided("facts"),
-    "pairs": lambda: figures("rules", (_after("pairs of letters, 0.3", PAIRS),), MAIN),
+    "few": lambda: figures("facts", [each._replace(recovery=False) for each in FORM_COLUMNS[1:]], policies=FEW),
+    "stages": parts_of_crystalcache, "layers": observed_layers, "blocks": whole_blocks, "answerable": answerable,
+    "depths": depths, **{name: partial(figures, *study) for name, study in STUDIES.items()},
+    **{name: partial(decided, study) for name, study in CLAIMS.items()},
 }
 PAPER_TABLES = {
     f"{name}-{table.name}": partial(paper_table, name, paper, table) for name in PAPERS

@@ -1,6 +1,7 @@
 """Tables of a study's page: controls, cost, flagged cells, and where a method loses evidence."""
 
 from collections.abc import Sequence
+from math import log
 from statistics import fmean, median
 
 import numpy as np
@@ -124,13 +125,26 @@ def sizes(samples: Samples) -> str:
         mean, peak = (some.of(cell, name).mean() / 1e6 for name in ("mean_bytes", "peak_bytes"))
         others = [_three(some.of(cell, name).mean()) for name in ("divergence", "lost_attention")]
         figures = [_two(samples.share(cell)), f"{mean:.2f}", f"{peak:.2f}", *others]
-        lines.append([*cell, *figures, len(some.rows), samples.accuracy(cell), f"{some.prompt_kept(cell):.1f}"])
+        answers = [samples.accuracy(cell), f"{some.prompt_kept(cell):.1f}", _right_and_unlikely(samples, cell)]
+        lines.append([*cell, *figures, len(some.rows), *answers])
     headings = [
         "policy", "budget", "part of the full cache", "mean MB", "peak MB", "KL, nats", "attention lost", "n",
-        "accuracy", "prompt tokens kept",
+        "accuracy", "prompt tokens kept", "right, but unlikely",
     ]
-    caption = "Cache while answering, divergence from the full cache, attention on evicted keys, right answers"
+    caption = (
+        "Cache while answering, divergence from the full cache, attention on evicted keys, right answers. Right, but"
+        " unlikely: the answer is right and has less than half the full cache's likelihood."
+    )
     return table(caption, headings, lines, folded=True)
+
+
+def _right_and_unlikely(samples: Samples, cell: tuple[str, str]) -> str:
+    """How many answers are right although less than half of the gold answer's likelihood is left."""
+    some = samples.having(cell, ENDS[0])
+    if not some.rows or not some.worth().known:
+        return ""
+    lost = some.of(ENDS[0], "likelihood") - some.of(cell, "likelihood")
+    return str(int(((some.of(cell, "right") == 1) & (lost > log(2))).sum()))
 
 
 def stages(named: Sequence[Stage], samples: Samples) -> str:

@@ -150,6 +150,22 @@ def sorted_as_drawn(lines: list[list[str]]) -> list[list[str]]:
     return [line for name in names for line in sorted((one for one in lines if one[0] == name), key=lambda one: one[2])]
 
 
+def test_right_answers_with_half_the_likelihood_are_counted(shown: Page, rows: list[Row]) -> None:
+    tables = [table for table in shown.tables if table.caption.startswith("Cache while answering")]
+    counted = list[int]()
+    for table, placement in zip(tables, PLACEMENTS, strict=True):
+        for policy, budget in product(POLICIES, BUDGETS):
+            own = some(rows, placement=placement)
+            unlikely = sum(
+                value(row, policy, budget, "right") == 1 and value(row, policy, budget, "likelihood")
+                < value(row, "fullcache", "1.0", "likelihood") - 0.6931471805599453 for row in own
+            )
+            at = table.lines[0].index("right, but unlikely")
+            assert table.line(policy, budget)[at] == str(unlikely)
+            counted.append(unlikely)
+    assert len(set(counted)) > 1
+
+
 def test_claims_are_decided_as_by_hand(shown: Page, rows: list[Row]) -> None:
     own = some(rows, task=TASKS[0], placement="after")
     value_, low, high, _ = recovered(own, ("evidence", "0.5"), ("snapkv", "0.5"))
