@@ -15,8 +15,8 @@ from spec.validate import check_choices
 
 __all__ = [
     "NOTHING_PROMISED", "SEGMENT_END", "Budgets", "Cadence", "DeviceArray", "JoiningScorer", "LayerView",
-    "LayerwiseScorer", "Needs", "Observation", "Policy", "Promises", "Protection", "Rehearsal", "Repeat", "Running",
-    "RunningScorer", "Scorer", "Scores", "Selection", "Selector", "SeparableScorer",
+    "LayerwiseScorer", "Needs", "Observation", "Policy", "Promises", "Protection", "RecordingScorer", "Rehearsal",
+    "Repeat", "Running", "RunningScorer", "Scorer", "Scores", "Selection", "Selector", "SeparableScorer",
 ]
 
 # A NumPy array, or a tensor already on the backend's device.
@@ -266,6 +266,15 @@ class RunningScorer(Scorer, Protocol):
 
     def keep(self, records: object, slots: IntMatrix, /) -> object:
         """The records of the slots (g, kept) that stay."""
+        ...
+
+
+@runtime_checkable
+class RecordingScorer(RunningScorer, Protocol):
+    """A running scorer whose records do not follow from scores: a step that does not decide computes none."""
+
+    def record(self, records: Any, observation: Observation, /) -> object:
+        """The records with the new tokens in them, which are `carry` of `step`."""
         ...
 
 

@@ -16,6 +16,8 @@ from accelerated.torch_device.selection import (
     best_tokens,
     competition_shares,
     filled_chunks,
+    kept_blocks,
+    kept_representatives,
     kept_tokens,
 )
 from spec.backend import Backend, resolve
@@ -64,7 +66,8 @@ class _NestedKVStages:
 
 TENSORS: Mapping[str, Callable[..., Any]] = {
     **SCORES_OF_LAYERS, "nestedkv_score": nestedkv_score, "top_units": kept_tokens, "fill_units": filled_chunks,
-    "Adaptive": adaptive_shares, "Competition": competition_shares,
+    "best_blocks": kept_blocks, "representatives": kept_representatives, "Adaptive": adaptive_shares,
+    "Competition": competition_shares,
 }
 BACKEND = Backend(
     "torch", crystal=with_host(HOST.require_crystal(), coattention=coattention),

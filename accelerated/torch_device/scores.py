@@ -318,13 +318,12 @@ SCORES_OF_LAYERS: Mapping[str, Callable[..., Any]] = {
     score.__name__: score for score in (
         snapkv_score, adakv_score, morphkv_score, window_members, all_members, knorm_score, caote_score, lagkv_score,
         rkv_score, value_norms, output_size, h2o_score, tova_score, keydiff_score, defensive_score, expected_weights,
-        cake_layer, largest_z_scores,
+        cake_layer, largest_z_scores, value_range, window_attention,
     )
 } | {"expected_attention": expected_weights}
 """By name: scores of a layer that stay on the device."""
 SCORES: Mapping[str, Callable[..., Any]] = {
     **{name: score for name, score in SCORES_OF_LAYERS.items() if not name.startswith("expected")},
-    **{score.__name__: host_score(score) for score in (value_range, window_attention)},
     "keydiff_score": directed, "defensive_score": shared,
 }
 """By name: twins of the functions of `reference.policies`, of which some read their result on the host."""

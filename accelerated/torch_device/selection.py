@@ -4,7 +4,9 @@ Nothing here reads a value of the device, but `best_tokens`, whose arrays are th
 """
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from functools import reduce
 
 import numpy as np
 import torch
@@ -14,7 +16,10 @@ from torch.nn.functional import pad
 from spec.arrays import BoolMatrix, IntVector, Matrix
 from spec.policy import Selection
 
-__all__ = ["adaptive_shares", "best_tokens", "competition_shares", "filled_chunks", "kept_tokens"]
+__all__ = [
+    "adaptive_shares", "best_tokens", "competition_shares", "filled_chunks", "kept_blocks", "kept_representatives",
+    "kept_tokens",
+]
 
 
 def kept_tokens(values: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
@@ -46,6 +51,58 @@ def filled_chunks(members: Tensor, c: int, past: int, shares: Tensor, pinned: Te
         order = order.gather(1, torch.argsort(key.gather(1, order), dim=1, stable=True))
     share = torch.maximum(shares, pinned.sum(dim=1))[:, None]
     return torch.zeros_like(pinned).scatter_(1, order, torch.arange(members.shape[1], device=members.device) < share)
+
+
+def kept_blocks(
+    values: Tensor, shares: Tensor, pinned: Tensor, b: int, choose: Callable[..., Tensor] = kept_tokens,
+) -> Tensor:
+    """Of each row (g, n) whole blocks of b tokens, the highest sums first, and the open block.
+
+    Implements: PO-BEST-BLOCKS
+    """
+    full, left = divmod(values.shape[1], b)
+    tokens, held = (x[:, : full * b].reshape(len(x), full, b) for x in (values.double(), pinned))
+    chosen = choose(reduce(torch.add, tokens.unbind(2)), (shares - left).clamp(min=0) // b, held.any(dim=2))
+    return pad(chosen.repeat_interleave(b, dim=1), (0, left), value=True)
+
+
+def kept_representatives(
+    values: Tensor, shares: Tensor, pinned: Tensor, b: int, share: Fraction, anchor: str, free: Tensor,
+) -> Tensor:
+    """The same of a layer, where a share of the blocks stands for what goes; `free` are the blocks without protection.
+
+    Implements: PO-REPRESENTATIVES
+    """
+    distances = anchor_distances(values[:, : len(values[0]) // b * b].view(len(values), -1, b), free, anchor)
+
+    def choose(totals: Tensor, places: Tensor, held: Tensor) -> Tensor:
+        few = (places - held.sum(dim=1)).clamp(min=0) * share.numerator // share.denominator
+        stays = kept_tokens(totals, places - few, held)
+        order = torch.argsort(distances, stable=True).expand(stays.shape)
+        order = order.gather(1, torch.argsort(stays.gather(1, order).int(), dim=1, stable=True))
+        at, left = torch.arange(len(distances), device=values.device), (~stays).sum(dim=1, keepdim=True).clamp(min=1)
+        runs = torch.minimum(few[:, None], (~stays).sum(dim=1, keepdim=True))
+        run = (at * runs + left - 1) // left
+        first = (run < runs) & (run * left // runs.clamp(min=1) == at)
+        return kept_tokens(totals, places, stays | torch.zeros_like(stays).scatter_(1, order, first))
+
+    return kept_blocks(values, shares, pinned, b, choose)
+
+
+def anchor_distances(blocks: Tensor, free: Tensor, anchor: str) -> Tensor:
+    """Of blocks (h, m, b), bits of all heads that differ from the anchor's, (m,); 0 for blocks that are not free.
+
+    Implements: PO-REPRESENTATIVES
+    """
+    h, m, b = blocks.shape
+    tokens = blocks[:, free].reshape(h, -1)
+    better = torch.argsort(-tokens, dim=1, stable=True)[:, : tokens.shape[1] // 2]
+    bits = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, better, True).view(h, -1, b)
+    if anchor == "mean":
+        differ = bits != (2 * bits.sum(dim=1, keepdim=True) > bits.shape[1])
+    else:
+        differ = bits != {"alternating": torch.arange(b, device=bits.device) % 2 == 1}.get(anchor, anchor == "ones")
+    return torch.zeros(m, dtype=torch.int64, device=bits.device).index_copy_(0, free, differ.sum(dim=(0, 2)))
 
 
 def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Selection:

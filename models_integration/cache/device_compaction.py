@@ -12,7 +12,7 @@ from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
 from models_integration.cache.positions import StoredRows, filled
 from models_integration.cache.ragged_layer import HeadLayout, RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, failing_whole, storage_bytes
-from spec.arrays import IntVector
+from spec.arrays import IntVector, Matrix
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
@@ -29,6 +29,8 @@ class Chosen(NamedTuple):
     groups: int
     n: int
     """Tokens of the row."""
+    sums: Tensor | None = None
+    """Numbers that a scorer keeps with each token, in float64, (kept,)."""
 
 
 def gather(cache: RetainedCache, index: int, rows: Sequence[Chosen]) -> None:
@@ -49,7 +51,7 @@ def _gathered(layer: DenseLayer, rows: Sequence[Chosen]) -> RaggedLayer:
     assert layer.keys is not None
     assert layer.values is not None
     H, columns, keys, values = layer.heads, layer.stored_length, list[Tensor](), list[Tensor]()
-    for own_keys, own_values, (at, _, groups, n) in zip(layer.keys, layer.values, rows, strict=True):
+    for own_keys, own_values, (at, _, groups, n, _) in zip(layer.keys, layer.values, rows, strict=True):
         slots = at // n * columns + at % n + columns - n
         if groups < H:
             slots = (torch.arange(H, device=at.device)[:, None] * columns + slots).flatten()
@@ -100,20 +102,34 @@ def _dense(layer: RaggedLayer, kept: list[Tensor], padding: Tensor | None) -> De
     return made
 
 
-def read_retentions(layers: Iterable[Sequence[Chosen]], granularity: Granularity) -> list[tuple[Retention, ...]]:
-    """The retentions of each layer and row: one transfer for all.
+def read_retentions(
+    layers: Iterable[Sequence[Chosen]], granularity: Granularity,
+) -> list[tuple[tuple[Retention, Matrix], ...]]:
+    """The retention and the sums of each layer and row: one transfer for all.
 
     Raises:
         SpecError: for a token without a score.
     """
     layers = list(layers)
-    parts = [part for rows in layers for row in rows for part in (row.unscored, row.at)]
-    at_once = torch.cat([part.to(parts[0].device) for part in parts]).cpu()
-    host = iter(torch.split(at_once, [len(part) for part in parts]))
+    parts = [part for rows in layers for row in rows for part in (row.unscored, row.at, _bits(row.sums))]
+    given = [part for part in parts if part is not None]
+    at_once = torch.cat([part.to(given[0].device) for part in given]).cpu()
+    host = iter(torch.split(at_once, [0 if part is None else len(part) for part in parts]))
     return [
-        tuple(_retention(row, int(next(host)), next(host).numpy(), ordinal, granularity) for row in rows)
+        tuple(_kept(row, next(host), next(host), next(host), ordinal, granularity) for row in rows)
         for ordinal, rows in enumerate(layers)
     ]
+
+
+def _bits(sums: Tensor | None) -> Tensor | None:
+    return None if sums is None else sums.view(torch.int64)
+
+
+def _kept(
+    row: Chosen, unscored: Tensor, at: Tensor, sums: Tensor, ordinal: int, granularity: Granularity,
+) -> tuple[Retention, Matrix]:
+    retention = _retention(row, int(unscored), at.numpy(), ordinal, granularity)
+    return retention, sums.view(torch.float64).numpy().reshape(row.groups, -1)
 
 
 def _retention(row: Chosen, unscored: int, at: IntVector, ordinal: int, granularity: Granularity) -> Retention:

@@ -15,22 +15,38 @@ from models_integration.cache.device_compaction import Chosen, gather, read_rete
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import ScorerRecords
 from models_integration.session.method import Method
+from reference.policies.blocks import InBlocks
 from reference.policies.budgets import Above, Adaptive, Competition
 from reference.policies.chunkkv import Chunks
 from reference.policies.criticalkv import EPSILON, TwoScores, two_stages
 from reference.policies.defensivekv import Defensive
 from reference.policies.expected_attention import ExpectedAttention
+from reference.policies.h2o import HeavyHitters
+from reference.policies.kvcrush import scored_or_representative
 from reference.policies.names import with_twins
 from reference.policies.retain import tokens_of
+from reference.policies.rkv import QueryCache
 from reference.policies.scorers import LayerScorer
-from reference.policies.selectors import fill_units, top_tokens, top_units
+from reference.policies.selectors import fill_units, recent_half, top_tokens, top_units
 from reference.policies.triattention import TriAttention
+from reference.policies.vase import Sampled, exponential_numbers, ranges_first
+from reference.policies.vatp import ValueWeighted
+from spec.arrays import BoolVector, Matrix
 from spec.backend import Backend
 from spec.budget import Budget
 from spec.errors import SpecError
-from spec.policy import LayerView, Observation, Policy, Running, Scorer, Scores, Selection
+from spec.policy import LayerView, Observation, Policy, RecordingScorer, Running, Scorer, Scores, Selection
+from spec.retention import Retention
 
 __all__ = ["DeviceChoices", "choose", "policy_on_device"]
+
+SCORERS = (
+    LayerScorer, Chunks, Defensive, ExpectedAttention, HeavyHitters, QueryCache, Sampled, TriAttention,
+)
+SELECTORS = (
+    fill_units, ranges_first, recent_half, scored_or_representative, top_tokens, top_units, two_stages,
+)
+
 
 @dataclass
 class DeviceChoices:
@@ -41,6 +57,8 @@ class DeviceChoices:
     copies: int
     """Rows of the batch that stand for one prompt."""
     layers: dict[int, list[Chosen]] = field(default_factory=dict)
+    records: dict[int, list[object]] = field(default_factory=dict)
+    """Of each layer and prompt, a scorer's own, of all tokens."""
 
     def take(self, layer: int, policy: Policy, observed: ObservedRows) -> bool:
         """Compact a layer, if the policy of this layer can choose on the device; whether that is so.
@@ -48,16 +66,18 @@ class DeviceChoices:
         Raises:
             SpecError: if the budget does not hold the protected tokens.
         """
-        engine, found = self.method.engine, list[Chosen]()
+        engine, found, records = self.method.engine, list[Chosen](), list[object]()
         if engine is None or policy_on_device(policy, engine) is None:
             return False
         for row in observed.prompts:
-            one = choose(policy, engine, self.method.budget, observed.prompt(row, policy.granularity))
+            prompt = observed.prompt(row, policy.granularity)
+            one = choose(policy, engine, self.method.budget, prompt)
             if one is None:
                 return False
             found.append(one)
+            records.append(policy.scorer.record(None, prompt) if isinstance(policy.scorer, RecordingScorer) else None)
         gather(self.cache, layer, [one for one in found for _ in range(self.copies)])
-        self.layers[layer] = found
+        self.layers[layer], self.records[layer] = found, records
         return True
 
     def read(self, padding: Tensor | None) -> list[Decision]:
@@ -69,24 +89,30 @@ class DeviceChoices:
         policy, parts = self.method.policy, list[Decision]()
         each = read_retentions(self.layers.values(), policy.granularity) if self.layers else []
         for layer, kept in zip(self.layers, each, strict=True):
-            settle(self.cache, layer, [one for one in kept for _ in range(self.copies)], padding)
-            rows = tuple(Running(one.positions.reshape(one.groups, -1), None) for one in kept)
-            after = Nothing() if policy.cadence.every is None else ScorerRecords(policy.name, rows)
-            parts.append(Decision(kept, after, padding=padding))
+            retentions = tuple(retention for retention, _ in kept)
+            settle(self.cache, layer, [one for one in retentions for _ in range(self.copies)], padding)
+            after = Nothing() if policy.cadence.every is None else ScorerRecords(policy.name, tuple(
+                _running(policy.scorer, *row, records) for row, records in zip(kept, self.records[layer], strict=True)
+            ))
+            parts.append(Decision(retentions, after, padding=padding))
         self.layers.clear()
         return parts
+
+
+def _running(scorer: Scorer, retention: Retention, sums: Matrix, records: object) -> Running:
+    live = retention.positions.reshape(retention.groups, -1)
+    return Running(live, scorer.keep(records, live) if isinstance(scorer, RecordingScorer) else sums)
 
 
 def policy_on_device(policy: Policy, engine: Backend) -> Policy | None:
     """A layerwise policy with scores on the device, if the number of tokens that it keeps depends on no score."""
     twin = with_twins(policy, replace(engine, scores=engine.tensors))
-    selector = getattr(policy.selector, "func", policy.selector)
-    choices = top_units, top_tokens, two_stages, fill_units
-    scorer = twin.scorer.host if isinstance(twin.scorer, TwoScores) else twin.scorer
-    known = isinstance(scorer, LayerScorer | Chunks | Defensive | ExpectedAttention | TriAttention)
-    if not known or selector not in choices or isinstance(policy.budgets, Above):
+    (select, b), scorer = _selector(policy), _host(twin.scorer)
+    known = isinstance(scorer, HeavyHitters if isinstance(twin.scorer, ValueWeighted) else SCORERS)
+    by_value = (Above, Adaptive, Competition) if b else Above
+    if not known or _function(select) not in SELECTORS or isinstance(policy.budgets, by_value):
         return None
-    functions = [getattr(part, "func", part) for part in vars(scorer).values()]
+    functions = [_function(part) for part in vars(scorer).values()]
     return twin if any(own is one for own in functions for one in engine.tensors.values()) else None
 
 
@@ -100,36 +126,96 @@ def choose(policy: Policy, engine: Backend, budget: Budget, one: Observation) ->
     if twin is None or not isinstance(view.k, Tensor):
         return None
     B, protected = tokens_of(policy, budget, one.seen), policy.protection(one.seen)
-    values, pinned = _scores(twin.scorer, layer, view, B, one.seen), int(protected.sum())
-    g, n = values.shape
-    held = torch.from_numpy(protected).to(values.device).expand(g, n)
-    unscored, members, values = values.isnan() & ~held, values, values.masked_fill(held, torch.nan)
-    shares, kept = _shares(policy, engine, B, values, pinned)
-    top: Callable[..., Tensor] = engine.tensors["top_units"]
-    if isinstance(twin.scorer, TwoScores):
-        share = cast("partial[Selection]", policy.selector).keywords["share"]
-        held = top(values, pinned + (shares - pinned) * share.numerator // share.denominator, held)
-        values = (values + EPSILON) * cast(Tensor, twin.scorer.size(view.v, twin.scorer.W_o[layer]))
+    scores = _scores(twin.scorer, layer, view, B, one.seen)
+    values = scores
+    if isinstance(twin.scorer, ValueWeighted):
+        values = scores.double() * cast(Tensor, twin.scorer.size(cast(Tensor, view.v))).double()
+    held = torch.from_numpy(protected).to(values.device).expand(values.shape)
+    unscored, values = (values.isnan() & ~held).flatten(), values.masked_fill(held, torch.nan)
+    shares, kept = _shares(policy, engine, B, values, protected)
     if isinstance(twin.scorer, Chunks):
-        marks = engine.tensors["fill_units"](members, twin.scorer.c, max(0, n - twin.scorer.W), shares, held).flatten()
+        past = max(0, one.seen - twin.scorer.W)
+        marks = engine.tensors["fill_units"](scores, twin.scorer.c, past, shares, held)
     else:
-        marks = top(values, shares, held).flatten()
-    lost = torch.where(unscored.any(), unscored.flatten().int().argmax(), -1)
-    return Chosen(torch.argsort((~marks).int(), stable=True)[:kept], lost[None], g, n)
+        marks = _marks(twin, engine, one, values, shares, protected)
+    at = torch.argsort((~marks).flatten().int(), stable=True)[:kept]
+    lost = torch.where(unscored.any(), unscored.int().argmax(), -1)
+    sums = isinstance(_host(twin.scorer), HeavyHitters)
+    return Chosen(at, lost[None], len(values), one.seen, scores.flatten()[at].double() if sums else None)
+
+
+def _marks(
+    policy: Policy, engine: Backend, one: Observation, values: Tensor, shares: Tensor, protected: BoolVector,
+) -> Tensor:
+    """Of each kept set (g, n) the tokens that stay, by a selector of tokens or of blocks."""
+    select, b = _selector(policy)
+    given, pinned = getattr(select, "keywords", {}), int(protected.sum())
+    held = torch.from_numpy(protected).to(values.device).expand(values.shape)
+    top: Callable[..., Tensor] = engine.tensors["top_units"]
+    if _function(select) is scored_or_representative:
+        free = torch.from_numpy(np.flatnonzero(~_touched(protected, b))).to(values.device)
+        top = partial(engine.tensors["representatives"], free=free, **given)
+    elif b:
+        top = partial(engine.tensors["best_blocks"], b=b)
+    if _function(select) is recent_half:
+        held = held | (torch.arange(one.seen, device=values.device) >= one.seen - shares[:, None] // 2)
+    if _function(select) in (two_stages, ranges_first):
+        share, sinks = given["share"], given.get("N_sink")
+        first = (shares - pinned) * share.numerator // share.denominator
+        if sinks is not None:
+            first = (shares * share.numerator // share.denominator - sinks).clamp(min=0).minimum(shares - pinned)
+        held = top(values, pinned + first, held)
+        values = _second(policy.scorer, one, values)
+    return top(values, shares, held)
+
+
+def _second(scorer: Scorer, one: Observation, values: Tensor) -> Tensor:
+    """The scores of a second stage."""
+    ((layer, view),) = one.layers.items()
+    if isinstance(scorer, TwoScores):
+        return (values + EPSILON) * cast(Tensor, scorer.size(cast(Tensor, view.v), scorer.W_o[layer]))
+    assert isinstance(scorer, Sampled)
+    A = cast(Tensor, scorer.attend(view, scorer.W, scorer.kernel))
+    numbers = exponential_numbers(scorer.seed, one.first, one.seen, np.tile(np.arange(one.seen), (len(A), 1)))
+    return pad(A.double(), (0, one.seen - A.shape[1]), value=torch.nan) / torch.from_numpy(numbers).to(A.device)
+
+
+def _host(scorer: Scorer) -> Scorer:
+    return scorer.host if isinstance(scorer, TwoScores | ValueWeighted) else scorer
+
+
+def _function(part: Any) -> Any:
+    return getattr(part, "func", part)
+
+
+def _selector(policy: Policy) -> tuple[Any, int]:
+    """The selector, and the tokens of its blocks, or 0."""
+    if isinstance(policy.selector, InBlocks):
+        return policy.selector.select, cast("partial[Selection]", policy.selector.choose).keywords["b"]
+    return policy.selector, getattr(policy.selector, "keywords", {}).get("b", 0)
+
+
+def _touched(protected: BoolVector, b: int) -> BoolVector:
+    """Whole blocks of b tokens that hold a protected one."""
+    touched: BoolVector = np.logical_or.reduce(protected[: len(protected) // b * b].reshape(-1, b), axis=1)
+    return touched
 
 
 def _scores(scorer: Scorer, layer: int, view: LayerView, B: int, seen: int) -> Tensor:
     """Of a layer, by a scorer whose functions return tensors."""
-    if isinstance(scorer, TwoScores):
-        return _scores(scorer.host, layer, view, B, seen)
+    scorer = _host(scorer)
     if isinstance(scorer, Defensive):
         return cast(Tensor, scorer.score(view, scorer.W_o[layer], B, scorer.W, scorer.kernel))
     if isinstance(scorer, Chunks):
         return cast(Tensor, scorer.members(view))
     if isinstance(scorer, TriAttention):
         return cast(Tensor, scorer.layers({layer: view}, seen)[0])
+    if isinstance(scorer, Sampled):
+        past = view.k.shape[1] - view.q.shape[1]
+        ranges = cast(Tensor, scorer.range(cast(Tensor, view.v)))[:, :past]
+        return pad(ranges, (0, view.q.shape[1]), value=torch.nan)
     if not isinstance(scorer, ExpectedAttention):
-        assert isinstance(scorer, LayerScorer)
+        assert isinstance(scorer, LayerScorer | HeavyHitters | QueryCache)
         return cast(Tensor, scorer.score(view))
     sinks = scorer.N_sink
     if view.k.shape[1] <= sinks:
@@ -142,13 +228,13 @@ def _scores(scorer: Scorer, layer: int, view: LayerView, B: int, seen: int) -> T
     return pad(cast(Tensor, weights), (sinks, 0), value=torch.nan)
 
 
-def _shares(policy: Policy, engine: Backend, B: int, values: Tensor, pinned: int) -> tuple[Tensor, int]:
-    """Of each kept set (g,), on the device, and their sum.
+def _shares(policy: Policy, engine: Backend, B: int, values: Tensor, protected: BoolVector) -> tuple[Tensor, int]:
+    """Of each kept set (g,), on the device; and how many tokens stay in all of them.
 
     Raises:
         SpecError: if the budget does not hold the protected tokens.
     """
-    g, n = values.shape
+    (g, n), pinned = values.shape, int(protected.sum())
     free = min(B, n) * g - pinned * g
     if free < 0:
         raise SpecError("budget", B, f"must hold the {pinned} protected tokens of {policy.name}")
@@ -156,4 +242,10 @@ def _shares(policy: Policy, engine: Backend, B: int, values: Tensor, pinned: int
         shares = engine.tensors[type(policy.budgets).__name__](values, free, pinned, policy.budgets.safeguard)
         return shares, free + pinned * g
     whole = policy.budgets(B * g, Scores(cast(Any, values), np.arange(n + 1), heads=g)).clip(pinned, n)
-    return torch.from_numpy(whole).to(values.device), int(whole.sum())
+    select, b = _selector(policy)
+    kept = whole.sum()
+    if b:
+        newest = whole // 2 if _function(select) is recent_half else 0 * whole
+        held = [_touched(protected | (np.arange(n) >= n - half), b).sum() for half in newest]
+        kept = (np.maximum((whole - n % b).clip(0) // b, held) * b + n % b).sum()
+    return torch.from_numpy(whole).to(values.device), int(kept)

@@ -9,7 +9,16 @@ from reference.policies.retain import chosen, shown_to, tokens_of
 from spec.arrays import BoolVector, IntMatrix
 from spec.budget import Budget
 from spec.errors import SpecError
-from spec.policy import JoiningScorer, Observation, Policy, Running, RunningScorer, Scores, Selection
+from spec.policy import (
+    JoiningScorer,
+    Observation,
+    Policy,
+    RecordingScorer,
+    Running,
+    RunningScorer,
+    Scores,
+    Selection,
+)
 from spec.retention import Retention
 
 __all__ = ["advance", "advance_turn", "join", "start", "take_up"]
@@ -45,9 +54,10 @@ def advance(
 
     Implements: PO-STEP
     """
+    B = tokens_of(policy, budget, observation.seen)
+    if not policy.cadence.due(observation.seen, running.live.shape[1] + 1, B):
+        return None, take_up(policy, budget, running, observation, 1)
     live, scores, B = _grown(policy, budget, running, observation, 1)
-    if not policy.cadence.due(observation.seen, live.shape[1], B):
-        return None, Running(live, scores.carry)
     return _cut(policy, B, live, scores, observation.seen)
 
 
@@ -67,17 +77,25 @@ def take_up(policy: Policy, budget: Budget, running: Running, observation: Obser
 
     Implements: PO-READ
     """
+    scorer = _running(policy)
+    if isinstance(scorer, RecordingScorer):
+        shown = shown_to(scorer.needs, observation)
+        return Running(_live(running, observation.seen, tokens), scorer.record(running.records, shown))
     live, scores, _ = _grown(policy, budget, running, observation, tokens)
     return Running(live, scores.carry)
+
+
+def _live(running: Running, seen: int, tokens: int) -> IntMatrix:
+    """What is live with the new tokens."""
+    return np.column_stack([running.live, np.tile(np.arange(seen - tokens, seen), (len(running.live), 1))])
 
 
 def _grown(
     policy: Policy, budget: Budget, running: Running, observation: Observation, tokens: int,
 ) -> tuple[IntMatrix, Scores, int]:
     """What is live with the new tokens, its scores, and the budget."""
-    seen, groups = observation.seen, len(running.live)
-    live = np.column_stack([running.live, np.tile(np.arange(seen - tokens, seen), (groups, 1))])
-    B, scorer = tokens_of(policy, budget, seen), _running(policy)
+    B, scorer = tokens_of(policy, budget, observation.seen), _running(policy)
+    live = _live(running, observation.seen, tokens)
     return live, scorer.step(running.records, replace(shown_to(scorer.needs, observation), B=B)), B
 
 

@@ -87,7 +87,7 @@ def kvzip_heads(calibration: Calibration, served: Identity, N_sink: int = 64, N_
     if calibration.head_scores is None:
         raise SpecError("calibration", calibration.digest, "has no head scores: `kvspec calibrate` writes them")
     # Of the layers it looks at nothing, but a turn is decided when all of them have stored it.
-    scorer = replace(recency, needs=Needs("all", 0), separable=True)
+    scorer = replace(recency, needs=Needs("all", 0, takes=lambda _: True), separable=True)
     return Policy(
         "kvzip-heads", scorer, FullHeads(calibration.head_scores.ravel(), N_sink + N_recent), top_units,
         SinkAndRecent(N_sink, N_recent), granularity=Granularity.HEAD, floor=N_sink + N_recent,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -14,12 +14,12 @@ from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import Score, check_odd, check_positive, stacked, with_window
 from reference.policies.selectors import top_units
-from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, Matrix
+from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
 from spec.errors import SpecError
 from spec.policy import Cadence, DeviceArray, LayerView, Needs, Observation, Policy, Scores
 from spec.retention import Granularity
 
-__all__ = ["QueryCache", "rkv", "rkv_importance", "rkv_redundancy", "rkv_score"]
+__all__ = ["QueryCache", "last_queries", "rkv", "rkv_importance", "rkv_redundancy", "rkv_score"]
 
 EPSILON = 1e-8
 SIMILAR = 0.5
@@ -80,6 +80,20 @@ def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Float64[Matri
     return with_window(lam * rkv_importance(view, W, kernel) - (1 - lam) * R, n)
 
 
+def last_queries(old: Sequence[DeviceArray], observation: Observation, W: int) -> tuple[DeviceArray, ...]:
+    """The last W queries of each layer, after those of earlier steps; tensors stay on their device."""
+    new = [view.q if hasattr(view.q, "cpu") else wide(view.q) for view in observation.layers.values()]
+    return tuple(q[:, -W:] for q in (map(_joined, old, new) if old else new))
+
+
+def _joined(old: DeviceArray, new: DeviceArray) -> DeviceArray:
+    if isinstance(new, np.ndarray):
+        return np.concatenate([old, new], axis=1)
+    whole = new.new_empty((len(new), old.shape[1] + new.shape[1], new.shape[2]))
+    whole[:, : old.shape[1]], whole[:, old.shape[1] :] = old, new
+    return whole
+
+
 @dataclass(frozen=True)
 class QueryCache:
     """The last W queries of each layer are kept beside the cache, and score it."""
@@ -94,29 +108,25 @@ class QueryCache:
         return Needs("all", self.W, takes=self.takes)
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        return self._scores(observation, [wide(view.q)[:, -self.W :] for view in observation.layers.values()])
+        return self.step(None, observation)
 
     def step(self, records: object, observation: Observation, /) -> Scores:
         """New queries join the last ones.
 
         Implements: PO-RKV, PO-MORPHKV
         """
-        assert isinstance(records, tuple)
-        views = observation.layers.values()
-        return self._scores(observation, [
-            np.concatenate([old, wide(view.q)], axis=1)[:, -self.W :]
-            for old, view in zip(records, views, strict=True)
-        ])
+        queries = self.record(cast(Any, records), observation)
+        views = [replace(view, q=q) for view, q in zip(observation.layers.values(), queries, strict=True)]
+        return stacked(observation, [self.score(view) for view in views], queries)
+
+    def record(self, records: tuple[DeviceArray, ...] | None, observation: Observation, /) -> tuple[DeviceArray, ...]:
+        return last_queries(records or (), observation, self.W)
 
     def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> object:
         return records
 
-    def join(self, records: Sequence[tuple[Cube, ...]], /) -> tuple[Cube, ...]:
+    def join(self, records: Sequence[tuple[DeviceArray, ...]], /) -> tuple[DeviceArray, ...]:
         return tuple(chain(*records))
-
-    def _scores(self, observation: Observation, queries: list[Cube]) -> Scores:
-        views = [replace(view, q=q) for view, q in zip(observation.layers.values(), queries, strict=True)]
-        return stacked(observation, [self.score(view) for view in views], tuple(queries))
 
 
 @named("rkv", "Cai et al., R-KV (arXiv 2505.24133)", "what the last queries attend to, less what is redundant")

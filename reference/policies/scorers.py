@@ -38,6 +38,9 @@ class LayerScorer:
     def step(self, records: object, observation: Observation, /) -> Scores:
         return stacked(observation, [self.score(view) for view in observation.layers.values()])
 
+    def record(self, records: object, observation: Observation, /) -> None:
+        return None
+
     def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> None:
         return None
 

@@ -72,6 +72,9 @@ class TriAttention:
         heads = 1 if self.mode == "global" else best.shape[1]
         return Scores(values, np.arange(values.shape[1] + 1), heads=heads)
 
+    def record(self, records: object, observation: Observation, /) -> None:
+        return None
+
     def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> None:
         return None
 

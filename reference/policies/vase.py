@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import chain
-from typing import ClassVar
+from typing import Any, ClassVar, TypeAlias, cast
 
 import numpy as np
 
@@ -14,14 +14,19 @@ from reference.policies.attention import average_pool, group_mean, wide, wide_si
 from reference.policies.budgets import even
 from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
-from reference.policies.scorers import check_odd, check_positive, stacked, with_window
+from reference.policies.rkv import last_queries
+from reference.policies.scorers import check_odd, check_positive, host_rows, stacked, with_window
 from reference.policies.selectors import staged
-from spec.arrays import BoolVector, Cube, Float64, Int64, IntMatrix, IntVector, Matrix, Vector
+from spec.arrays import BoolVector, Float64, Int64, IntMatrix, IntVector, Matrix, Vector
 from spec.errors import SpecError
 from spec.policy import Cadence, DeviceArray, LayerView, Needs, Observation, Policy, Scores, Selection
 from spec.retention import Granularity
 
-__all__ = ["Sampled", "ranges_first", "uniform_numbers", "value_range", "vase", "window_attention"]
+__all__ = [
+    "Sampled", "exponential_numbers", "ranges_first", "uniform_numbers", "value_range", "vase", "window_attention",
+]
+
+Records: TypeAlias = tuple[tuple[DeviceArray, ...], IntMatrix]
 
 
 def uniform_numbers(seed: int, group: int, seen: int, n: int) -> Float64[Vector, " n"]:
@@ -34,6 +39,14 @@ def uniform_numbers(seed: int, group: int, seen: int, n: int) -> Float64[Vector,
     words = np.random.Philox(key=seed, counter=np.array([0, group, seen, 0], dtype=np.uint64)).random_raw(n)
     numbers: Vector = ((words >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
     return numbers
+
+
+def exponential_numbers(seed: int, first: int, seen: int, at: Int64[IntMatrix, "g n"]) -> Float64[Matrix, "g n"]:
+    """-log of the uniform numbers of these positions, for the kept sets from the first one on.
+
+    Implements: PO-UNIFORM
+    """
+    return -np.log(np.stack([uniform_numbers(seed, group, seen, seen)[own] for group, own in enumerate(at, first)]))
 
 
 def window_attention(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv past"]:
@@ -98,42 +111,39 @@ class Sampled:
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         at = np.arange(observation.seen) if observation.positions is None else observation.positions
-        queries = [wide(view.q)[:, -self.W :] for view in observation.layers.values()]
-        return self._scores(observation, queries, np.tile(at, (observation.groups, 1)))
+        records = last_queries((), observation, self.W), np.tile(at, (observation.groups, 1))
+        return self._scores(observation, records)
 
     def step(self, records: object, observation: Observation, /) -> Scores:
+        return self._scores(observation, self.record(cast(Any, records), observation))
+
+    def record(self, records: Records | None, observation: Observation, /) -> Records:
         """New queries and positions join the last ones."""
-        assert isinstance(records, tuple)
-        old, at = records
+        old, at = records or ((), np.empty((observation.groups, 0), dtype=np.int64))
         new = next(iter(observation.layers.values())).k.shape[1] - at.shape[1]
         later = np.tile(np.arange(observation.seen - new, observation.seen), (len(at), 1))
-        queries = [
-            np.concatenate([rows, wide(view.q)], axis=1)[:, -self.W :]
-            for rows, view in zip(old, observation.layers.values(), strict=True)
-        ]
-        return self._scores(observation, queries, np.concatenate([at, later], axis=1))
+        return last_queries(old, observation, self.W), np.concatenate([at, later], axis=1)
 
     def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> object:
         assert isinstance(records, tuple)
         queries, at = records
         return queries, np.take_along_axis(at, slots, axis=1)
 
-    def join(self, records: Sequence[tuple[tuple[Cube, ...], IntMatrix]], /) -> object:
+    def join(self, records: Sequence[Records], /) -> object:
         queries, at = zip(*records, strict=True)
         return tuple(chain(*queries)), np.concatenate(at)
 
-    def _scores(self, observation: Observation, queries: Sequence[Cube], at: Int64[IntMatrix, "g n"]) -> Scores:
+    def _scores(self, observation: Observation, records: Records) -> Scores:
+        queries, at = records
         views = [replace(view, q=q) for view, q in zip(observation.layers.values(), queries, strict=True)]
         if any(view.v is None for view in views):
             raise SpecError("v", None, "VaSE ranks tokens by their values")
-        n = at.shape[1]
-        ranges = [with_window(self.range(view.v)[:, : n - view.q.shape[1]], n) for view in views]
-        A = np.concatenate([with_window(self.attend(view, self.W, self.kernel), n) for view in views])
-        u = np.stack([
-            uniform_numbers(self.seed, group, observation.seen, observation.seen)[own]
-            for group, own in enumerate(at, observation.first)
-        ])
-        return replace(stacked(observation, ranges, (tuple(queries), at)), second=A / -np.log(u))
+        n, past = at.shape[1], at.shape[1] - views[0].q.shape[1]
+        rows = [self.range(view.v)[:, :past] for view in views]
+        rows += [self.attend(view, self.W, self.kernel) for view in views]
+        ranges, A = np.split(with_window(host_rows(rows), n), 2)
+        second = A / exponential_numbers(self.seed, observation.first, observation.seen, at)
+        return replace(stacked(observation, np.split(ranges, len(views)), records), second=second)
 
 
 @named(

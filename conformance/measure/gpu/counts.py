@@ -2,7 +2,7 @@
 
 A random Llama of 12 layers reads a prompt of 2 048 tokens at a budget of 0.3. Printed for each policy: the most bytes
 of keys and values that the cache holds after any layer has stored the prompt, over those of the full cache; the host
-reads of a prompt of 256 tokens and of a decode step, on an emulated device.
+reads of a prompt of 254 tokens and of a decode step, on an emulated device.
 """
 
 import sys
@@ -20,7 +20,8 @@ from reference.policies.names import BACKEND, POLICIES, constants_of, families_o
 from spec.backend import resolve
 
 LAYERS, TOKENS, BUDGET, VOCABULARY = 12, 2_048, 0.3, 131
-SHORT = 256
+SHORT = 254
+"""The second step has seen 256 tokens: policies that decide every 64 or 128 tokens decide then."""
 H_KV, D = 2, 16
 TEMPLATE = ((5, 6, 7), (8, 9), (10,))
 
