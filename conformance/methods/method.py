@@ -218,13 +218,15 @@ def rounded(inputs: Inputs) -> Inputs:
     return replace(inputs, layers=layers, W_o=[near(W_o) for W_o in inputs.W_o])
 
 
-def explanations(decide: Decide, method: Method, unit: float = DOUBLE) -> list[str]:
-    """The documented values and readings, one or two at a time, under which all of some inputs are explained."""
+def explanations(
+    decide: Decide, method: Method, unit: float = DOUBLE, failing: tuple[Inputs, int] | None = None,
+) -> list[str]:
+    """The documented values and readings, one or two at a time, that explain all of some inputs and the failing one."""
     values = {name: choices for name, choices in ALTERNATIVES.items() if name in method.constants}
     values |= {**method.brute.readings, **TIES}
     there = {**method.constants, **method.readings, "ties": "lower", **method.given}
     single = [(name, value) for name, choices in values.items() for value in choices if value != there[name]]
-    inputs = list(_telling(method))
+    inputs = [*_telling(method), *([failing] if failing else [])]
     for number in (1, 2):
         found = [
             str(method.changed(**dict(change))) for change in combinations(single, number)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 
 from hypothesis import example, given, reject
 from hypothesis import strategies as st
@@ -75,7 +75,7 @@ def test_the_kept_sets_are_those_of_the_method(
     said, advised = difference(kept, wanted), ""
     if said:
         if str(method) not in explained:
-            explained[str(method)] = explanations(lambda inputs, B: keeps(method, inputs, B), method, unit)
+            explained[str(method)] = explanations(partial(keeps, method), method, unit, (inputs, B))
         advised = advice(explained[str(method)])
     elif not (said := other_score(method, kept, wanted, scored)):
         return

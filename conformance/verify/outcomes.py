@@ -29,6 +29,7 @@ METHODS, PROMISES = "methods", "promises"
 EVICTION = "say behind a compacted cache what the model says where the evicted tokens are masked."
 
 _ROW = re.compile(r"^\| (\w+) \| `\w+` \| ((?:[A-Z]+-[A-Z0-9-]+(?:, )?)+) \|$", re.MULTILINE)
+_FORMULA = re.compile(r"\*\*Formula\*\*(.*?)\n\n", re.DOTALL)
 _MUST = re.compile(r"\*\*MUST\*\*(.*?)(?=\n\*\*|\Z)", re.DOTALL)
 _SENTENCES = re.compile(r"(?<=[.;:])\s+(?=[A-Z`])")
 _LONGEST = 240
@@ -72,6 +73,12 @@ def families_of(item: str) -> list[str]:
 def _texts() -> dict[str, str]:
     pages = [page.read_text(encoding="utf-8") for page in sorted(SPEC.glob("*.md"))]
     return {name: text for page in pages for name, text in items_of(page)}
+
+
+def formula(item: str) -> str:
+    """The equation of an item on one line; "" for an item without one."""
+    found = _FORMULA.search(_texts().get(item, ""))
+    return " ".join(found[1].split()) if found else ""
 
 
 def must(item: str, row: Mapping[str, Any] | None = None) -> str:

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from conformance.verify.certificate import COMPARED, PARTIAL, PASSED, QUICK, excepted, scope
-from conformance.verify.outcomes import ABSTAINED, COMPOSED, PROMISES, Verdicts, must
+from conformance.verify.outcomes import ABSTAINED, COMPOSED, PROMISES, Verdicts, formula, must
 
 _LINES, _WIDTH, _MOST = 6, 150, 12
 
@@ -95,6 +95,8 @@ def _failing(item: str, row: Mapping[str, Any], shown: dict[str, str]) -> Iterat
         yield f"  by the same test as {first}"
         return
     yield f"  MUST    {must(item, row)}"
+    if text := formula(item):
+        yield f"  formula {text}"
     yield f"  test    {row['test']}"
     for name in ("input", "found"):
         if row[name]:

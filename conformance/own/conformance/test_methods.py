@@ -321,6 +321,17 @@ def test_another_reading_is_named(name: str, old: str, new: str, said: str) -> N
     judge(method_of(f"{name}({said})"), lambda inputs: policy)
 
 
+def test_no_reading_is_named_that_the_failing_input_refutes() -> None:
+    """Without caps of logits it is no SnapKV, and rounding or ties have no part in it."""
+    def uncapped(method: Method, inputs: Inputs, B: int) -> Kept:
+        layers = [replace(view, softcap=None) for view in inputs.layers]
+        return decided(named(method.name, inputs), replace(inputs, layers=layers), B)
+
+    with pytest.raises(AssertionError, match="not snapkv") as failure:
+        test_method.test_the_kept_sets_are_those_of_the_method(Method("snapkv"), uncapped, "float64", {}, set())
+    assert "it agrees" not in str(failure.value)
+
+
 def refused(name: str, keeps: Any) -> None:
     """A subject is not the method."""
     method = Method(name, {"N_future": 8} if name == "expected-attention" else {})
