@@ -38,6 +38,7 @@ _INDEXED = (
     "its indexer chooses the tokens that attention reads: use streamingllm, which keeps one set and reads no attention"
 )
 _OWN_POSITIONS = "it numbers positions by its own rule: the positions that kvspec passes would be different"
+_UNSEEN = "its attention cannot be observed: it does not go through transformers' attention interface"
 _OWN_MASK = "it makes its own attention mask"
 
 
@@ -56,8 +57,8 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
         if token_id >= architecture.vocabulary:
             raise SpecError("template", token_id, f"must lie in [0, {architecture.vocabulary})")
     handed = _handed(architecture)
-    if handed.idle:
-        raise SpecError("model", architecture.name, handed.idle)
+    if not handed.observed:
+        raise SpecError("model", architecture.name, _UNSEEN)
     if architecture.latent and granularity is Granularity.HEAD:
         raise SpecError("model", architecture.name, LATENTS)
     if architecture.indexed and (reads_attention(needs) or granularity is not Granularity.MODEL):
@@ -109,8 +110,8 @@ def _check_numbering(architecture: Architecture) -> None:
     try:
         with isolated_forward(architecture):
             own, ours = (
-                read_tokens(architecture, RetainedCache(architecture.config), _TOKENS, numbered=numbered)
-                for numbered in (False, True)
+                read_tokens(architecture, RetainedCache(architecture.config), _TOKENS, start=start)
+                for start in (None, 0)
             )
     except FORWARD_ERRORS as error:
         raise SpecError("model", architecture.name, f"it cannot read {_TOKENS} tokens: {error}") from error
@@ -178,13 +179,13 @@ class _Handed:
     keys: bool
     values: bool
     queries: bool
-    idle: str
-    """Why full-attention layers were not observed; empty if all were."""
+    observed: bool
+    """Whether every full-attention layer was observed."""
 
     @property
     def all(self) -> bool:
         """Whether nothing is missing."""
-        return self.keys and self.values and self.queries and not self.idle
+        return self.keys and self.values and self.queries and self.observed
 
 
 class _Watcher:
@@ -228,17 +229,9 @@ def _handed(architecture: Architecture) -> _Handed:
             raise
         except FORWARD_ERRORS as error:
             raise SpecError("model", architecture.name, f"it cannot read {_TOKENS} tokens: {error}") from error
-        idle = [index for index in architecture.full_layers if index not in watcher.asked]
-        reason = _idle_reason(cache, idle) if idle else ""
-        known[implementation] = _Handed(watcher.keys, watcher.values, watcher.queries, reason)
+        observed = set(architecture.full_layers) <= set(watcher.asked)
+        known[implementation] = _Handed(watcher.keys, watcher.values, watcher.queries, observed)
     return known[implementation]
-
-
-def _idle_reason(cache: RetainedCache, idle: list[int]) -> str:
-    empty = [index for index in idle if not cast(RetainedLayer, cache.layers[index]).is_initialized]
-    if empty:
-        return f"its layers {empty} store nothing of the prompt"
-    return "its attention cannot be observed: it does not go through transformers' attention interface"
 
 
 def _read_apart(architecture: Architecture, granularity: Granularity) -> str | None:

@@ -303,6 +303,8 @@ def _refuse_config(config: PretrainedConfig) -> str | None:
         return "encoder-decoder models are not served"
     if not hasattr(config, "num_hidden_layers"):
         return "its config has no num_hidden_layers: it contains several models"
+    if layers := getattr(config, "cross_attention_layers", None):
+        return f"its layers {list(layers)} attend to an image, and store no text"
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is None and getattr(config, "num_kv_shared_layers", None):
         return "layers that share one cache need transformers 5.23 or later"

@@ -42,18 +42,18 @@ def isolated_forward(architecture: Architecture) -> Iterator[None]:
 
 def read_tokens(
     architecture: Architecture, cache: Cache, tokens: int, mask: Tensor | None = None, rows: int = 1,
-    numbered: bool = False,
+    start: int | None = None,
 ) -> Tensor:
     """Let the decoder read some ids into a cache, and return its last hidden states (rows, tokens, width).
 
-    If `numbered`, the tokens have the position ids 0, 1, ...
+    If `start` is given, the tokens have the position ids start, start + 1, ...
     """
     device = device_of(architecture.decoder)
     # Not the first ids, which are often padding: some decoders do not count padding in their positions.
     ids = ((37 * torch.arange(tokens, device=device) + 5) % architecture.vocabulary).expand(rows, -1)
     given: dict[str, object] = {cache_name(architecture.decoder): cache}
-    if numbered:
-        given["position_ids"] = torch.arange(tokens, device=device).expand(rows, -1)
+    if start is not None:
+        given["position_ids"] = torch.arange(start, start + tokens, device=device).expand(rows, -1)
     output = architecture.decoder.forward(input_ids=ids, attention_mask=mask, use_cache=True, **given)
     hidden: Tensor = output[0]
     return hidden

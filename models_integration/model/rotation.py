@@ -13,15 +13,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from models_integration.model.architecture import check_free, device_of, restored_rotation
 from models_integration.model.cache_argument import cache_name
 from models_integration.model.errors import UnknownModel
-from models_integration.model.weights import CHANGING
 from spec.errors import SpecError
 
 __all__ = [
-    "STYLES", "LayerRotary", "Rotary", "angles_between", "frequencies_at", "keeps_frequencies", "plain_layers",
-    "prefilled", "recognise", "rotary_buffers", "rotary_module", "scaling_of", "starting_frequencies", "turned",
+    "CHANGING", "PROBE_START", "STYLES", "LayerRotary", "Rotary", "angles_between", "explain_rotation",
+    "frequencies_at", "keeps_frequencies", "plain_layers", "prefilled", "probed", "recognise", "rotary_buffers",
+    "rotary_module", "scaling_of", "starting_frequencies", "turned",
 ]
 
 
+CHANGING = ("dynamic", "longrope")
+"""Rotations whose frequencies change with the session's length: past the original one, chunks are re-based."""
 # Attributes that a rotation whose frequencies change keeps of them; `starting_frequencies` compares their values.
 ROTATING = ("long_inv_freq", "max_seq_len_cached", "original_inv_freq")
 
@@ -79,8 +81,6 @@ def _near(held: Tensor, made: Tensor) -> bool:
 STYLES = ("half_split", "interleaved")
 ATTENTION = ("full_attention", "sliding_attention")
 PROBE_TOKENS, PROBE_START = 9, 37
-# Frequencies that change with the session's length: past the original one, chunks are re-based, not only turned.
-_CHANGING = ("longrope", "dynamic")
 # The last start of a probe.
 _FURTHEST = 2**15
 # A wrong style, slot or frequency is off by 0.9 and more; rounding by less than 1e-5 in float32, 1e-2 in bfloat16.
@@ -135,7 +135,7 @@ def recognise(model: PreTrainedModel) -> Rotary:
         layers = _explained_layers(name, at_zero, _probe(model, PROBE_START), PROBE_START, frequencies)
         if all(layer.slot is None for layer in layers):
             _check_orderless(model, at_zero)
-        elif not any(changing in rotary_module(model, key)[2] for key in frequencies for changing in _CHANGING):
+        elif not any(changing in rotary_module(model, key)[2] for key in frequencies for changing in CHANGING):
             # Further out, the rounding of angles to float32 would look like another model.
             past = min(_FURTHEST, 2 * max(originals, default=0))
             if past:
@@ -150,7 +150,7 @@ def _explained_layers(
 ) -> list[LayerRotary]:
     layers = []
     for index, (before, after) in enumerate(zip(at_zero, later, strict=True)):
-        found = _explained(before, after, start, frequencies)
+        found = explain_rotation(before, after, start, frequencies)
         if found is None:
             raise UnknownModel(
                 f"{name}: in layer {index} no rotation by the model's own frequencies turns keys prefilled at 0 into"
@@ -276,15 +276,17 @@ def _probe(model: PreTrainedModel, start: int, ids: Sequence[int] | None = None)
         extra = [part for part in ("indexer_keys", "conv_states") if getattr(layer, part, None) is not None]
         if keys is None or values is None or extra:
             raise UnknownModel(f"{type(model).__name__}: layer {index} keeps {extra or 'no keys and values'}")
-        layers.append({"keys": keys.double(), "values": values.double(), "bound": _bound(keys.dtype)})
+        layers.append(probed(keys, values))
     return layers
 
 
-def _bound(dtype: torch.dtype) -> Tensor:
-    return torch.tensor(PROBE_BOUND.get(dtype, PROBE_BOUND_HALF), device="cpu")
+def probed(keys: Tensor, values: Tensor) -> Mapping[str, Tensor]:
+    """What one layer stores, in float64, and the bound of its rounding."""
+    bound = torch.tensor(PROBE_BOUND.get(keys.dtype, PROBE_BOUND_HALF), device="cpu")
+    return {"keys": keys.double(), "values": values.double(), "bound": bound}
 
 
-def _explained(
+def explain_rotation(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], start: int, frequencies: Mapping[str, Tensor],
 ) -> LayerRotary | None:
     """The hypothesis that explains one layer; None where none does."""

@@ -12,11 +12,9 @@ from models_integration.attention.capture import Attended, observing
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, describe, restored_rotation
 from models_integration.model.cache_argument import cache_name
-from models_integration.model.errors import UnknownModel
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.layer_kinds import of_layer
-from models_integration.model.rotation import LayerRotary, recognise
-from models_integration.model.weights import check_fixed
+from models_integration.policies.query_rotation import read_rotation
 from models_integration.session.verbs import observe
 from reference.calibration import Calibration, Identity
 from reference.policies.attention import unrotated
@@ -40,22 +38,10 @@ def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> 
     Raises:
         SpecError: for a model that is not served, whose full-attention layers do not share one rotation in halves of
             all channels, or whose frequencies change with the length.
-        UnknownModel: for a rotation that is not recognised.
     """
-    architecture, name = describe(model), type(model).__name__
-    check_fixed(architecture)
-    rotary = recognise(model)
-    kinds = {rotary.layers[layer] for layer in architecture.full_layers}
-    kind = kinds.pop() if len(kinds) == 1 else LayerRotary()
-    if kind.buffer is None or kind.style != "half_split":
-        raise SpecError("model", name, "its full-attention layers must share one rotation, in halves")
-    inv_freq = rotary.frequencies[kind.buffer].double().cpu().numpy()
-    config, layer = architecture.config, architecture.full_layers[0]
-    H, hidden = (of_layer(config, key, layer) for key in ("num_attention_heads", "hidden_size"))
-    if 2 * len(inv_freq) != (d := of_layer(config, "head_dim", layer) or hidden // H):
-        raise SpecError("model", name, f"rotates {2 * len(inv_freq)} of its heads' {d} channels, and must rotate all")
+    rotation = read_rotation(describe(model))
     made = identify(model) if identity is None else identity
-    return Identity(f"{name}@{made.unrotated[:16]}", inv_freq, rotary.scaling[kind.buffer])
+    return Identity(f"{type(model).__name__}@{made.unrotated[:16]}", rotation["inv_freq"], rotation["factor"])
 
 
 def heads_served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> Identity:
@@ -66,7 +52,7 @@ def heads_served_by(model: PreTrainedModel, identity: ModelIdentity | None = Non
     """
     try:
         return served_by(model, identity)
-    except (SpecError, UnknownModel):
+    except SpecError:
         known = identify(model) if identity is None else identity
         return Identity(f"{type(model).__name__}@{known.unrotated[:16]}@{known.rotation[:16]}", np.empty(0))
 
@@ -93,7 +79,6 @@ def calibrate(
 
     Raises:
         SpecError: if the ids are not one row, or if the model has no supported rotation and no template was given.
-        UnknownModel: if the model cannot be identified and no template was given.
     """
     if input_ids.ndim != 2 or len(input_ids) != 1 or input_ids.shape[1] < 1:
         raise SpecError("input_ids", tuple(input_ids.shape), "must be one row of at least one token")

@@ -44,7 +44,6 @@ def read_statistics(
     Raises:
         SpecError: if the file is not such a file, or its heads, shapes or rotary style are not those of the model; if
             the model has no supported rotation.
-        UnknownModel: if the rotation of the model is not recognised.
     """
     architecture, name = describe(model), str(path)
     metadata, stats = _payload(path)

@@ -29,7 +29,7 @@ REFUSED = {
     "gpt_neo": "no eager_attention_forward", "rwkv": "nothing to evict", "openai-gpt": "no key-value cache",
     "bloom": "ALiBi", "mpt": "ALiBi", "dory": "run several times",
     "mamba2": "nothing to evict", "musicgen": "several codebooks",
-    "mllama": r"layers \[1, 3\] store nothing",
+    "mllama": r"layers \[1, 3\] attend to an image",
 }
 
 

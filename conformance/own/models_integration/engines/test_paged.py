@@ -55,7 +55,7 @@ def check_answers(
 
 
 @pytest.mark.law("eviction-equals-masking")
-@pytest.mark.parametrize(("family", "name"), zip(["llama", "qwen2"] * 2, POLICIES, strict=True))
+@pytest.mark.parametrize(("family", "name"), [*zip(["llama", "qwen2"] * 2, POLICIES, strict=True)])
 def test_requests_answer_as_the_masked_forwards(
     family: str, name: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:

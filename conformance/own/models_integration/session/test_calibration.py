@@ -1,6 +1,8 @@
 """Which rotations the archive's gate and calibration take; queries before their rotation, and the policy at work."""
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +23,34 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
+from conformance.methods import expected_attention
 from conformance.methods import kvzip as kvzip_oracle
+from conformance.methods import triattention as tri_oracle
 from conformance.methods.brute import rehearsed
 from conformance.own.models_integration.archive.block_mask import ROTATIONS
 from conformance.own.models_integration.archive.block_mask import build as rotated
+from conformance.own.models_integration.session import test_other_architectures as architectures
 from conformance.own.models_integration.session.families import (
     _GQA,
     FAMILIES,
     VOCABULARY,
+    at_once,
     build,
     greedy,
     prepare,
     prompt,
 )
 from conformance.own.models_integration.session.sessions import REHEARSED, live_sets, read_prompt
+from conformance.strategies.policy_inputs import Inputs
 from conformance.tolerances import scores_agree
-from models_integration import Published
+from models_integration import Published, RetainedCache
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cli.app import app
 from models_integration.model import rotation
+from models_integration.model.architecture import describe
 from models_integration.model.errors import UnknownModel
 from models_integration.model.rotation import recognise
 from models_integration.policies.calibration import calibrate
@@ -50,6 +59,7 @@ from models_integration.studies.results import load_rows
 from reference.calibration import load_calibration, save_calibration
 from reference.policies import kvzip, triattention
 from spec.errors import SpecError
+from spec.policy import Needs
 from spec.retention import Granularity
 
 pytestmark = pytest.mark.law("as-it-is-described")
@@ -169,6 +179,38 @@ def test_frequencies_that_change_with_the_length_are_refused(kind: str) -> None:
             refused()
 
 
+@pytest.mark.law("decided-as-the-reference")
+@pytest.mark.spec("PO-EXPECTED-ATTENTION", "TA-POLICY")
+@pytest.mark.parametrize("name", ["gpt_oss", "lfm2", "gemma3"])
+def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By brute force: gpt-oss has no `rotate_half` and YaRN's factor, LFM2 a state, Gemma 3 a wrapper."""
+    model, ids, kept = architectures.build(name), prompt(N), dict[str, Any]()
+    ids = ids.where(ids != architectures.IMAGE, 9)
+    attention = describe(model).attention
+    module, bare = sys.modules[type(attention[max(attention)]).__module__], list[Any]()
+    stock: Any = module.apply_rotary_pos_emb
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, *rest: bare.append(q[0].numpy()) or stock(q, *rest))
+    views = observe(model, ids, needs=Needs("all", None, values=True)).prompt(0, Granularity.HEAD).layers
+    monkeypatch.undo()
+    config = model.config.get_text_config()
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    inv_freq, factor = 1 / rope["rope_theta"] ** (np.arange(0, 8, 2) / 8), 1.0
+    if rope["rope_type"] == "yarn":
+        found, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+        inv_freq = found.double().numpy()
+    inputs = Inputs([*views.values()], inv_freq, [], ids[0].numpy(), factor)
+    kept["expected-attention"] = expected_attention.kept(inputs, 20, 4, 5)
+    layers = [replace(view, q=q) for view, q in zip(views.values(), bare[-len(views) :], strict=True)]
+    brute = tri_oracle.of_prompt("layer and head")
+    kept["triattention-by-layer-and-head"] = brute(replace(inputs, layers=layers), 20, 0)
+    learned = {"pin_prompt": 0, "calibration": calibrate(model, ids)}
+    for (policy, expected), constants in zip(kept.items(), ({"N_future": 5}, learned), strict=True):
+        cache = RetainedCache(config)
+        with Published(policy, 20, **constants)(model):
+            at_once(model, ids, cache)
+        assert [own for heads in live_sets(cache).values() for own in heads] == expected
+
+
 def interleaved() -> Any:
     return rotated("Cohere")
 
@@ -180,12 +222,16 @@ def without_positions() -> Any:
 
 
 @pytest.mark.spec("PO-HEAD-SCORES", "PO-KVZIP-HEADS")
-@pytest.mark.parametrize("make", [interleaved, without_positions, lambda: build("gpt_neox")])
-def test_head_scores_need_no_one_rotation(make: Callable[[], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("make", "words"), [
+    (interleaved, "rotates neighbouring channels"), (without_positions, "layer without rotary positions"),
+    (lambda: build("gpt_neox"), "rotates 6 of a head's 12 channels"),
+])
+def test_head_scores_need_no_one_rotation(make: Callable[[], Any], words: str, tmp_path: Path) -> None:
     """They are of the model and its rotations all the same, and serve nothing that turns queries back."""
     model, other, ids = make(), make(), prompt(N, seed=9)
-    with pytest.raises((SpecError, UnknownModel), match="rotat"):
-        calibrate(model, ids)
+    for refused in (lambda: calibrate(model, ids), lambda: Published("expected-attention", 20)(model)):
+        with pytest.raises(SpecError, match=words):
+            refused()
     save_calibration(calibrate(model, ids, template=REHEARSED["template"]), tmp_path / "mine.npz")
     chosen = Published("kvzip-heads", 0.5, calibration=tmp_path / "mine.npz", N_sink=2, N_recent=4)
     _, cache = read_prompt(model, chosen, 100)

@@ -1,16 +1,13 @@
 """The published policies by name: what the table holds, what it takes from a model, and what it refuses."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -21,7 +18,6 @@ from conformance.own.models_integration.session.sessions import (
     PUBLISHED,
     calibrated,
     live_sets,
-    read_prompt,
     small,
 )
 from models_integration import (
@@ -35,16 +31,14 @@ from models_integration import (
 )
 from models_integration.cli.app import app
 from models_integration.model.architecture import describe
-from models_integration.model.weights import output_projections, rotary
+from models_integration.model.weights import output_projections
 from models_integration.policies.methods import spelled
 from models_integration.studies.evidence.rules import rules_of
 from reference import policies
-from reference.policies.attention import unrotated
 from reference.policies.names import DIVERSE, NAMES, POLICIES
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import TINY
-from spec.policy import Observation
 from spec.retention import Granularity
 
 pytestmark = pytest.mark.law("as-it-is-described")
@@ -189,26 +183,11 @@ def test_bad_arguments_are_named_at_once(arguments: Any, constants: dict[str, An
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_model_without_what_a_policy_needs_is_named() -> None:
-    with pytest.raises(SpecError, match="turns 6 of a head's 12 channels"):
-        Published("expected-attention", 0.3)(build("gpt_neox"))
-    model = build("llama")
-    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    with pytest.raises(SpecError, match="change with the length"):
-        Published("expected-attention", 0.3)(model)
     model = build("llama")
     attention = describe(model).attention[1]
     attention.o_proj = torch.nn.Sequential(attention.o_proj)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="has no output projection"):
         Published("defensivekv", 0.3)(model)
-
-
-@pytest.mark.law("refused-before-anything-changes")
-def test_interleaved_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("llama")
-    module = sys.modules[type(describe(model).attention[0]).__module__]
-    monkeypatch.setattr(module, "rotate_half", lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2))
-    with pytest.raises(SpecError, match="does not turn the two halves"):
-        Published("expected-attention", 0.3)(model)
 
 
 @pytest.mark.law("decided-as-the-reference")
@@ -226,36 +205,6 @@ def test_the_output_projection_is_cut_into_heads(family: str) -> None:
             whole = linear(x.flatten()) - (0 if linear.bias is None else linear.bias)
         parts = sum(head @ W for head, W in zip(x.double().numpy(), W_o, strict=True))
         assert relative(torch.from_numpy(parts), whole.double()) < 1e-5
-
-
-@pytest.mark.law("decided-as-the-reference")
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3"])
-def test_the_frequencies_take_the_rotation_off_the_model_s_queries(family: str) -> None:
-    model = build(family, attention="eager")
-    architecture = describe(model)
-    layer = architecture.full_layers[-1]
-    module: Any = architecture.attention[layer]
-    before: list[Tensor] = []
-    last = module.q_norm if hasattr(module, "q_norm") else module.q_proj
-    hook = last.register_forward_hook(lambda part, args, output: before.append(output.detach()))
-    shown: list[Any] = []
-    expected = policies.expected_attention(**rotary(architecture))
-    scorer: Any = expected.scorer
-
-    def watched(self: Any, observation: Observation, protected: Any) -> Any:
-        shown.extend(view for index, view in observation.layers.items() if index == layer)
-        return call(self, observation, protected)
-
-    call = type(scorer).__call__
-    patch = pytest.MonkeyPatch()
-    patch.setattr(type(scorer), "__call__", watched)
-    read_prompt(model, Published("expected-attention", 0.3))
-    patch.undo()
-    hook.remove()
-    own = before[0].reshape(PROMPT, 4, -1) if last is module.q_proj else before[0][0]
-    queries = own.transpose(0, 1) if own.shape[0] == PROMPT else own
-    found = unrotated(np.asarray(shown[0].q, np.float64), np.arange(PROMPT), **rotary(architecture))
-    assert relative(torch.from_numpy(found), queries.double()) < 1e-4
 
 
 def without_keys(model: PreTrainedModel) -> PreTrainedModel:
