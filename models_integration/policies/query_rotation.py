@@ -1,9 +1,10 @@
 """The rotation of a model's queries, for policies that take it off."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture
@@ -51,37 +52,35 @@ def _shared_buffer(architecture: Architecture) -> str:
     frequencies = {key: buffer.detach().clone() for key, buffer in rotary_buffers(decoder)}
     if not frequencies:
         raise SpecError("model", name, "has no rotary frequencies")
-    for kind in (rotary_module(decoder, key)[2] for key in frequencies):
-        if kind in CHANGING:
-            raise SpecError("model", name, f"its rotary frequencies change with the length ({kind})")
-    before, after = RetainedCache(architecture.config), RetainedCache(architecture.config)
-    try:
-        with isolated_forward(architecture):
-            for cache, start in ((before, 0), (after, PROBE_START)):
-                read_tokens(architecture, cache, 1, start=start)
-    except FORWARD_ERRORS as error:
-        raise SpecError("model", name, f"it cannot read a token at position {PROBE_START}: {error}") from error
-    kinds = {
-        explain_rotation(probed(old.keys, old.values), probed(new.keys, new.values), PROBE_START, frequencies)
-        for old, new in zip(before.full_layers, after.full_layers, strict=True)
-    }
-    d = before.full_layers[0].keys.shape[-1]
-    turned = {2 * len(frequencies[kind.buffer]) for kind in kinds if kind is not None and kind.buffer is not None}
-    if reason := _fault(kinds, turned, d):
+    if changing := {rotary_module(decoder, key)[2] for key in frequencies} & set(CHANGING):
+        raise SpecError("model", name, f"its rotary frequencies change with the length ({changing.pop()})")
+    before, after = _probe(architecture)
+    kinds = {explain_rotation(*pair, PROBE_START, frequencies) for pair in zip(before, after, strict=True)}
+    if LayerRotary() in kinds:
+        raise SpecError("model", name, "has a full-attention layer without rotary positions")
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None or kind.buffer is None:
+        raise SpecError("model", name, "its full-attention layers do not share one rotation by its rotary frequencies")
+    channels, d = 2 * len(frequencies[kind.buffer]), before[0]["keys"].shape[-1]
+    if channels != d:
+        raise SpecError("model", name, f"rotates {channels} of a head's {d} channels, and must rotate all")
+    if kind.style != "half_split":
+        reason = "rotates neighbouring channels against each other, and must rotate the two halves of a head"
         raise SpecError("model", name, reason)
-    (kind,) = kinds
     return kind.buffer
 
 
-def _fault(kinds: set[LayerRotary | None], turned: set[int], d: int) -> str | None:
-    if None in kinds:
-        return "its rotary frequencies do not rotate the keys of each full-attention layer"
-    if LayerRotary() in kinds:
-        return "has a full-attention layer without rotary positions"
-    if len(kinds) > 1:
-        return "its full-attention layers have different rotations"
-    if turned != {d}:
-        return f"rotates {turned.pop()} of a head's {d} channels, and must rotate all"
-    if next(iter(kinds)).style != "half_split":
-        return "rotates neighbouring channels against each other, and must rotate the two halves of a head"
-    return None
+def _probe(architecture: Architecture) -> list[list[Mapping[str, Tensor]]]:
+    """What the full-attention layers store of a token at position 0, and at a later one."""
+    caches = {start: RetainedCache(architecture.config) for start in (0, PROBE_START)}
+    try:
+        with isolated_forward(architecture):
+            for start, cache in caches.items():
+                read_tokens(architecture, cache, 1, start=start)
+    except FORWARD_ERRORS as error:
+        reason = f"it cannot read a token at position {PROBE_START}: {error}"
+        raise SpecError("model", architecture.name, reason) from error
+    return [
+        [probed(cast(Tensor, layer.keys), cast(Tensor, layer.values)) for layer in cache.full_layers]
+        for cache in caches.values()
+    ]

@@ -189,7 +189,12 @@ def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monk
     attention = describe(model).attention
     module, bare = sys.modules[type(attention[max(attention)]).__module__], list[Any]()
     stock: Any = module.apply_rotary_pos_emb
-    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, *rest: bare.append(q[0].numpy()) or stock(q, *rest))
+
+    def noted(q: Tensor, *rest: Any) -> Any:
+        bare.append(q[0].numpy())
+        return stock(q, *rest)
+
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", noted)
     views = observe(model, ids, needs=Needs("all", None, values=True)).prompt(0, Granularity.HEAD).layers
     monkeypatch.undo()
     config = model.config.get_text_config()
@@ -203,8 +208,9 @@ def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monk
     layers = [replace(view, q=q) for view, q in zip(views.values(), bare[-len(views) :], strict=True)]
     brute = tri_oracle.of_prompt("layer and head")
     kept["triattention-by-layer-and-head"] = brute(replace(inputs, layers=layers), 20, 0)
-    learned = {"pin_prompt": 0, "calibration": calibrate(model, ids)}
-    for (policy, expected), constants in zip(kept.items(), ({"N_future": 5}, learned), strict=True):
+    learned: dict[str, Any] = {"pin_prompt": 0, "calibration": calibrate(model, ids)}
+    future: dict[str, Any] = {"N_future": 5}
+    for (policy, expected), constants in zip(kept.items(), (future, learned), strict=True):
         cache = RetainedCache(config)
         with Published(policy, 20, **constants)(model):
             at_once(model, ids, cache)
