@@ -6,9 +6,11 @@ import random
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -205,89 +207,11 @@ def test_tokens_that_tie_may_be_exchanged_in_a_last_choice_alone() -> None:
         surely(kept)
 
 
-# Wrong readings, written before the suite saw them: a method, text of the module that makes it, and what stands there.
-PLANTED = [
-    ("snapkv", "group_mean(max_pool(past, kernel), len(view.k))", "max_pool(group_mean(past, len(view.k)), kernel)"),
-    ("snapkv", "group_mean(max_pool(past, kernel), len(view.k))", "group_mean(past, len(view.k))"),
-    ("snapkv", ".sum(axis=1)", "[:, -1]"),
-    ("snapkv", ".sum(axis=1)", ".max(axis=1)"),
-    ("snapkv", "SinkAndRecent(0, W)", "SinkAndRecent(0, W - 1)"),
-    ("h2o", "partial(recent_half, choose", "partial(top_tokens, choose"),
-    ("h2o", "view.sinks)", "view.sinks) / np.arange(view.k.shape[1], 0, -1)"),
-    ("h2o", "received(view.q,", "received(view.q[:, -1:],"),
-    ("h2o", "view.softcap, view.sinks)", "None, view.sinks)"),
-    ("tova", ".sum(axis=0, keepdims=True)", ".max(axis=0, keepdims=True)"),
-    ("tova", "SinkAndRecent(0, 0)", "SinkAndRecent(0, 1)"),
-    ("keydiff", "anchor = unit.mean(", "anchor = wide(view.k).mean("),
-    ("keydiff", "return -cosine", "return cosine"),
-    ("keydiff", "dot = (unit * anchor)", "dot = (wide(view.k) * anchor)"),
-    ("keydiff", ".mean(axis=1, keepdims=True)", ".mean(axis=(0, 1), keepdims=True)"),
-    ("knorm", "return -norm", "return norm"),
-    ("knorm", "np.sqrt((k * k).sum(axis=2))", "np.abs(k).sum(axis=2)"),
-    ("lagkv", " + lagkv_information(v[:, judged], lag)", ""),
-    ("lagkv", "parts[:, 1:]", "parts[:, :-1]"),
-    ("lagkv", "ddof=1", "ddof=0"),
-    ("lagkv", "-information", "information"),
-    ("morphkv", "group_mean(fused, len(view.k))", "fused.reshape(len(view.k), -1, fused.shape[1]).max(axis=1)"),
-    ("rkv", "lam * rkv_importance(view, W, kernel) - (1 - lam)", "(1 - lam) * rkv_importance(view, W, kernel) - lam"),
-    ("rkv", "group_maximum(logits, len(k))", "logits.reshape(len(k), -1, *logits.shape[1:]).mean(axis=1)"),
-    ("rkv", "for head in k])", "for head in k[:, :past]])"),
-    ("rkv", "max_pool(A.mean(axis=1), kernel)", "A.mean(axis=1)"),
-    ("rkv", "np.where(similar, columns, 0).max(axis=1)", "similar.argmax(axis=1)"),
-    ("chunkkv", "np.add.reduceat(members, offsets[:-1])", "np.add.reduceat(members, offsets[:-1]) / np.diff(offsets)"),
-    ("chunkkv", "[*range(0, past, c)", "[*([0] if past else []), *range(past % c or c, past, c)"),
-    ("adakv", "max_pool(past, kernel)", "past"),
-    ("adakv", "replace(host, budgets=Adaptive(safeguard))", "replace(host, budgets=Adaptive(0))"),
-    ("adakv", "replace(host, budgets=Adaptive(safeguard))", "host"),
-    ("vatp", "np.abs(wide(v)).sum(axis=2)", "np.sqrt((wide(v) ** 2).sum(axis=2))"),
-    ("cake", "A.mean(axis=1) + gamma", "A.sum(axis=1) + gamma"),
-    ("cake", "entropy = -(A", "entropy = (A"),
-    ("expected-attention", "np.arange(seen, seen + self.N_future)", "np.arange(seen - 1, seen - 1 + self.N_future)"),
-    ("streamingllm", "SinkAndRecent(N_sink, 0)", "SinkAndRecent(0, 0)"),
-    ("pyramidkv", "Pyramid(W, check", "Pyramid(0, check"),
-    ("caote", "np.divide(alpha * distance, rest", "np.divide(alpha * distance, np.ones_like(rest)"),
-    ("caote", "np.divide(alpha * distance", "np.divide(distance"),
-    ("h2o", "sums[:, : old.shape[1]] += old", "old"),
-    ("h2o", "Cadence(every=1)", "Cadence(every=2)"),
-    ("tova", "Cadence(every=1)", "Cadence()"),
-    ("knorm", "return -norm", "return -norm + 1e-13 * np.arange(norm.shape[1])"),
-    ("keydiff", "return -cosine", "return -cosine + 1e-13 * np.arange(cosine.shape[1])"),
-    ("expected-attention", "max(seen - view.q.shape[1], self.N_sink)", "seen - view.q.shape[1]"),
-    ("rkv", "np.where(similar, columns, 0).max",
-     "np.where(similar, columns, np.where(similar.any(1), 0, columns)[:, None]).max"),
-    ("adakv", "budgets=Adaptive(safeguard)",
-     "budgets=lambda B, s: Adaptive(safeguard)(B, replace(s, values=s.values[::-1]))[::-1]"),
-    ("lagkv", "-rank.reshape(", "(1e-9 * np.arange(len(rank))[:, None] - rank).reshape("),
-]
-SENT = [
-    ("kvzip", "group_maximum(A, len(scores))[:, 0]", "A.reshape(len(scores), -1, A.shape[2]).mean(axis=1)"),
-    ("kvzip-uniform", "for repeat in _repeats(view)]", "for repeat in _repeats(view)[:1]]"),
-    ("kvzip", "[k[:, :N_sink],", "[0 * k[:, :N_sink],"),
-    ("kvzip", "scorer, across_layers,", "scorer, even,"),
-    ("kvzip-uniform", "budgets=even", "budgets=across_layers"),
-    ("kvzip-plus", "np.matmul(np.repeat(wide(view.v), len(W_o) // len(view.v), axis=0), W_o)",
-     "np.repeat(wide(view.v), len(W_o) // len(view.v), axis=0)"),
-    ("kvzip-plus", "_attended(view, _repeats(view),",
-     "_attended(view, [replace(x, norms=x.norms**2) for x in view.repeats],"),
-    ("kvzip-heads", "np.argsort(-self.scores", "np.argsort(self.scores"),
-    ("kvzip-heads", "free // (n - window)", "max(0, free // (n - window) - 1)"),
-    ("triattention", ".max(axis=0)", ".mean(axis=0)"),
-    ("triattention", "z_scores(score, candidates)", "score"),
-    ("triattention", "distance_score(keys, t,", "distance_score(keys, t - 1,"),
-]
-"""Of methods whose arguments are parts of a calibration, or of a repeated prompt: in Python, and by the protocol."""
-
-
-EXPLAINED = [
-    ("snapkv", "max_pool", "average_pool", 'pooling="average"'),
-    ("h2o", "view.sinks)", "view.sinks) / np.arange(view.k.shape[1], 0, -1)", 'sums="mean", decode="never"'),
-    ("h2o", "partial(recent_half, choose", "partial(top_tokens, choose", 'recent="none"'),
-    ("h2o", "Cadence(every=1)", "Cadence()", 'decode="never"'),
-    ("tova", "SinkAndRecent(0, 0)", "SinkAndRecent(0, 1)", 'last="kept"'),
-    ("keydiff", "anchor = unit.mean(", "anchor = wide(view.k).mean(", 'anchors="keys"'),
-    ("adakv", "max_pool", "average_pool", 'pooling="average"'),
-    ("chunkkv", "(members, offsets[:-1])", "(members, offsets[:-1]) / np.diff(offsets)", 'totals="mean"'),
-]
+READINGS: dict[str, list[tuple[str, ...]]] = {
+    kind: [tuple(row) for row in rows]
+    for kind, rows in tomllib.loads(Path(__file__).with_name("readings.toml").read_text(encoding="utf-8")).items()
+}
+SENT = READINGS["sent"]
 
 
 def first_by_day(rows: Sequence[tuple[str, ...]]) -> list[Any]:
@@ -311,7 +235,8 @@ def edited(name: str, old: str, new: str) -> Any:
 
 @pytest.mark.usefixtures("sparing")
 @pytest.mark.parametrize(("name", "old", "new", "said"), [  # three methods have many readings, which takes seconds
-    pytest.param(*row, marks=pytest.mark.nightly if row[0] in ("adakv", "chunkkv") else ()) for row in EXPLAINED
+    pytest.param(*row, marks=pytest.mark.nightly if row[0] in ("adakv", "chunkkv") else ())
+    for row in READINGS["explained"]
 ])
 def test_another_reading_is_named(name: str, old: str, new: str, said: str) -> None:
     policy = edited(name, old, new)()
@@ -339,7 +264,7 @@ def refused(name: str, keeps: Any) -> None:
         test_method.test_the_kept_sets_are_those_of_the_method(method, keeps, "float64", {str(method): []}, set())
 
 
-@pytest.mark.parametrize(("name", "old", "new"), first_by_day(PLANTED + SENT))
+@pytest.mark.parametrize(("name", "old", "new"), first_by_day(READINGS["planted"] + SENT))
 def test_a_wrong_reading_does_not_conform(name: str, old: str, new: str) -> None:
     cheap, wrong = {"N_future": 8} if name == "expected-attention" else {}, edited(name, old, new)
     refused(name, subject(lambda inputs: wrong(**of_model(name, inputs), **cheap)))

@@ -8,7 +8,7 @@ import os
 import random
 import resource
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from inspect import getsource
 from pathlib import Path
@@ -16,23 +16,19 @@ from random import Random
 from types import ModuleType
 
 import pytest
-from torch import Tensor
 
 from conformance.assurance.faults import CALLS, SHORT, faults
 from conformance.assurance.power_loss import Disk, recording
 from conformance.own.models_integration.archive.fault_cases import MADE, OPERATIONS, Case, chunk, killed, path_of
+from conformance.own.models_integration.archive.test_gate import ROWS, mistake
 from conformance.own.processes import started
 from conformance.plugin import profile_of
 from models_integration.archive import keyring, object_folder, objects, store
 from models_integration.archive.errors import ArchiveError, ArchiveFull
-from models_integration.archive.keyring import Cipher, Keyring
-from models_integration.archive.manifest import Manifest
 from models_integration.archive.object_folder import ASIDE
-from models_integration.archive.objects import Claim, read_object
 from models_integration.archive.store import Archive, Report, Stored
 from models_integration.cache import atomic_file, tensor_file
-from models_integration.cache.atomic_file import TEMPORARY, erase, publish
-from models_integration.cache.tensor_file import Damaged
+from models_integration.cache.atomic_file import TEMPORARY, publish
 
 pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 
@@ -183,48 +179,18 @@ def test_every_call_of_the_archive_can_fail(module: ModuleType) -> None:
                 assert node.attr in {*CALLS[room], *WITHOUT_THE_SYSTEM}, f"{node.value.id}.{node.attr}"
 
 
-def write_once(descriptor: int, parts: Sequence[memoryview]) -> None:
-    """What writing must not do: take it for done when the system returns."""
-    os.writev(descriptor, parts)
-
-
-def quarantining(
-    path: Path, key: str, cipher: Callable[[Claim], Cipher | None],
-) -> tuple[Manifest, dict[str, Tensor]]:
-    """What reading must not do: take an error of the disk for damage."""
-    try:
-        return read_object(path, key, cipher)
-    except OSError as error:
-        raise Damaged(str(error)) from error
-
-
-def keep_the_key(ring: Keyring, tenant: str) -> None:
-    """What forgetting must not do: go on as if the key were gone."""
-    with suppress(OSError):
-        erase(ring.folder / ring._owner(tenant))
-
-
 @pytest.mark.law("the-proof-has-teeth")
-@pytest.mark.parametrize(
-    ("operation", "number", "call", "place", "wrong"),
-    [
-        ("put", SHORT, "writev", "cache.atomic_file._write", write_once),
-        ("get", errno.EIO, "readv", "archive.store.read_object", quarantining),
-        ("forget", errno.EIO, "lstat", "archive.keyring.Keyring.destroy", keep_the_key),
-    ],
-)
-def test_the_checks_see_what_is_wrong(
-    quick_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, number: int, call: str, place: str,
-    wrong: Callable[..., object],
-) -> None:
+@pytest.mark.parametrize(("operation", "number"), [("put", SHORT), ("get", errno.EIO), ("forget", errno.EIO)])
+def test_the_checks_see_what_is_wrong(quick_path: Path, operation: str, number: int) -> None:
     """An archive that does it wrong is told from ours when the same calls fail."""
-    template = prepared(quick_path / "template", operation, encrypted=call == "lstat")
-    monkeypatch.setattr(f"models_integration.{place}", wrong)
-    calls = template.copied(quick_path / "counted").attempt(0, number)[1]
-    with pytest.raises(AssertionError):
-        for at in [at for at, name in enumerate(calls, 1) if name == call]:
-            case = template.copied(quick_path / str(at))
-            case.check(case.attempt(at, number)[0])
+    row = ROWS["faults"][operation]
+    template = prepared(quick_path / "template", operation, encrypted=operation == "forget")
+    with mistake(row):
+        calls = template.copied(quick_path / "counted").attempt(0, number)[1]
+        with pytest.raises(AssertionError):
+            for at in [at for at, name in enumerate(calls, 1) if name == row["call"]]:
+                case = template.copied(quick_path / str(at))
+                case.check(case.attempt(at, number)[0])
 
 
 SHARES: tuple[float, ...] = (0.0, 1.0, 0.5)
