@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from conformance.assurance.item_vectors.adapters import vocabulary
 from conformance.assurance.oracles import injection as oracle
 from conformance.plugin import sparingly
-from reference.injection.quantisers import ARMS, SCHEMES, Arm, codes, decoded, quantised_region, scale
+from reference.injection.quantisers import ARMS, SCHEMES, codes, decoded, quantised_region, scale
 from reference.injection.wrappers import CELLS, FORMS, Form, Marker, marker_id, slices, wrap
 from spec.arrays import Cube
 from spec.errors import SpecError
@@ -121,12 +121,6 @@ def test_an_arm_is_what_its_name_says(name: str) -> None:
     assert arm.first == arm.last == (4 if name.startswith("selective") else 0)
 
 
-@pytest.mark.spec("IN-ARMS")
-def test_an_unknown_half_is_refused() -> None:
-    with pytest.raises(SpecError, match="must be one of all, lower, upper"):
-        quantised_region(Arm("per_head", "per_head", half="middle"), 4, 4)
-
-
 WORDS = {
     "<|im_start|>": [7], "<|im_end|>": [8], "<|end|>": [9], "<|user|>": [10], "<｜User｜>": [11],
     "<｜end▁of▁sentence｜>": [12], "\n": [1], "user\n": [4, 1], "system\nYou are a helpful assistant.": [2, 3],
@@ -162,12 +156,6 @@ def test_a_form_equals_the_brute_force(name: str, chunk: list[int]) -> None:
 def test_the_paper_counts_these_tokens(name: str, around: int) -> None:
     """Table 4 and Appendix A; "user" and its newline are two."""
     assert len(wrap(FORMS[name], [50], TOKENIZER).ids) - 1 == around
-
-
-@pytest.mark.spec("IN-WRAP")
-def test_an_empty_chunk_is_refused() -> None:
-    with pytest.raises(SpecError, match="at least one token id"):
-        wrap(FORMS["raw"], [], TOKENIZER)
 
 
 @pytest.mark.spec("IN-MARKER")

@@ -32,7 +32,7 @@ from spec.backend import resolve
 from spec.budget import Budget
 from spec.errors import SpecError
 from spec.parameters import NESTEDKV
-from spec.policy import Cadence, LayerView, Needs, Observation, Policy, Scores
+from spec.policy import Cadence, LayerView, Needs, Observation, Policy
 
 pytestmark = pytest.mark.usefixtures("reference_items")
 
@@ -92,13 +92,6 @@ def test_a_signature_outlives_its_tokens_in_other_heads(seed: int, B: int, mode:
                 at = [at[i] for i in alpha_kept([row[p] for p in at], [V[g // part][p] for p in at], B, LAM)]
             live[g] = at
         assert found == live
-
-
-@pytest.mark.spec("DV-POLICY")
-def test_scores_without_signatures_are_refused() -> None:
-    selector = policies.diverse(policies.knorm()).selector
-    with pytest.raises(SpecError, match=r"scores\.signatures"):
-        selector(Scores(np.zeros((1, 2)), np.arange(3)), np.array([1]), np.zeros(2, dtype=np.bool_))
 
 
 @pytest.mark.spec("DV-VARIANT-B")

@@ -22,7 +22,6 @@ from reference.calibration import load_calibration, save_calibration
 from reference.policies.budgets import across_layers
 from reference.policies.kvzip import kvzip_plus_score, kvzip_score, rehearsal_chunks
 from reference.policies.kvzip_heads import FullHeads, head_scores
-from spec.arrays import Matrix
 from spec.budget import Budget
 from spec.errors import SpecError
 from spec.policy import LayerView, Rehearsal, Scores
@@ -157,14 +156,6 @@ def test_the_best_token_of_a_long_context_counts_wherever_it_stands() -> None:
     assert head_scores([rows]).tolist() == [2.0, 2.0]
 
 
-@pytest.mark.spec("PO-HEAD-SCORES")
-@pytest.mark.parametrize("contexts", [[], [np.full((2, 3), np.nan)], [np.zeros((2, 0))]])
-def test_a_context_without_a_rehearsed_token_is_refused(contexts: list[Matrix]) -> None:
-    with pytest.raises(SpecError) as caught:
-        head_scores(contexts)
-    assert caught.value.argument == "contexts"
-
-
 @pytest.mark.spec("PO-FULL-HEADS")
 @given(seed=seeds, heads=st.integers(1, 8), n=st.integers(1, 30), window=st.integers(0, 12), extra=st.integers(0, 25))
 def test_shares_are_those_of_brute_force(seed: int, heads: int, n: int, window: int, extra: int) -> None:
@@ -183,13 +174,6 @@ def test_shares_of_many_heads(heads: int, n: int, B: int) -> None:
     assert found.sum() == heads * B
     assert sorted(np.flatnonzero(found == n)) == sorted(np.lexsort((np.arange(heads), -scores))[:full])
     assert np.ptp(found[found < n]) <= 1
-
-
-@pytest.mark.spec("PO-FULL-HEADS")
-def test_another_number_of_heads_is_refused() -> None:
-    with pytest.raises(SpecError) as caught:
-        FullHeads(np.ones(3), 2)(8, Scores(np.zeros((2, 5)), np.arange(6)))
-    assert caught.value.argument == "calibration"
 
 
 @pytest.mark.spec("PO-KVZIP-HEADS", "TA-CALIBRATION")

@@ -17,7 +17,9 @@ from conformance.strategies.policy_inputs import TEMPLATE, calibrated, decided, 
 from reference import policies
 from reference.backend import BACKEND
 from reference.injection.diagnostics import bands, key_cosine
+from reference.injection.quantisers import Arm, quantised_region
 from reference.injection.splicing import first_tokens, held, most_deviating, placed
+from reference.injection.wrappers import FORMS, Vocabulary, wrap
 from reference.policies.adakv import with_adaptive_budgets
 from reference.policies.attention import received_attention
 from reference.policies.budgets import Adaptive, Competition, Pyramid, pyramidkv_official
@@ -25,8 +27,10 @@ from reference.policies.criticalkv import with_critical_selection
 from reference.policies.diversity import Diverse, diverse, toward_mean_values
 from reference.policies.keydiff import keydiff_score
 from reference.policies.kvcrush import with_representatives
+from reference.policies.kvzip_heads import FullHeads, head_scores
 from reference.policies.lagkv import lagkv_score
 from reference.policies.protections import SinkAndRecent
+from reference.policies.selectors import fill_units
 from reference.policies.vatp import with_value_norms
 from reference.statistics import draws, mcnemar, mcnemar_power
 from reference.triattention import band_statistics
@@ -34,7 +38,7 @@ from spec.backend import Backend, resolve
 from spec.budget import Budget
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import NESTEDKV
-from spec.policy import Cadence, LayerView, Policy, Scores
+from spec.policy import Cadence, LayerView, Observation, Policy, Scores
 
 pytestmark = pytest.mark.usefixtures("reference_items")
 
@@ -42,6 +46,8 @@ pytestmark = pytest.mark.usefixtures("reference_items")
 INV_FREQ = np.array([1.0, 0.5])
 ONE, KEYS = np.ones((1, 2, 2)), np.ones((1, 1, 2))
 CHUNKS, STEPS = policies.chunkkv(), policies.h2o()
+TWO = Scores(np.zeros((1, 2)), np.arange(3))
+SHOWN = dict(enumerate(drawn(5, n=20, L=2, heads=(3, 1)).layers))
 
 
 def scores(H: int, n: int, pinned: int) -> Scores:
@@ -98,9 +104,7 @@ def refused(item: str, make: Callable[[], object], argument: str) -> Any:
         refused("PO-LAGKV", lambda: policies.lagkv(lag=0), "lag"),
         refused("PO-ADAKV", lambda: policies.adakv(safeguard=Fraction(3, 2)), "safeguard"),
         refused("PO-ADAKV", lambda: policies.adakv(8, 4), "kernel"),
-        refused(
-            "PO-ADAPTIVE-BUDGET", lambda: policies.with_adaptive_budgets(policies.knorm(), Fraction(-1)), "safeguard"
-        ),
+        refused("PO-ADAPTIVE-BUDGET", lambda: with_adaptive_budgets(policies.knorm(), Fraction(-1)), "safeguard"),
         refused("PO-DEFENSIVEKV", lambda: policies.defensivekv({}, 0), "W"),
         refused("PO-DEFENSIVEKV", lambda: policies.defensivekv({}, 8, 4), "kernel"),
         refused("PO-EXPECTED-ATTENTION", lambda: policies.expected_attention(INV_FREQ, N_sink=-1), "N_sink"),
@@ -127,9 +131,7 @@ def refused(item: str, make: Callable[[], object], argument: str) -> Any:
         refused("PO-VASE", lambda: policies.vase(seed=-1), "seed"),
         refused("PO-VASE", lambda: policies.vase(N_sink=-1), "sink"),
         refused("PO-VATP", lambda: policies.vatp(-1), "N_sink"),
-        refused(
-            "PO-CRITICALKV", lambda: policies.with_critical_selection(policies.snapkv(), {}, Fraction(3, 2)), "share"
-        ),
+        refused("PO-CRITICALKV", lambda: with_critical_selection(policies.snapkv(), {}, Fraction(3, 2)), "share"),
         refused("PO-CAKE", lambda: policies.cake(0), "W"),
         refused("PO-CAKE", lambda: policies.cake(kernel=4), "kernel"),
         refused("PO-CAKE", lambda: policies.cake(gamma=-1.0), "gamma"),
@@ -173,6 +175,20 @@ def refused(item: str, make: Callable[[], object], argument: str) -> Any:
         refused("DV-POLICY", lambda: policies.diverse(policies.tova(), mode="head"), "mode"),
         refused("DV-POLICY", lambda: policies.diverse(policies.streaming_llm(), mode="layer"), "mode"),
         refused("DV-POLICY", lambda: policies.diverse(policies.knorm(), mode="learned"), "mode"),
+        # Scores and observations that do not fit.
+        refused("DV-POLICY", lambda: policies.diverse(policies.knorm()).selector(
+            TWO, np.array([1]), np.zeros(2, dtype=np.bool_)), "scores.signatures"),
+        refused("PO-FILL-UNITS", lambda: fill_units(
+            Scores(np.zeros((1, 2)), np.array([0, 2, 4])), np.array([3]), np.zeros(4, bool)), "scores.members"),
+        *(refused("PO-HEAD-SCORES", partial(head_scores, given), "contexts") for given in (
+            [], [np.full((2, 3), np.nan)], [np.zeros((2, 0))],
+        )),
+        refused("PO-FULL-HEADS", lambda: FullHeads(np.ones(3), 2)(8, scores(2, 5, 0)), "calibration"),
+        refused("PO-THRESHOLD", lambda: policies.policy_from_score(len, threshold=float("nan")), "threshold"),
+        refused("PO-RETAIN", lambda: policies.retain(
+            policies.snapkv(3, 3), Budget(count=5), Observation(20, 5, None, SHOWN)), "groups"),
+        refused("PO-RETAIN", lambda: policies.retain(
+            policies.adakv(3, 3), Budget(count=5), Observation(20, 6, None, {})), "layers"),
         # Functions of injection, of statistics and of calibrations.
         *(
             refused("IN-PLACES", partial(placed, 3, hidden, 0, np.array(kept)), argument)
@@ -197,6 +213,8 @@ def refused(item: str, make: Callable[[], object], argument: str) -> Any:
         refused("IN-POWER", lambda: mcnemar_power(5, 0.2, -0.3), "difference"),
         refused("IN-POWER", lambda: mcnemar_power(5, 0.5, 0.1, 1.0), "alpha"),
         refused("IN-POWER", lambda: mcnemar_power(5, 0.5, 0.1, 0.0), "alpha"),
+        refused("IN-ARMS", lambda: quantised_region(Arm("per_head", "per_head", half="middle"), 4, 4), "half"),
+        refused("IN-WRAP", lambda: wrap(FORMS["raw"], [], Vocabulary(lambda text: [7], lambda ids: "x")), "chunk"),
         refused("TA-STATISTICS", lambda: band_statistics(np.zeros((1, 0, 4))), "q"),
         refused("TA-STATISTICS", lambda: band_statistics(np.zeros((1, 3, 5))), "q"),
     ],

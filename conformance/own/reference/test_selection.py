@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from conformance.assurance.policy_cases import CASES
 from conformance.methods import policies as oracle
 from conformance.strategies.policy_inputs import decided, drawn, observation, retained
-from reference.policies import adakv, keydiff, retain, snapkv
+from reference.policies import keydiff
 from reference.policies.budgets import (
     Adaptive,
     Competition,
@@ -26,9 +26,8 @@ from reference.policies.budgets import (
 )
 from reference.policies.protections import Places, SinkAndRecent
 from reference.policies.selectors import fill_units, top_units
-from spec.budget import Budget
 from spec.errors import SpecError
-from spec.policy import Observation, Scores
+from spec.policy import Scores
 
 pytestmark = pytest.mark.usefixtures("reference_items")
 
@@ -99,13 +98,6 @@ def test_fill_units_takes_the_last_unit_in_part(given_: tuple[Rows, int, int, in
     found = fill_units(chunked, even(B * len(rows), scores), protected)
     kept = [found.positions[a:b].tolist() for a, b in pairwise(found.offsets)]
     assert kept == [oracle.chunk_selection(row, c, B) for row in padded(rows, pinned)]
-
-
-@pytest.mark.spec("PO-FILL-UNITS")
-def test_units_without_members_are_refused() -> None:
-    scores = Scores(np.zeros((1, 2)), np.array([0, 2, 4]))
-    with pytest.raises(SpecError, match=r"scores\.members"):
-        fill_units(scores, np.array([3]), np.zeros(4, dtype=np.bool_))
 
 
 @pytest.mark.spec("PO-WHOLE-SHARES")
@@ -264,14 +256,3 @@ def test_one_share_below_the_protected_tokens_is_refused() -> None:
         )
         with pytest.raises(SpecError, match="must hold the 6 protected tokens of keydiff"):
             decided(policy, inputs, 6)
-
-
-@pytest.mark.spec("PO-RETAIN")
-def test_groups_that_do_not_fit_are_refused() -> None:
-    """The number of groups MUST be the policy's; a layer MUST have been shown."""
-    inputs = drawn(5, n=20, L=2, heads=(3, 1))
-    layers_ = dict(enumerate(inputs.layers))
-    with pytest.raises(SpecError, match=r"^groups = "):
-        retain(snapkv(3, 3), Budget(count=5), Observation(20, 5, None, layers_))
-    with pytest.raises(SpecError, match=r"^layers = "):
-        retain(adakv(3, 3), Budget(count=5), Observation(20, 6, None, {}))

@@ -1,0 +1,41 @@
+"""Lines and files of Python in each room: `python -m conformance.measure.lines [COMMIT ...]`."""
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+from conformance.paths import ROOT
+
+Rooms = dict[str, tuple[int, int]]
+
+
+def room_of(path: str) -> str:
+    """The package of a file; of the two large ones, the package inside it."""
+    first, *rest = path.split("/")
+    deep = first in ("conformance", "models_integration") and len(rest) > 1
+    return f"{first}/{rest[0]}" if deep else first
+
+
+def rooms_at(commit: str) -> Rooms:
+    """Lines and files of each room."""
+    command = ["git", "grep", "-c", "", commit, "--", "*.py"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines, files = Counter[str](), Counter[str]()
+    for name, count in (row.removeprefix(f"{commit}:").rsplit(":", 1) for row in found.splitlines()):
+        lines[room_of(name)] += int(count)
+        files[room_of(name)] += 1
+    return {"all": (lines.total(), files.total()), **{room: (lines[room], files[room]) for room in sorted(lines)}}
+
+
+def table(commits: Sequence[str]) -> str:
+    """A Markdown table with a column for each commit."""
+    each = [rooms_at(commit) for commit in commits]
+    rows = [["room", *(f"lines (files), {commit}" for commit in commits)], ["---"] * (1 + len(commits))]
+    for room in dict.fromkeys(room for one in each for room in one):
+        rows.append([room, *("{} ({})".format(*one.get(room, (0, 0))) for one in each)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    print(table([*sys.argv[1:], "HEAD"]))
