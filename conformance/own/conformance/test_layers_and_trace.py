@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from conformance.assurance.layers import forbidden_imports
-from conformance.assurance.style.__main__ import GROUPS, found_in
-from conformance.assurance.style.rules import of_markdown, of_options, offences
+from conformance.assurance.style import GROUPS, found_in, of_markdown, of_options, offences
 from conformance.assurance.trace import accept, main, read_lock, read_tree
 from conformance.paths import ROOT
 

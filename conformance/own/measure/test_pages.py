@@ -19,8 +19,7 @@ from conformance.measure.matrix import CONFORMS, DIFFERS, IMPLEMENTATIONS, PAGE,
 from conformance.measure.matrix import page as matrix_page
 from conformance.measure.peers.differences import OURS
 from conformance.measure.peers.inputs import SMALL, drawn, positions_of
-from conformance.measure.site.__main__ import foreign, main, write
-from conformance.measure.site.item_pages import linked
+from conformance.measure.site import foreign, linked, main, write
 from conformance.methods.method import METHODS
 from conformance.paths import ROOT, SPEC
 from conformance.verify.outcomes import Outcome

@@ -1,10 +1,18 @@
-"""The rules, as checks of proselint, about what a reader of plain technical English has to read twice."""
+"""Rules for the sentences that users read, and the sentences that break one: `python -m conformance.assurance.style`.
 
+The rules are checks of proselint about what a reader of plain technical English has to read twice. The exit code is 1
+if a sentence of pages, help, docstrings or errors breaks one.
+"""
+
+import argparse
 import ast
 import inspect
 import re
+import sys
 from argparse import ArgumentParser
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +24,11 @@ from proselint.registry.checks import Check, CheckResult
 from proselint.registry.checks.engine import Fancy
 from proselint.registry.checks.types import ExistenceSimple
 from proselint.tools import LintFile
+from typer.main import get_command
 
 from conformance.paths import ROOT
+from conformance.verify.request import parser as verify
+from models_integration.cli.app import app
 
 LONGEST = 25
 """Words of a sentence."""
@@ -212,3 +223,43 @@ def _literal(node: ast.expr) -> str:
     if isinstance(node, ast.Constant):
         return str(node.value)
     return "".join(map(_literal, node.values)) if isinstance(node, ast.JoinedStr) else MARK
+
+
+def _pages(*patterns: str) -> Iterator[Passage]:
+    return chain.from_iterable(of_page(path) for pattern in patterns for path in sorted(ROOT.glob(pattern)))
+
+
+def _errors() -> Iterator[Passage]:
+    packages = ("spec", "reference", "accelerated", "models_integration", "conformance")
+    return chain.from_iterable(of_errors(path) for name in packages for path in sorted(ROOT.glob(f"{name}/**/*.py")))
+
+
+GROUPS = {
+    "pages": lambda: _pages("README.md", "CONTRIBUTING.md", "docs/**/*.md"),
+    "kvspec --help": lambda: chain(of_help(get_command(app)), of_options(verify(), verify)),
+    "docstrings of kvspec": lambda: of_docstrings("kvspec"),
+    "SpecError": _errors,
+}
+
+
+def found_in(group: str) -> list[Offence]:
+    """The offences of a group, each once."""
+    return list(dict.fromkeys(offences(GROUPS[group]())))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print offences and a table of their number; 1 if there is one."""
+    argparse.ArgumentParser(prog="conformance.assurance.style", description=__doc__).parse_args(arguments)
+    failed = False
+    for group in GROUPS:
+        found = found_in(group)
+        failed |= bool(found)
+        for one in found:
+            print(one)
+        rules = Counter(one.rule for one in found)
+        print(f"{group}: {len(found)} ({', '.join(f'{rule} {number}' for rule, number in sorted(rules.items()))})")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

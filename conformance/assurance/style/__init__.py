@@ -1,1 +1,0 @@
-"""Rules for the sentences that users read: `python -m conformance.assurance.style`."""
