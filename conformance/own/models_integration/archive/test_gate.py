@@ -197,16 +197,24 @@ WORDS = {"ALICE": TENANTS[0], "BOB": TENANTS[1], "WELL": WELL, "EROFS": errno.ER
 UNGUIDED = settings(max_examples=2000, stateful_step_count=15, phases=[Phase.generate], database=None, deadline=None)
 
 
+class Words(dict[Any, Any]):
+    """What a row's words mean; others mean themselves."""
+
+    def __missing__(self, word: Any) -> Any:
+        return word
+
+
 def run(program: dict[str, Any], encrypted: bool = False) -> None:
     """Steps on a new archive that holds chunk 0 of each tenant."""
     machine = ArchiveMachine()
     try:
         machine.open(encrypted, None)
         for call in range(*program.get("calls", [1])):
-            words: dict[Any, Any] = {**WORDS, "CALL": call}
+            words = Words({**WORDS, "CALL": call})
             for name, *given in program["steps"]:
-                faults = (Fault(*(words.get(part, part) for part in x)) if isinstance(x, list) else x for x in given)
-                getattr(machine, name)(*(words.get(x, x) for x in faults))
+                getattr(machine, name)(*(
+                    Fault(*map(words.__getitem__, x)) if isinstance(x, list) else words[x] for x in given
+                ))
         machine.get_all(0)
     finally:
         machine.teardown()
