@@ -20,6 +20,7 @@ from reference.injection.diagnostics import bands, key_cosine
 from reference.injection.quantisers import Arm, quantised_region
 from reference.injection.splicing import first_tokens, held, most_deviating, placed
 from reference.injection.wrappers import FORMS, Vocabulary, wrap
+from reference.policies import policy_from_score
 from reference.policies.adakv import with_adaptive_budgets
 from reference.policies.attention import received_attention
 from reference.policies.budgets import Adaptive, Competition, Pyramid, pyramidkv_official
@@ -46,7 +47,6 @@ pytestmark = pytest.mark.usefixtures("reference_items")
 INV_FREQ = np.array([1.0, 0.5])
 ONE, KEYS = np.ones((1, 2, 2)), np.ones((1, 1, 2))
 CHUNKS, STEPS = policies.chunkkv(), policies.h2o()
-TWO = Scores(np.zeros((1, 2)), np.arange(3))
 SHOWN = dict(enumerate(drawn(5, n=20, L=2, heads=(3, 1)).layers))
 
 
@@ -177,14 +177,14 @@ def refused(item: str, make: Callable[[], object], argument: str) -> Any:
         refused("DV-POLICY", lambda: policies.diverse(policies.knorm(), mode="learned"), "mode"),
         # Scores and observations that do not fit.
         refused("DV-POLICY", lambda: policies.diverse(policies.knorm()).selector(
-            TWO, np.array([1]), np.zeros(2, dtype=np.bool_)), "scores.signatures"),
+            scores(1, 2, 0), np.array([1]), np.zeros(2, bool)), "scores.signatures"),
         refused("PO-FILL-UNITS", lambda: fill_units(
             Scores(np.zeros((1, 2)), np.array([0, 2, 4])), np.array([3]), np.zeros(4, bool)), "scores.members"),
         *(refused("PO-HEAD-SCORES", partial(head_scores, given), "contexts") for given in (
             [], [np.full((2, 3), np.nan)], [np.zeros((2, 0))],
         )),
         refused("PO-FULL-HEADS", lambda: FullHeads(np.ones(3), 2)(8, scores(2, 5, 0)), "calibration"),
-        refused("PO-THRESHOLD", lambda: policies.policy_from_score(len, threshold=float("nan")), "threshold"),
+        refused("PO-THRESHOLD", lambda: policy_from_score(lambda seen: KEYS[0], threshold=float("nan")), "threshold"),
         refused("PO-RETAIN", lambda: policies.retain(
             policies.snapkv(3, 3), Budget(count=5), Observation(20, 5, None, SHOWN)), "groups"),
         refused("PO-RETAIN", lambda: policies.retain(
