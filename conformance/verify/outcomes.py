@@ -270,9 +270,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of an item before those of what is composed of it. A test is of the item that it names first."""
-    marked = {item: items_marked(item) for item in items}
-    items.sort(key=lambda item: (_place(marked[item][0])[0] if marked[item] else len(_places()), len(marked[item])))
+    """Run the tests of an item before those of what is composed of it. A test is of the item that it names first.
+
+    Full sizes run last, in the order of pytest, so that a prompt that several tests judge is computed once.
+    """
+    items.sort(key=_order)
+
+
+def _order(item: pytest.Item) -> tuple[bool, int, int]:
+    marked = items_marked(item)
+    if "compiled" in getattr(item, "fixturenames", ()):
+        return True, 0, 0
+    return False, _place(marked[0])[0] if marked else len(_places()), len(marked)
 
 
 @pytest.hookimpl(wrapper=True)

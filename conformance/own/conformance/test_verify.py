@@ -80,8 +80,9 @@ def test_the_tests_of_an_item_run_before_those_of_what_is_composed_of_it(request
                                 for names in about]
     for item, names in zip(items, about, strict=True):
         item.add_marker(pytest.mark.spec(*names.split()))
+    vars(items[-1])["fixturenames"] = ["compiled"]
     outcomes.pytest_collection_modifyitems(items)
-    assert [item.name.removeprefix("test_") for item in items] == [*about[:1:-1], "", "CC-PREFILL"]
+    assert [item.name.removeprefix("test_") for item in items] == [*about[-2:1:-1], "", "CC-PREFILL", about[-1]]
 
 
 def test_a_family_is_certified_when_each_of_its_items_is_decided() -> None:
