@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import zip_longest
 from typing import Any, NoReturn, TypeVar
 
 from conformance.engine.methods import FAMILY, method_ops
@@ -329,8 +330,8 @@ class _Family:
 def _ask(engine: Engine, op: str, *given: Any) -> Any:
     __tracebackhide__ = True
     row = OPS[op]
-    # The one argument that a caller may leave out, lse, is the last.
-    arguments = dict(zip(row.arguments, [*given, None], strict=False))
+    # What a caller may leave out, lse and sinks, is last.
+    arguments = dict(zip_longest(row.arguments, given))
     written = {name: encode(name, kind, arguments[name]) for name, kind in row.arguments.items()}
     read: Callable[[Any], Any] = partial(decode, row.result, check=checked(sizes(row, arguments)))
     return engine.ask(op, written, read)

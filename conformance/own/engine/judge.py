@@ -28,7 +28,9 @@ SELECTED: Mapping[str, Sequence[str]] = {
 """The tests that judge each planted backend."""
 EXAMPLES: Mapping[str, Sequence[str]] = {
     "c": ["test_diversity.py", "test_vectors.py"],
-    "javascript": ["test_coattention.py", "test_vectors.py"],
+    "javascript": [
+        "test_coattention.py", "test_vectors.py", "test_calls.py::test_the_first_stage_refuses_bad_tensors_itself",
+    ],
     "cpp": [
         "../policy_suite/test_method.py", "--kvspec-as=snapkv(W=3, kernel=3)", "--kvspec-as=pyramidkv(W=3, kernel=3)",
         "--kvspec-as=keydiff", "--kvspec-as=knorm", "--kvspec-as=streamingllm",
