@@ -23,7 +23,7 @@ from spec.policy import LayerView, Observation, Policy, Repeat
 FAMILY = "methods"
 _UNSENT = frozenset({"every", "slack", BACKEND, "template", "chunk", "overlap", "calibration"})
 """Constants that decide nothing at the end of a prompt, or that arguments are made from."""
-DECODED = ("h2o", "tova")
+DECODED = ("h2o", "tova", "caote", "morphkv")
 """Methods that are asked for kept sets after some decoded tokens too."""
 SHARED: Mapping[str, str] = {
     "g": "number of kept sets: one for the model, or for each layer, or for each layer and KV head, layer by layer",
@@ -32,7 +32,7 @@ SHARED: Mapping[str, str] = {
     "q": "queries of the last m tokens after rotation; query head h belongs to KV head h // (H / H_kv)",
     "scaling": "factor of the logits", "softcap": "logits are softcap * tanh(logit / softcap)",
     "sinks": "logit of each query head's attention sink: one more term of the softmax, which has no weight of its own",
-    "steps": "number of tokens that are decoded after the prompt; k and q have them too, and t is n + steps",
+    "steps": "number of tokens that are decoded after the prompt; k, q and v have them too, and t is n + steps",
     "W_o": "output projection of each head", "inv_freq": "rotary frequencies; channels f and f + d / 2 are a pair",
     "factor": "what rotation multiplies by", "parameters": "all parameters of NestedKV",
     "chunks": "start and stop of each chunk that the model repeats after the prompt",
@@ -87,7 +87,7 @@ def _arguments(name: str) -> dict[str, str]:
     if name in DECODED:
         found |= {"steps": "int", "k": "float[L, H_kv, t, d]"}
     if needs.values:
-        found["v"] = "float[L, H_kv, n, d]"
+        found["v"] = f"float[L, H_kv, {'t' if name in DECODED else 'n'}, d]"
     if needs.rehearsal is not None:
         found |= _REPEATS | ({"norms": "float[L, r]"} if needs.values else {})
     found |= calibrated | {key: kind for key, kind in _OF_MODEL.items() if key in of_model}

@@ -18,7 +18,7 @@ from typing import Any
 from conformance.assurance.proofs.coq import build as coq
 from conformance.engine.methods import FAMILY
 from conformance.engine.process import Engine
-from conformance.measure.certificates.__main__ import ENGINE, compile_engine
+from conformance.measure.certificates.__main__ import PROGRAMS, compile_engine
 from conformance.methods.method import METHODS, has_own_code, method_of
 from conformance.paths import DOCS
 from conformance.verify.__main__ import run
@@ -29,7 +29,6 @@ from spec import SPEC_VERSION
 
 __all__ = ["ABSENT", "CONFORMS", "DIFFERS", "IMPLEMENTATIONS", "PAGE", "STORE", "cell_of", "main", "measured", "page"]
 
-CPP = ENGINE.with_name("engine-cpp")
 STORE, PAGE = (DOCS / "results" / name for name in ("matrix.json", "matrix.md"))
 CONFORMS, DIFFERS, ABSENT, NOT_RUN = "conforms", "differs", "not offered", "not run"
 Cell = dict[str, Any]
@@ -55,8 +54,10 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
     "numpy": Implementation(("--backend", "numpy"), "numpy"),
     "numba": Implementation(("--backend", "numba"), "numba"),
     "torch": Implementation(("--backend", "torch"), "torch"),
-    "engine-c": Implementation(("--command", str(ENGINE)), compile=compile_engine),
-    "engine-cpp": Implementation(("--command", str(CPP)), compile=partial(compile_engine, "cpp", CPP)),
+    **{
+        name: Implementation(("--command", str(program)), compile=partial(compile_engine, language, program))
+        for name, (language, program) in PROGRAMS.items()
+    },
     "engine-javascript": Implementation(("--command", "node docs/examples/javascript/engine.mjs")),
     "engine-coq": Implementation(
         ("--command", shlex.join([sys.executable, "-m", "conformance.assurance.proofs.coq.engine"])),

@@ -5,9 +5,10 @@ have their cases. What it computes shares nothing with the reference, of which o
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,30 @@ def by_layer(score: Callable[..., list[oracle.Score]]) -> Callable[..., Kept]:
         return [oracle.top(row, B) for view in inputs.layers for row in score(plain(view), **constants)]
 
     return kept
+
+
+def stepwise(score: Callable[..., list[oracle.Score]]) -> Callable[..., Kept]:
+    """The best B tokens of each KV head by a score of what is cached, at the end of the prompt and in every step."""
+    def kept(inputs: Inputs, B: int, decode: str = oracle.DECODE[0], **constants: Any) -> Kept:
+        found, prompt = Kept(), inputs.n - inputs.steps
+        for layer in map(plain, inputs.layers):
+            for g in range(inputs.H_kv):
+                of_head = partial(_score_of_head, score, layer, g, constants)
+                first = oracle.top(of_head(prompt - 1, range(prompt)), B)
+                found.append(oracle.decoded(first, range(prompt, inputs.n), B, of_head, decode))
+        return found
+
+    return kept
+
+
+def _score_of_head(
+    score: Callable[..., list[oracle.Score]], layer: oracle.Layer, g: int, constants: Mapping[str, Any], at: int,
+    live: Sequence[int],
+) -> oracle.Score:
+    """Of the live tokens of KV head g, after the token `at`."""
+    own = oracle.with_heads(layer, oracle.groups(layer)[g])
+    cached = {name: [[layer[name][g][i] for i in live]] for name in ("k", "v") if layer[name] is not None}
+    return score({**own, "q": [rows[: at + 1] for rows in own["q"]], **cached}, **constants)[0]
 
 
 def shared(score: Callable[..., list[oracle.Score]], shares: Callable[..., list[int]]) -> Callable[..., Kept]:

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from conformance.methods.brute import Brute, by_layer
-from conformance.methods.policies import Layer, Row, Score, groups, last_rows
+from conformance.methods.brute import Brute, stepwise
+from conformance.methods.policies import DECODE, Layer, Row, Score, groups, last_rows
 from conformance.oracles.boxes import fsum, sqrt
 
 
@@ -35,5 +35,5 @@ def caote(layer: Layer) -> list[Score]:
 
 
 BRUTES = [
-    Brute("PO-CAOTE", "caote", by_layer(caote)),
+    Brute("PO-CAOTE", "caote", stepwise(caote), readings={"decode": DECODE}),
 ]

@@ -1,7 +1,7 @@
 """A published method as `--as` names it: what it keeps, by brute force in boxes, and what else would explain an answer.
 
 `snapkv(W=16, pooling="average")` gives constants and readings by name. A reading is a choice on which published codes
-differ: `Brute.readings` lists those of a method, and `ties` is one of every method.
+differ: `Brute.readings` lists those of a method. `ties` is one of every method, `sinks` of those that read attention.
 """
 
 import json
@@ -16,12 +16,21 @@ from typing import Any
 
 import numpy as np
 
-from conformance.engine.methods import DECODED, arguments_of
+from conformance.engine.methods import DECODED, FAMILY, arguments_of, method_ops
 from conformance.engine.process import Engine, ask_method
 from conformance.methods import brutes
 from conformance.methods.brute import Brute
 from conformance.oracles.boxes import DOUBLE, Answer, Undecided, fits, rounding
-from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, observation, of_model
+from conformance.strategies.policy_inputs import (
+    Inputs,
+    Kept,
+    decided,
+    drawn,
+    observation,
+    of_model,
+    with_sinks,
+    without_sinks,
+)
 from reference.policies.names import (
     BACKEND,
     POLICIES,
@@ -40,6 +49,8 @@ METHODS: Mapping[str, Brute] = {one.name: one for one in brutes()}
 METHOD_ITEMS = frozenset(one.item for one in METHODS.values())
 TIES = {"ties": ("lower", "any")}
 """Which of two equal scores stays: the lower position, or either of them."""
+SINKS = {"sinks": ("softmax", "none")}
+"""Whether the softmax has the attention sinks of a model such as gpt-oss. If not, no input has any."""
 ALTERNATIVES: Mapping[str, Sequence[Any]] = {
     "W": (8, 16, 32, 64, 128), "kernel": (1, 3, 5, 7, 9, 13), "N_sink": (1, 2, 4, 8, 16, 64), "lam": (0.05, 0.1, 0.5),
     "c": (8, 10, 16, 20), "lag": (64, 128, 256), "beta": (10, 20), "fusion": ("sum", "max"), "block": (8, 16, 32),
@@ -78,8 +89,22 @@ class Method:
 
     @property
     def readings(self) -> dict[str, Any]:
-        """Of the method, without `ties`."""
+        """Of the method, without `ties` and `sinks`."""
         return {name: self.given.get(name, choices[0]) for name, choices in self.brute.readings.items()}
+
+    @property
+    def choices(self) -> dict[str, Sequence[str]]:
+        """The values of each reading, the default first."""
+        return {**self.brute.readings, **TIES, **(SINKS if self._reads_attention else {})}
+
+    @property
+    def _reads_attention(self) -> bool:
+        return "sinks" in method_ops()[f"{FAMILY}.{self.name}"].arguments
+
+    def add_sinks(self, inputs: Inputs, seed: int) -> Inputs:
+        """Add sinks for a third of the seeds, if the method reads sinks."""
+        reads = self._reads_attention and self.given.get("sinks") != "none"
+        return with_sinks(inputs, seed) if reads else inputs
 
     def __str__(self) -> str:
         """As `--as` takes it: every constant, and the readings that were given."""
@@ -103,6 +128,7 @@ class Method:
             Undecided: where rounding decides what the last choice depends on.
         """
         with rounding(unit, self.given.get("ties", "lower") == "lower"):
+            inputs = without_sinks(inputs) if self.given.get("sinks") == "none" else inputs
             return self.brute.kept(inputs, B, **self.constants, **self.readings)
 
     def changed(self, **given: Any) -> "Method":
@@ -187,7 +213,7 @@ def method_of(text: str) -> Method:
 
 
 def _value(brute: Brute, name: str, value: Any) -> Any:
-    readings = {**brute.readings, **TIES}
+    readings = Method(brute.name).choices
     constants = (brute.small.keys() | _fields(brute)) - {"template", "parameters"}
     if name in readings and value not in readings[name]:
         raise SpecError(name, value, f"must be one of {', '.join(map(str, readings[name]))}")
@@ -214,7 +240,10 @@ def rounded(inputs: Inputs) -> Inputs:
     def near(x: Any) -> Any:
         return np.asarray(x).astype(np.float32).astype(np.float64)
 
-    layers = [replace(view, q=near(view.q), k=near(view.k), v=near(view.v)) for view in inputs.layers]
+    layers = [
+        replace(view, q=near(view.q), k=near(view.k), v=near(view.v),
+                sinks=None if view.sinks is None else near(view.sinks)) for view in inputs.layers
+    ]
     return replace(inputs, layers=layers, W_o=[near(W_o) for W_o in inputs.W_o])
 
 
@@ -223,8 +252,8 @@ def explanations(
 ) -> list[str]:
     """The documented values and readings, one or two at a time, that explain all of some inputs and the failing one."""
     values = {name: choices for name, choices in ALTERNATIVES.items() if name in method.constants}
-    values |= {**method.brute.readings, **TIES}
-    there = {**method.constants, **method.readings, "ties": "lower", **method.given}
+    values |= method.choices
+    there = {**method.constants, **{name: choices[0] for name, choices in method.choices.items()}, **method.given}
     single = [(name, value) for name, choices in values.items() for value in choices if value != there[name]]
     inputs = [*_telling(method), *([failing] if failing else [])]
     for number in (1, 2):
@@ -241,7 +270,7 @@ def _telling(method: Method) -> Iterator[tuple[Inputs, int]]:
     """Inputs of one layer on which other constants tell: short ones, and such that any window leaves tokens."""
     span = span_of(method)
     for seed, n in enumerate((span + 14, 2 * span + 22, 4 * span + 30)):
-        inputs = rounded(drawn(4 * seed + 1, n, 1 + seed % 2, (1 + seed % 2, 2)))
+        inputs = rounded(method.add_sinks(drawn(4 * seed + 1, n, 1 + seed % 2, (1 + seed % 2, 2)), 3 * seed))
         yield replace(inputs, steps=seed if method.name in DECODED else 0), (n + span) // 2
 
 

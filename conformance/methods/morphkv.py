@@ -1,8 +1,8 @@
 """MorphKV by brute force, in the terms of `methods.policies`; nothing is shared with the reference."""
 
 
-from conformance.methods.brute import Brute, W, by_layer, newest
-from conformance.methods.policies import Layer, Score, groups, last_rows, padded, window
+from conformance.methods.brute import Brute, W, newest, stepwise
+from conformance.methods.policies import DECODE, Layer, Score, groups, last_rows, padded, window
 from conformance.oracles.boxes import fsum, largest
 
 
@@ -16,6 +16,6 @@ def morphkv(layer: Layer, W: int, fusion: str) -> list[Score]:
 
 
 BRUTES = [
-    Brute("PO-MORPHKV", "morphkv", by_layer(morphkv), {"W": W, "fusion": "sum"}, W, newest,
-          published={"W": 32, "fusion": "sum"}),
+    Brute("PO-MORPHKV", "morphkv", stepwise(morphkv), {"W": W, "fusion": "sum"}, W, newest,
+          published={"W": 32, "fusion": "sum"}, readings={"decode": DECODE}),
 ]

@@ -57,7 +57,8 @@ def test_the_kept_sets_are_those_of_the_method(
     method: Method, keeps: Subject, precision: str, explained: dict[str, list[str]], scored: set[str], draw: Draw,
 ) -> None:
     span = span_of(method)
-    inputs = rounded(draw._replace(times=min(draw.times, 1 + LONG_SPAN // (1 + span))).inputs(span, 1))
+    inputs = draw._replace(times=min(draw.times, 1 + LONG_SPAN // (1 + span))).inputs(span, 1)
+    inputs = rounded(method.add_sinks(inputs, draw.seed))
     inputs = replace(inputs, inv_freq=inputs.inv_freq * (1 if draw.seed % 2 else SLOW))
     if method.name in DECODED:
         inputs = replace(inputs, steps=min(draw.seed // 8 % 4, inputs.n - 1))
@@ -80,6 +81,7 @@ def test_the_kept_sets_are_those_of_the_method(
     elif not (said := other_score(method, kept, wanted, scored)):
         return
     decoded = f", of which {inputs.steps} are decoded" if inputs.steps else ""
+    decoded += ", attention sinks" if inputs.layers[0].sinks is not None else ""
     raise AssertionError(
         f"not {method} with {inputs.n} tokens{decoded}, B = {B},"
         f" layers x KV heads = {len(inputs.layers)} x {inputs.H_kv}: {said}{advised}"

@@ -71,6 +71,10 @@ def with_sinks(inputs: Inputs, seed: int) -> Inputs:
     return inputs if seed % 3 else replace(inputs, layers=layers)
 
 
+def without_sinks(inputs: Inputs) -> Inputs:
+    return replace(inputs, layers=[replace(view, sinks=None) for view in inputs.layers])
+
+
 def few_values(k: Array, seed: int) -> Array:
     """Keys of nine directions in a plane, so that tokens tie; none is zero."""
     found = np.zeros_like(k)

@@ -20,6 +20,8 @@ from conformance.vectors.files import Json, decoded, parameters_of
 from spec import SPEC_VERSION
 
 WIDTH = 118
+KEPT = ("kept", "continuum", "adaptive", "both")
+"""Results that are kept sets, those of NestedKV's ablations too."""
 BITS = 20  # of the grid of a long result, where a draft names none
 HEADER = [
     "A float is text: float.hex of an IEEE 754 double, nan, inf or -inf. Every other number is an integer.",
@@ -111,7 +113,7 @@ def bounds(operation: str, test: Json) -> list[str]:
 def is_summary(group: Json, test: Json, name: str) -> bool:
     """Whether a result may be one: the kept sets of a policy are lists, unless they were published as a summary."""
     listed = isinstance(test.get("expected", {}).get(name, []), list)
-    return not (listed and name == "kept" and group["operation"].startswith(("PO-", "NK-", "TA-")))
+    return not (listed and name in KEPT and group["operation"].startswith(("PO-", "NK-", "TA-")))
 
 
 def bits_of(test: Json, name: str) -> int:

@@ -23,6 +23,8 @@ COMPILERS: dict[str, tuple[str, ...]] = {
     "c": ("cc", "-O2", "-std=c99", "engine.c", "-lm"), "cpp": ("g++", "-O2", "-std=c++17", "engine.cpp"),
 }
 """What compiles each example engine in its folder of docs/examples."""
+PROGRAMS = {"engine-c": ("c", ENGINE), "engine-cpp": ("cpp", ENGINE.with_name("engine-cpp"))}
+"""Engines that are compiled first: the language, and where the program is written."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ PRESSES = (
 )
 SUBJECTS: dict[str, Subject] = {
     "engine-c": Subject("command", str(ENGINE), "docs/examples/c, compiled by `cc -O2 -std=c99`"),
+    "engine-cpp": Subject(
+        "command", str(PROGRAMS["engine-cpp"][1]), "docs/examples/cpp, compiled by `g++ -O2 -std=c++17`; five methods",
+        ("--as", "snapkv,pyramidkv,keydiff,knorm,streamingllm"),
+    ),
     "engine-javascript": Subject(
         "command", "node docs/examples/javascript/engine.mjs", "few examples of each property: minutes, not hours",
         ("--timeout", "300", "--profile", "few"),
@@ -79,7 +85,7 @@ def _mine(name: str) -> bool:
     return name.startswith("kvpress") == (find_spec("kvpress") is not None)
 
 
-def compile_engine(language: str = "c", program: Path = ENGINE) -> None:
+def compile_engine(language: str, program: Path) -> None:
     """Compile an example engine."""
     made = ROOT / program
     made.parent.mkdir(exist_ok=True)
@@ -93,8 +99,8 @@ def make(name: str) -> None:
         RuntimeError: where nothing was judged.
     """
     subject, out = SUBJECTS[name], LOGS / name
-    if name == "engine-c":
-        compile_engine()
+    if name in PROGRAMS:
+        compile_engine(*PROGRAMS[name])
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "conformance.verify", *subject.command, "--out", str(out)]
     done = subprocess.run(command, cwd=subject.folder, env=environment, check=False)
