@@ -24,7 +24,6 @@ from models_integration.studies.evidence.run import merged
 from models_integration.studies.evidence.stages import lost_at
 from models_integration.studies.papers.injection import TEMPLATES
 from models_integration.studies.papers.injection_tables import (
-    HEADINGS,
     LOCOMO,
     InjectionTable,
     filled_lines,
@@ -282,7 +281,7 @@ def injection_table(table: InjectionTable) -> list[list[str]]:
     for row in rows_of("paper-injection"):
         found.setdefault(row["session"], []).append(row)
     n = len(next(iter(found.values())))
-    return [[f"{HEADINGS[0]} (n = {n})", *HEADINGS[1:]], *filled_lines(table, found)]
+    return [[f"{table.headings[0]} (n = {n})", *table.headings[1:]], *filled_lines(table, found)]
 
 
 def _one(estimate: Estimate) -> str:

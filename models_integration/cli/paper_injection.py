@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from time import perf_counter
 
 import pandas as pd
 import typer
@@ -16,9 +15,9 @@ from models_integration.cli.checks import check_folder
 from models_integration.cli.study import STOPPED
 from models_integration.studies.page.elements import Html, note, page, section, table
 from models_integration.studies.papers.conversations import Talk, draw_talk, read_locomo
-from models_integration.studies.papers.injection import Scene, Session, template_of
+from models_integration.studies.papers.costs import clock_of, timed
+from models_integration.studies.papers.injection import NEW_TOKENS, Scene, Session, template_of
 from models_integration.studies.papers.injection_tables import (
-    HEADINGS,
     LOCOMO,
     NOT_RUN,
     InjectionTable,
@@ -52,7 +51,7 @@ def run_injection(
     check_folder("out", out, ROWS)
     generated = [draw_talk(index) for index in range(most[0])]
     asked = read_locomo(locomo)[: most[1]] if locomo else []
-    sections, lines, stopped = [note(NOT_RUN)], list[list[str]](), False
+    sections, frames, stopped = [note(NOT_RUN)], dict[str, list[pd.DataFrame]](), False
     for model in models:
         subject = replace(loading, model=model).subject()
         for of_file, talks in ((False, generated), (True, asked)):
@@ -66,14 +65,14 @@ def run_injection(
                 stopped = _measure(subject, tables, talks, out / ROWS, console)
             for one in tables:
                 rows = _rows_of(subject, one, talks, out / ROWS)
-                sections.append(_shown(one, subject, rows, console, lines))
+                sections.append(_shown(one, subject, rows, console, frames))
     if dry_run:
         return
     publish_readable(out / PAGE, page("kvspec paper injection", sections).encode())
-    frame = pd.DataFrame(lines, columns=["model", "table", "n", *HEADINGS])
-    publish_readable(out / "tables.csv", frame.to_csv(index=False).encode())
-    for name, own in frame.groupby("table"):
-        publish_readable(out / f"{name}.tex", own.to_latex(index=False, escape=True).encode())
+    every = [frame for each in frames.values() for frame in each] or [pd.DataFrame()]
+    publish_readable(out / "tables.csv", pd.concat(every).to_csv(index=False).encode())
+    for name, each in frames.items():
+        publish_readable(out / f"{name}.tex", pd.concat(each).to_latex(index=False, escape=True).encode())
     said = f"{out / PAGE}, tables.csv and a LaTeX file for each table\n{NOT_RUN}"
     console.print(said, highlight=False, soft_wrap=True)
     if stopped:
@@ -128,7 +127,7 @@ def _measure(
                     continue
                 scene = Scene(subject, talk)
                 for name in names:
-                    append_row(path, {**_identity(subject, index, talk, name), **asdict(scene.answer(sessions[name]))})
+                    append_row(path, {**_identity(subject, index, talk, name), **scene.measure(sessions[name])})
                     progress(f"question {index + 1}")
     except KeyboardInterrupt:
         return True
@@ -149,9 +148,10 @@ def _rows_of(
 
 
 def _shown(
-    one: InjectionTable, subject: Subject, rows: Mapping[str, Sequence[Row]], console: Console, lines: list[list[str]],
+    one: InjectionTable, subject: Subject, rows: Mapping[str, Sequence[Row]], console: Console,
+    frames: dict[str, list[pd.DataFrame]],
 ) -> Html:
-    """Print a table, add its lines, and return its section of the page."""
+    """Print a table, add its frame, and return its section of the page."""
     n = len(next(iter(rows.values())))
     title = f"{one.title} on {subject.label}, n = {n}"
     if not n:
@@ -160,23 +160,27 @@ def _shown(
         return section(title, note(said))
     own = list(filled_lines(one, rows))
     about = " ".join(filter(None, [interaction(one, rows), one.note]))
-    lines += [[subject.label, one.name, str(n), *line] for line in own]
-    console.print(table_of(title, HEADINGS, own))
+    frame = pd.DataFrame([[subject.label, one.name, str(n), *line] for line in own])
+    frames.setdefault(one.name, []).append(frame.set_axis(["model", "table", "n", *one.headings], axis=1))
+    console.print(table_of(title, one.headings, own))
     console.print(about + "\n", highlight=False, markup=False)
-    return section(title, table(title, HEADINGS, own), note(about))
+    return section(title, table(title, one.headings, own), note(about))
 
 
 def _plan(subject: Subject, tables: Sequence[InjectionTable], talks: Sequence[Talk], console: Console) -> None:
-    """Print how many answers there are, and the hours by the time of one question."""
-    n, sessions, start = len(talks), _sessions(tables), perf_counter()
+    """Print how many answers and tokens there are, memory, and the hours by the time of one question."""
+    n, sessions = len(talks), _sessions(tables).values()
     if not talks:
         console.print(f"{tables[0].title}: not run without --file locomo10.json", highlight=False, soft_wrap=True)
         return
-    scene = Scene(subject, talks[0])
-    for session in sessions.values():
-        scene.answer(session)
-    hours = n * (perf_counter() - start) / 3600
+    scenes = [Scene(subject, talk) for talk in talks]
+    seconds, _ = timed(subject.model.device, lambda: [scenes[0].measure(session) for session in sessions])
+    tokens = [scene.tokens(session) for scene in scenes for session in sessions]
+    weights = sum(one.nbytes for one in subject.model.parameters())
     console.print(
-        f"injection on {subject.label}: {n} questions in {len(sessions)} sessions each, {hours:.2f} hours; one question"
-        " was measured", highlight=False, soft_wrap=True,
+        f"injection on {subject.label}: {n} questions in {len(sessions)} sessions each, {sum(tokens):,} prompt tokens,"
+        f" at most {len(tokens) * NEW_TOKENS:,} answer tokens\nmemory: weights {weights / 2**20:,.0f} MiB, the longest"
+        f" session's cache {max(tokens) * scenes[0].token_bytes() / 2**20:,.1f} MiB\n"
+        f"time: {n * seconds / 3600:.2f} {clock_of(subject.model.device)} hours; one question was measured",
+        highlight=False, soft_wrap=True,
     )

@@ -1,6 +1,5 @@
 """The run of `kvspec paper`: the parts of a paper as studies in one folder, then its tables."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -21,7 +20,7 @@ from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import Rules
 from models_integration.studies.evidence.run import Item
 from models_integration.studies.page.elements import Html, note, page, section, table
-from models_integration.studies.papers.costs import FILE, PASSES, TOKENS, Costs
+from models_integration.studies.papers.costs import FILE, PASSES, TOKENS, Costs, clock_of, timed
 from models_integration.studies.papers.protocol import COSTS, Paper, Part, load_paper, rules_of_part
 from models_integration.studies.papers.tables import Filled, Measured, fill, shaped, write_tables
 from models_integration.studies.report import fits, table_of
@@ -226,12 +225,12 @@ def plan(asked: Asked, loading: Loading) -> None:
             lines.append([part.name, *(f"{number:,}" for number in numbers), said])
         headings = ["part", "samples", "cells", "prompt tokens", "answer tokens at most", "longest prompt", "not run"]
         console.print(table_of(f"{paper.title} on {subject.label}", headings, lines))
-        weights = sum(one.numel() * one.element_size() for one in subject.model.parameters())
+        weights, clock = sum(one.nbytes for one in subject.model.parameters()), clock_of(subject.model.device)
         console.print(
             f"memory: weights {weights / 2**20:,.0f} MiB, the longest prompt's cache {most / 2**20:,.0f} MiB, and up to"
             f" {asked.batch_size} compacted copies of that\n"
-            f"time: {hours[0] / 3600:.2f} to {hours[1] / 3600:.2f} hours with one worker; one sample of each part was"
-            " measured, and time grows with the prompt tokens or with their square", highlight=False, soft_wrap=True,
+            f"time: {hours[0] / 3600:.2f} to {hours[1] / 3600:.2f} {clock} hours; one sample of each part was measured,"
+            " and time grows with the prompt tokens or with their square", highlight=False, soft_wrap=True,
         )
     for name, missing in _missing(paper, asked).items():
         console.print(f"{name}: {' '.join(missing)}", highlight=False, soft_wrap=True)
@@ -244,26 +243,29 @@ def _planned(work: Work | Costs | None, again: bool) -> tuple[Sequence[int], tup
     if isinstance(work, Costs):
         lengths = work.rules.lengths
         numbers = len(lengths), 2 * len(lengths), PASSES * sum(lengths), PASSES * TOKENS * len(lengths), max(lengths)
-        return numbers, _cost(lengths, lambda at: work.row(lengths[at])["memory"]["cache, full cache"], again)
+        return numbers, _cost(
+            work.subject.model.device, lengths, lambda at: work.row(lengths[at])["memory"]["cache, full cache"], again
+        )
     sizes = [len(place(item.sample, item.placement).prompt_ids) for item in work.items]
     cells = [len(item.cells(work.rules)) for item in work.items]
     answers = sum(each * item.sample.max_new_tokens for each, item in zip(cells, work.items, strict=True))
     return (len(sizes), sum(cells), sum(sizes), answers, max(sizes)), _cost(
-        sizes, lambda at: _cached(work, work.items[at]), again
+        work.subject.model.device, sizes, lambda at: _cached(work, work.items[at]), again
     )
 
 
-def _cost(sizes: Sequence[int], measured: Callable[[int], float], again: bool) -> tuple[float, float, float]:
+def _cost(
+    device: torch.device, sizes: Sequence[int], measured: Callable[[int], float], again: bool,
+) -> tuple[float, float, float]:
     """Seconds of a part if they grow with the tokens, and with their square; bytes of the longest prompt's cache.
 
     `measured` runs the sample at a place, and returns the bytes of its prompt's cache. `again`: run it twice, because
     the first one pays for what is compiled.
     """
     at = min(range(len(sizes)), key=sizes.__getitem__)
-    for _ in range(1 + again):
-        start = time.perf_counter()
-        cached = measured(at)
-        spent = time.perf_counter() - start
+    if again:
+        measured(at)
+    spent, cached = timed(device, lambda: measured(at))
     ratios = [size / sizes[at] for size in sizes]
     return sum(ratios) * spent, sum(ratio**2 for ratio in ratios) * spent, max(ratios) * cached
 

@@ -20,6 +20,7 @@ padded batches: prompts of a batch may have different lengths
 
 The words describe where a policy evicts, not how good the answers are. Every policy can be used in a chat.
 diverse-NAME adds set-conditioned selection to a policy that keeps single tokens.
+In the paper on diversity, triattention is 1d and diverse-triattention is 1d_div.
 kvspec policies NAME prints the paper, the constants and how to call the policy."""
 
 

@@ -33,7 +33,7 @@ MEANINGS: Mapping[str, str] = {
     "c": "tokens of a chunk",
     "calibration": "file that `kvspec calibrate` writes for your model",
     "chunk": "tokens of the prompt that the model repeats at a time",
-    "diversity": "weight of the similarity to kept tokens",
+    "diversity": "weight of the similarity to kept tokens; lambda in the paper",
     "every": "tokens between two evictions",
     "fusion": "how the attention of the last queries is combined: sum or max",
     "gamma": "weight of the variance of attention beside the mean",
@@ -43,6 +43,7 @@ MEANINGS: Mapping[str, str] = {
     "lam": "weight of attention; redundancy has weight 1 - lam",
     "overlap": "last tokens of a chunk that the request for the next chunk quotes",
     "pin_prompt": "number of first tokens that are never evicted",
+    "rule": "alpha: similarity to kept tokens counts against a token; variant_b: similarity to the mean counts for it",
     "safeguard": "share of the budget that all heads of a layer get evenly, from 0 to 1",
     "seed": "seed of the random sample",
     "sentence_ends": "ids of tokens that end a sentence: kvspec.sentence_ends(tokenizer)",
@@ -138,7 +139,7 @@ def describe_policy(name: str) -> PolicyDescription:
     given = {key: value for key, value in given.items() if key != "parameters"} | row.parameters
     keeps = row.keeps
     if name.startswith(DIVERSE):
-        given |= {"diversity": 0.5, "signature": "flat"}
+        given |= {"diversity": 0.5, "signature": "flat", "rule": "alpha"}
         keeps += "; a token similar to a kept one loses"
     required = tuple(key for key, value in given.items() if value is Parameter.empty or key == "template")
     return PolicyDescription(

@@ -14,6 +14,7 @@ from spec.errors import SpecError
 from spec.plugins import Plugin, find_plugin
 from spec.policy import NOTHING_PROMISED, Policy
 from spec.promises import promises_of
+from spec.validate import check_choices
 
 __all__ = [
     "BACKEND", "BLOCK", "DIVERSE", "ENTRY_POINTS", "NAMES", "POLICIES", "NamedPolicy", "check_name", "constants_of",
@@ -47,9 +48,12 @@ def _with_twins(part: Any, backend: Backend) -> Any:
 ENTRY_POINTS = "kvspec.policies"
 
 DIVERSE = "diverse-"
-"""Before a name: the same policy under set-conditioned selection, with the constants `diversity` and `signature`."""
+"""Before a name: the same policy under set-conditioned selection, with the constants of _DIVERSITY."""
 
-_DIVERSITY = frozenset({"diversity", "signature", "backend"})
+_DIVERSITY = frozenset({"diversity", "signature", "rule", "backend"})
+
+_RULES = ("alpha", "variant_b")
+"""The selector of the paper on set-conditioned diversity, and the one that it rejected."""
 
 BLOCK = "block"
 """A constant of policies that choose single tokens by their scores: whole blocks of so many stay (PO-BLOCKS)."""
@@ -169,5 +173,8 @@ def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
         return policies.in_blocks(policy, constants[BLOCK]) if row.blocks and BLOCK in constants else policy
     taken = row.constants | row.of_model
     host = row.policy({key: value for key, value in constants.items() if key in taken})
-    lam, mode = constants.get("diversity", 0.5), constants.get("signature", "flat")
+    lam, mode, rule = (constants.get(*one) for one in (("diversity", 0.5), ("signature", "flat"), ("rule", _RULES[0])))
+    check_choices("rule", (rule,), _RULES)
+    if rule == "variant_b":
+        return policies.toward_mean_values(host, lam, mode)
     return policies.diverse(host, lam, mode, constants.get("backend", "numpy"))

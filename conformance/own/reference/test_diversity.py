@@ -27,6 +27,7 @@ from reference import diversity, policies
 from reference import nestedkv as nk
 from reference.directions import unit_keys
 from reference.policies.knorm import knorm_score
+from reference.policies.names import make_policy
 from reference.policies.scorers import LayerScorer
 from spec.backend import resolve
 from spec.budget import Budget
@@ -104,7 +105,7 @@ def test_variant_b_adds_a_cosine_to_the_score(seed: int, B: int, lam: float) -> 
     for view in inputs.layers:
         for row in brute_knorm(plain(view)):
             found.append(oracle.top([(x or 0.0) + lam * p for x, p in zip(row, prior, strict=True)], B))
-    assert decided(policies.toward_mean_values(policies.knorm(), lam), inputs, B) == found
+    assert decided(make_policy("diverse-knorm", {"diversity": lam, "rule": "variant_b"}), inputs, B) == found
 
 
 @pytest.mark.spec("DV-SCHEDULE")

@@ -26,7 +26,7 @@ from models_integration.tasks.prose import read_prose
 from spec import SPEC_VERSION
 from spec.backend import Backend, CrystalStages, resolve
 
-__all__ = ["FILE", "PASSES", "TOKENS", "Costs"]
+__all__ = ["FILE", "PASSES", "TOKENS", "Costs", "clock_of", "timed"]
 
 FILE = "costs.jsonl"
 """Where rows are stored, beside those of studies."""
@@ -118,7 +118,7 @@ def _watched(backend: Backend, device: torch.device, seconds: dict[str, float]) 
     """A backend whose stages add their seconds."""
     def watched(name: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            spent, result = _timed(device, partial(getattr(backend.require_crystal(), name), *arguments))
+            spent, result = timed(device, partial(getattr(backend.require_crystal(), name), *arguments))
             seconds[name] += spent
             return result
 
@@ -132,17 +132,22 @@ def _generated(model: Any, ids: Tensor) -> tuple[float, float, Any]:
     """Seconds of the prompt and of a token after it, and the cache."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     forward = partial(model, **{cache_name(model): cache}, use_cache=True, logits_to_keep=1)
-    seconds, found = _timed(model.device, partial(forward, input_ids=ids))
+    seconds, found = timed(model.device, partial(forward, input_ids=ids))
 
     def decode() -> None:
         last = found
         for _ in range(TOKENS):
             last = forward(input_ids=last.logits[:, -1:].argmax(-1))
 
-    return seconds, _timed(model.device, decode)[0] / TOKENS, cache
+    return seconds, timed(model.device, decode)[0] / TOKENS, cache
 
 
-def _timed(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
+def clock_of(device: torch.device) -> str:
+    """Whose seconds `timed` counts."""
+    return "GPU" if device.type == "cuda" else "processor"
+
+
+def timed(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
     """Seconds of the device, or of all processor cores together, and the result."""
     if device.type != "cuda":
         start, result = time.process_time(), run()

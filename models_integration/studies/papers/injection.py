@@ -19,6 +19,7 @@ from models_integration.model.cache_argument import cache_name
 from models_integration.model.rotation import angles_between, frequencies_at, recognise, turned
 from models_integration.studies.papers.conversations import Talk
 from models_integration.studies.papers.patching import PATCHES, patched_layers, patched_residuals
+from models_integration.studies.papers.probes import attention_figures, eager, key_figures
 from models_integration.studies.subject import Subject
 from models_integration.tasks.assembly import encode, joiner, opening_ids
 from models_integration.tasks.metrics import judge
@@ -28,7 +29,10 @@ from reference.injection.splicing import SINKS
 from reference.injection.wrappers import FORMS, Form, Marker, slices, wrap
 from spec.errors import SpecError
 
-__all__ = ["ASYMMETRIC", "PATCHES", "TEMPLATES", "Scene", "Session", "Template", "Timed", "asymmetric", "template_of"]
+__all__ = [
+    "ASYMMETRIC", "NEW_TOKENS", "PATCHES", "TEMPLATES", "Scene", "Session", "Template", "Timed", "asymmetric",
+    "template_of",
+]
 
 SELECTED, SLICE, NEW_TOKENS = 3, 48, 16
 """Chunks of a question; tokens of a slice; tokens of an answer."""
@@ -98,6 +102,7 @@ class Session:
         before: what the session itself holds before the chunks: "" for the system prompt, "prefix" for that and the
             opening of the full wrapper, "sinks" for the first four tokens of that.
         patch: the band of PATCHES in which the markers of wrapped chunks have residuals; "" for all.
+        probe: whether attention and keys are measured by layer, and not an answer.
     """
 
     wrapper: str = "raw"
@@ -110,6 +115,7 @@ class Session:
     every: bool = False
     before: str = ""
     patch: str = ""
+    probe: bool = False
 
     @property
     def name(self) -> str:
@@ -137,23 +143,17 @@ class Scene:
         self._selected = lru_cache(maxsize=None)(self._select)
 
     @torch.no_grad()
-    def answer(self, session: Session) -> Timed:
+    def measure(self, session: Session) -> dict[str, Any]:
+        """The figures of a session: of an answer, or of a probe."""
+        return self._probe(session) if session.probe else asdict(self._answer(session))
+
+    def _answer(self, session: Session) -> Timed:
         """The greedy answer in a session.
 
         The clock begins when the system prompt is read and the chunks are computed, except chunks that are read as
         text.
         """
-        before = self.session_ids(session)
-        ids = list(encode(self.subject.tokenizer, self.template.question.format(self.talk.question)))
-        cache = RetainedCache(self.subject.model.config.get_text_config(decoder=True))
-        self._read(cache, before)
-        chosen = self._chosen(session)
-        chunks = [] if session.text else [self.chunk_of(one, session) for one in chosen]
-        start = perf_counter()
-        if session.text:
-            ids = [token for one in chosen for token in wrap(self._form(session), one, self._vocabulary).ids] + ids
-        room = len(before) + sum(len(chunk.visible) for chunk in chunks) + len(ids) + NEW_TOKENS
-        splice(cache, chunks, frequencies_at(self.subject.model, self._rotary, room))
+        cache, ids, start = self._opened(session)
         answer = list[int]()
         with layer_masks(self.subject.model, cache):
             token = self._read(cache, ids)
@@ -164,12 +164,51 @@ class Scene:
         text = str(self.subject.tokenizer.decode(answer))
         return Timed(text, self.talk.value in text, judge("qa_f1", text, [self.talk.value]), seconds)
 
+    def _probe(self, session: Session) -> dict[str, list[float]]:
+        """Attention of the question's tokens, and keys of the chunks beside those of the same text in the session."""
+        cache, ids, _ = self._opened(session)
+        chunks = [self.chunk_of(one, session) for one in self._chosen(session)]
+        wrapped = [wrap(self._form(session), one, self._vocabulary) for one in self._chosen(session)]
+        with layer_masks(self.subject.model, cache), eager(self.subject.model):
+            weights = self._forward(cache, ids, output_attentions=True).attentions
+        return attention_figures(weights, sorted(chunks[0].layers), len(self._question())) | key_figures(
+            self.subject.model, self.session_ids(session), chunks, [range(one.start, one.stop) for one in wrapped]
+        )
+
+    def _opened(self, session: Session) -> tuple[RetainedCache, list[int], float]:
+        """The cache before the question, the ids that are left to read, and when the clock began."""
+        before, ids = self.session_ids(session), self._question()
+        cache = RetainedCache(self.subject.model.config.get_text_config(decoder=True))
+        self._read(cache, before)
+        chosen = self._chosen(session)
+        chunks = [] if session.text else [self.chunk_of(one, session) for one in chosen]
+        start = perf_counter()
+        if session.text:
+            ids = [token for one in chosen for token in wrap(self._form(session), one, self._vocabulary).ids] + ids
+        room = self.tokens(session) + NEW_TOKENS
+        splice(cache, chunks, frequencies_at(self.subject.model, self._rotary, room))
+        return cache, ids, start
+
+    def _question(self) -> list[int]:
+        return list(encode(self.subject.tokenizer, self.template.question.format(self.talk.question)))
+
     def chunk_of(self, ids: tuple[int, ...], session: Session) -> Chunk:
         """A chunk as a session gets it: in its wrapper, by half of the layers, after a codec."""
         chunk = self._patched(ids, session) if session.patch else self._chunk(ids, self._form(session))
         if session.half:
             chunk = self._mixed(ids, chunk, session)
         return chunk if session.codec == "none" else _through(chunk, session.codec, len(self._rotary.layers))
+
+    def tokens(self, session: Session) -> int:
+        """How many tokens a session holds before the answer."""
+        wrapped = [wrap(self._form(session), one, self._vocabulary) for one in self._chosen(session)]
+        chunks = sum(len(one.ids) - (0 if session.text else one.hidden) for one in wrapped)
+        return len(self.session_ids(session)) + chunks + len(self._question())
+
+    def token_bytes(self) -> float:
+        """Bytes of a cached token."""
+        chunk = self.chunk_of(self._selected("turn")[0], Session())
+        return sum(x.nbytes for pair in chunk.layers.values() for x in pair) / len(chunk.ids)
 
     def session_ids(self, session: Session) -> list[int]:
         """What the session reads itself before the chunks."""
@@ -179,9 +218,12 @@ class Scene:
         return {"": own, "prefix": [*own, *opening.ids[: opening.start]], "sinks": own[:SINKS]}[session.before]
 
     def _read(self, cache: RetainedCache, ids: Sequence[int]) -> int:
+        return int(self._forward(cache, ids).logits[0, -1].argmax())
+
+    def _forward(self, cache: RetainedCache, ids: Sequence[int], **options: bool) -> Any:
         model: Any = self.subject.model
         given = torch.tensor([list(ids)], device=model.device)
-        return int(model(input_ids=given, use_cache=True, **{cache_name(model): cache}).logits[0, -1].argmax())
+        return model(input_ids=given, use_cache=True, **{cache_name(model): cache}, **options)
 
     def _form(self, session: Session) -> Form:
         named = {"raw": FORMS["raw"], "full": self.template.full, "short": self.template.short}

@@ -13,12 +13,17 @@ from models_integration.studies.results import Row
 from reference.statistics import bootstrap, draws, mcnemar, wilson
 from spec.arrays import Float64, Vector
 
-__all__ = ["HEADINGS", "LOCOMO", "NOT_RUN", "InjectionTable", "filled_lines", "interaction", "tables_of"]
+__all__ = ["LOCOMO", "NOT_RUN", "InjectionTable", "filled_lines", "interaction", "tables_of"]
 
-HEADINGS = (
+_HEADINGS = (
     "arm", "r@1 or F1 [95 %]", "difference from the first arm", "bootstrap 95 %", "McNemar exact p", "Pr > 0",
     "discordant (first arm / arm)", "ms to the first token", "published", "difference (published)",
 )
+_PROBES = {
+    "attention": {"entropy": "entropy in nats", "sinks": "attention to positions 0 to 3"},
+    "keys": {"cosine": "cosine", "unrotated": "cosine without rotation"},
+}
+"""By measure, figures of a layer in rows of probes, and how tables name them."""
 NOT_RUN = (
     "Not run: eager attention of Table 1 (give --attn eager), Table 3 (give a base model with --model), Appendix C"
     " (potion), Appendix F (DeepSeek)."
@@ -40,7 +45,7 @@ class InjectionTable:
         name: as `--part` has it.
         arms: sessions by the names of the paper; differences are from the first.
         published: figures of the paper, by arm.
-        measure: "right", a share, or "f1", a mean.
+        measure: "right", a share, or "f1", a mean; "attention" or "keys", of probes, with a line for each layer.
     """
 
     name: str
@@ -49,6 +54,13 @@ class InjectionTable:
     published: Mapping[str, float]
     note: str = ""
     measure: str = "right"
+
+    @property
+    def headings(self) -> Sequence[str]:
+        """The headings of its columns."""
+        if self.measure not in _PROBES:
+            return _HEADINGS
+        return "arm", "layer", *(f"{name} [95 %]" for name in _PROBES[self.measure].values())
 
 
 def tables_of(template: Template) -> Sequence[InjectionTable]:
@@ -105,6 +117,14 @@ def tables_of(template: Template) -> Sequence[InjectionTable]:
             "full re-prefill": Session(text=True, every=True),
         }, {}, "Published: text-RAG takes 2.6 times as long as per_chunk, and 3.4 times as long as raw inject. Here"
                " chunks are in memory."),
+        InjectionTable("figure-3", "Figure 3: attention of the question's tokens", {
+            "baseline": Session(probe=True), "global sink": Session(before="sinks", probe=True),
+            "per_chunk": Session("full", probe=True), "text-RAG": Session(text=True, probe=True),
+        }, {}, "Published: 98 % less attention to positions 0 to 3 after injection. The paper does not name the"
+               " comparison.", "attention"),
+        InjectionTable("figure-4", "Figure 4: archived keys and keys of the same text in the session", {
+            "baseline": Session(probe=True), "per_chunk": Session("full", probe=True),
+        }, {}, "Published: about 1 without rotation in all layers.", "keys"),
         InjectionTable(LOCOMO, "Section 5.6: LoCoMo, F1", {"baseline": Session(text=True), "per_chunk": short},
                        {"baseline": 0.135, "per_chunk": 0.189}, "Published: n = 200. The baseline reads the turns as"
                        " text. The paper does not name the model.", "f1"),
@@ -112,7 +132,10 @@ def tables_of(template: Template) -> Sequence[InjectionTable]:
 
 
 def filled_lines(table: InjectionTable, rows: Mapping[str, Sequence[Row]]) -> Iterator[list[str]]:
-    """The lines under HEADINGS; rows are those of each session, in the order of the questions."""
+    """The lines under the headings; rows are those of each session, in the order of the questions."""
+    if table.measure in _PROBES:
+        yield from _layers(table, rows)
+        return
     (first, base), *_ = table.arms.items()
     reference = _figures(rows[base.name], table.measure)
     for name, session in table.arms.items():
@@ -128,6 +151,15 @@ def filled_lines(table: InjectionTable, rows: Mapping[str, Sequence[Row]]) -> It
             "" if name == first or isnan(published - before) else f"{published - before:+.3f}",
         ]
         yield line
+
+
+def _layers(table: InjectionTable, rows: Mapping[str, Sequence[Row]]) -> Iterator[list[str]]:
+    """A line for each arm and layer."""
+    for arm, session in table.arms.items():
+        each = [np.array([row[name] for row in rows[session.name]]) for name in _PROBES[table.measure]]
+        for layer in range(each[0].shape[1]):
+            own = [(one[:, layer].mean(), *_bootstrap(one[:, layer])[:2]) for one in each]
+            yield [arm, str(layer), *(f"{mean:.3f} [{low:.3f}, {high:.3f}]" for mean, low, high in own)]
 
 
 def _figures(rows: Sequence[Row], measure: str = "right") -> Float64[Vector, " n"]:

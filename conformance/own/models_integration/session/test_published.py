@@ -167,6 +167,7 @@ def test_a_name_with_bad_constants_is_refused(name: str, constants: dict[str, An
         (("diverse-keydiff",), {"block": 16}, "block = 16: diverse-keydiff has the constants"),
         (("diverse-keydiff",), {"diversity": -1.0}, r"diversity = -1\.0"),
         (("diverse-streamingllm",), {"signature": "head"}, "mode = 'head'"),
+        (("diverse-keydiff",), {"rule": "variant_a"}, "rule"),
         (("kvzip",), {}, "template = None"),
         (("kvzip",), {"template": [[1], [2]]}, "template = "),
         (("triattention",), {}, "calibration = None"),

@@ -8,12 +8,14 @@ from statistics import fmean
 import pandas as pd
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("transformers", reason="papers are run on transformers models")
 
 from typer.testing import CliRunner
 
 from models_integration.cli.app import app
+from models_integration.model.rotation import prefilled
 from models_integration.studies.papers.conversations import draw_talk, read_locomo
 from models_integration.studies.papers.injection import ASYMMETRIC, PATCHES, TEMPLATES, Scene, Session
 from models_integration.studies.papers.injection_tables import filled_lines, tables_of
@@ -26,11 +28,11 @@ pytestmark = pytest.mark.law("figures-are-counted-right")
 def test_the_study_of_injection_counts_its_rows_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("models_integration.cli.paper_injection.QUICK_QUESTIONS", 2)
     asked = ["paper", "injection", "--quick", "--backend", "numpy", "--out", str(tmp_path)]
-    for part in ("table-2", "table-7a", "table-10"):
+    for part in ("figure-3", "figure-4", "table-2", "table-7a", "table-10"):
         done = CliRunner().invoke(app, [*asked, "--model", "chat", "--part", part], env={"COLUMNS": "300"})
         assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "injection.jsonl").read_text("utf-8").splitlines()]
-    assert len({(row["question"], row["session"]) for row in rows}) == len(rows) == 2 * (4 + 4 + 8)
+    assert len({(row["question"], row["session"]) for row in rows}) == len(rows) == 2 * (4 + 4 + 4 + 8)
     assert f"{2} answers stored" in done.output  # the short wrapper of table 7a
     right = [row["right"] for row in rows if row["session"] == '{"wrapper": "short"}']
     line = pd.read_csv(tmp_path / "tables.csv").set_index("arm").loc["pc_bf16"]
@@ -97,6 +99,41 @@ def test_patched_markers_have_their_residuals_in_the_band_and_nothing_elsewhere(
         assert len(kept) == depth if patch == "all" else len(kept) < depth
         same = [torch.equal(pair[1][:, inner], whole.layers[index][1][:, inner]) for index, pair in made.layers.items()]
         assert all(same) is (patch == "all")
+
+
+def test_probes_are_those_of_one_forward_over_the_text(one_thread: None) -> None:
+    """Attention of a session read as text, by eager attention without a cache; keys moved to where the text has them.
+
+    Two rotations to the same place leave the cosine of the keys without any.
+    """
+    scene = Scene(Loading("chat", "numpy").subject(), draw_talk(0))
+    model, session = scene.subject.model, Session("short", text=True, probe=True)
+    found, (cache, ids, _) = scene.measure(session), scene._opened(session)
+    before, question = scene.session_ids(session), scene._question()
+    assert cache.get_seq_length() == len(before)
+    assert scene.tokens(session) == len(before) + len(ids)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        whole = model(torch.tensor([before + ids]), output_attentions=True, use_cache=True)
+    chunks, start = [scene.chunk_of(one, session) for one in scene._chosen(session)], len(before)
+    for layer, weights in enumerate(whole.attentions):
+        rows = weights[0, :, -len(question) :].double()
+        assert found["entropy"][layer] == pytest.approx(float(torch.special.entr(rows).sum(-1).mean()), rel=1e-4)
+        assert found["sinks"][layer] == pytest.approx(float(rows[..., :4].sum(-1).mean()), rel=1e-4)
+        same, still, at = list[Tensor](), list[Tensor](), start
+        for chunk in chunks:
+            own = slice(chunk.markers[0] + 2, chunk.markers[-1])  # after the marker and the line end
+            there = whole.past_key_values.layers[layer].keys[0][:, at : at + len(chunk.ids)][:, own].double()
+            moved = prefilled(model, chunk.ids, at).layers[layer].keys[0][:, own].double()
+            same.append(torch.cosine_similarity(chunk.layers[layer][0][:, own].double(), there, -1))
+            still.append(torch.cosine_similarity(moved, there, -1))
+            at += len(chunk.ids)
+        assert found["cosine"][layer] == pytest.approx(float(torch.cat(same, 1).mean()), abs=1e-5)
+        assert found["unrotated"][layer] == pytest.approx(float(torch.cat(still, 1).mean()), abs=1e-5)
+    assert found["unrotated"][0] == pytest.approx(1)
+    (table,) = (one for one in tables_of(scene.template) if one.name == "figure-4")
+    one, *_ = filled_lines(table, {arm.name: [found, found] for arm in table.arms.values()})
+    assert one[:3] == ["baseline", "0", "{0:.3f} [{0:.3f}, {0:.3f}]".format(found["cosine"][0])]
 
 
 def test_a_session_holds_its_prompt_the_wrapper_s_opening_or_four_tokens(one_thread: None) -> None:
