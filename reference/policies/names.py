@@ -173,7 +173,8 @@ def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
         return policies.in_blocks(policy, constants[BLOCK]) if row.blocks and BLOCK in constants else policy
     taken = row.constants | row.of_model
     host = row.policy({key: value for key, value in constants.items() if key in taken})
-    lam, mode, rule = (constants.get(*one) for one in (("diversity", 0.5), ("signature", "flat"), ("rule", _RULES[0])))
+    lam, mode = constants.get("diversity", 0.5), constants.get("signature", "flat")
+    rule = constants.get("rule", _RULES[0])
     check_choices("rule", (rule,), _RULES)
     if rule == "variant_b":
         return policies.toward_mean_values(host, lam, mode)

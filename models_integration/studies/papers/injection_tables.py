@@ -45,7 +45,7 @@ class InjectionTable:
         name: as `--part` has it.
         arms: sessions by the names of the paper; differences are from the first.
         published: figures of the paper, by arm.
-        measure: "right", a share, or "f1", a mean; "attention" or "keys", of probes, with a line for each layer.
+        measure: "right", a share, or "f1", a mean; "attention" or "keys", of probes, by layer.
     """
 
     name: str
@@ -154,12 +154,14 @@ def filled_lines(table: InjectionTable, rows: Mapping[str, Sequence[Row]]) -> It
 
 
 def _layers(table: InjectionTable, rows: Mapping[str, Sequence[Row]]) -> Iterator[list[str]]:
-    """A line for each arm and layer."""
+    """A line for each arm's mean over layers, and one for each layer."""
     for arm, session in table.arms.items():
         each = [np.array([row[name] for row in rows[session.name]]) for name in _PROBES[table.measure]]
-        for layer in range(each[0].shape[1]):
-            own = [(one[:, layer].mean(), *_bootstrap(one[:, layer])[:2]) for one in each]
-            yield [arm, str(layer), *(f"{mean:.3f} [{low:.3f}, {high:.3f}]" for mean, low, high in own)]
+        each = [np.hstack([one.mean(1, keepdims=True), one]) for one in each]
+        for at in range(each[0].shape[1]):
+            own = [(one[:, at].mean(), *_bootstrap(one[:, at])[:2]) for one in each]
+            name = str(at - 1) if at else "all"
+            yield [arm, name, *(f"{mean:.3f} [{low:.3f}, {high:.3f}]" for mean, low, high in own)]
 
 
 def _figures(rows: Sequence[Row], measure: str = "right") -> Float64[Vector, " n"]:

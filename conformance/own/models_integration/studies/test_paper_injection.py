@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="papers are run on transformers model
 from typer.testing import CliRunner
 
 from models_integration.cli.app import app
-from models_integration.model.rotation import prefilled
+from models_integration.model.rotation import plain_layers, prefilled
 from models_integration.studies.papers.conversations import draw_talk, read_locomo
 from models_integration.studies.papers.injection import ASYMMETRIC, PATCHES, TEMPLATES, Scene, Session
 from models_integration.studies.papers.injection_tables import filled_lines, tables_of
@@ -114,17 +114,17 @@ def test_probes_are_those_of_one_forward_over_the_text(one_thread: None) -> None
     assert scene.tokens(session) == len(before) + len(ids)
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        whole = model(torch.tensor([before + ids]), output_attentions=True, use_cache=True)
+        forward = model(torch.tensor([before + ids]), output_attentions=True, use_cache=True)
     chunks, start = [scene.chunk_of(one, session) for one in scene._chosen(session)], len(before)
-    for layer, weights in enumerate(whole.attentions):
+    for layer, weights in enumerate(forward.attentions):
         rows = weights[0, :, -len(question) :].double()
         assert found["entropy"][layer] == pytest.approx(float(torch.special.entr(rows).sum(-1).mean()), rel=1e-4)
         assert found["sinks"][layer] == pytest.approx(float(rows[..., :4].sum(-1).mean()), rel=1e-4)
         same, still, at = list[Tensor](), list[Tensor](), start
         for chunk in chunks:
             own = slice(chunk.markers[0] + 2, chunk.markers[-1])  # after the marker and the line end
-            there = whole.past_key_values.layers[layer].keys[0][:, at : at + len(chunk.ids)][:, own].double()
-            moved = prefilled(model, chunk.ids, at).layers[layer].keys[0][:, own].double()
+            there = forward.past_key_values.layers[layer].keys[0][:, at : at + len(chunk.ids)][:, own].double()
+            moved = plain_layers(prefilled(model, chunk.ids, at))[layer].keys[0][:, own].double()
             same.append(torch.cosine_similarity(chunk.layers[layer][0][:, own].double(), there, -1))
             still.append(torch.cosine_similarity(moved, there, -1))
             at += len(chunk.ids)
@@ -132,8 +132,9 @@ def test_probes_are_those_of_one_forward_over_the_text(one_thread: None) -> None
         assert found["unrotated"][layer] == pytest.approx(float(torch.cat(still, 1).mean()), abs=1e-5)
     assert found["unrotated"][0] == pytest.approx(1)
     (table,) = (one for one in tables_of(scene.template) if one.name == "figure-4")
-    one, *_ = filled_lines(table, {arm.name: [found, found] for arm in table.arms.values()})
-    assert one[:3] == ["baseline", "0", "{0:.3f} [{0:.3f}, {0:.3f}]".format(found["cosine"][0])]
+    whole, first, *_ = filled_lines(table, {arm.name: [found, found] for arm in table.arms.values()})
+    for line, name, figure in ((whole, "all", fmean(found["cosine"])), (first, "0", found["cosine"][0])):
+        assert line[:3] == ["baseline", name, f"{figure:.3f} [{figure:.3f}, {figure:.3f}]"]
 
 
 def test_a_session_holds_its_prompt_the_wrapper_s_opening_or_four_tokens(one_thread: None) -> None:
