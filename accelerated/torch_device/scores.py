@@ -193,14 +193,17 @@ def value_norms(v: DeviceArray) -> Tensor:
 
 
 def output_size(v: DeviceArray, W_o: DeviceArray) -> Tensor:
-    """Implements: PO-CRITICALKV, PO-DEFENSIVEKV"""
+    """Of the projections one head is widened at a time.
+
+    Implements: PO-CRITICALKV, PO-DEFENSIVEKV
+    """
     values = on_device(v)
     total = torch.zeros(values.shape[:2], dtype=torch.float64, device=values.device)
-    for head, own in enumerate(on_device(W_o, values.device).to(values.dtype)):
-        KV = head // (len(W_o) // len(values))
+    for head, weights in enumerate(W_o):
+        KV, own = head // (len(W_o) // len(values)), on_device(weights, values.device).to(values.dtype)
         for first in range(0, values.shape[1], size := max(1, FLOATS // own.shape[1])):
             rows = slice(first, first + size)
-            total[KV, rows] += torch.matmul(values[KV, rows], own).abs().sum(dim=1, dtype=torch.float64)
+            total[KV, rows] += torch.matmul(values[KV, rows], own).abs_().sum(dim=1)
     return total * len(values) / len(W_o)
 
 

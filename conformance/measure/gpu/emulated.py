@@ -46,6 +46,7 @@ _READS = {
     )
 } | {aten.repeat_interleave.Tensor}
 """Operators whose result, or the shape of whose result, the host waits for."""
+_SCALARS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 _INDEXED = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
 _KVSPEC = ("models_integration", "accelerated", "reference", "spec")
@@ -102,6 +103,8 @@ class HostReads(TorchDispatchMode):
         counts: host reads, by the function of kvspec or transformers that waited.
     """
 
+    held_on = CPU
+
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
@@ -123,18 +126,23 @@ class HostReads(TorchDispatchMode):
         inside = any(isinstance(one, DeviceTensor) for one in given)
         if not inside and (target is None or torch.device(target).type != DEVICE.type):
             return function(*args, **kwargs)
-        if "device" in kwargs:
-            kwargs["device"] = CPU
         self._check(function, given)
         written_on_host = function is aten.copy_.default and not isinstance(given[0], DeviceTensor)
         to_host = written_on_host or (target is not None and torch.device(target).type == "cpu")
+        if "device" in kwargs:
+            kwargs["device"] = CPU if to_host else self.held_on
         if inside and (to_host or function in _READS or _masks(function, args)):
             self.counts[_reader()] += 1
         wrappers = {id(one.held): one for one in given if isinstance(one, DeviceTensor)}
-        found = function(*_held(args), **_held(kwargs))
-        if to_host:
+        found = self.calculate(function, *_held(args), **_held(kwargs))
+        if to_host or function in _SCALARS:
             return found
         return tree_map_only(Tensor, lambda one: wrappers[id(one)] if id(one) in wrappers else DeviceTensor(one), found)
+
+    @staticmethod
+    def calculate(function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run an operator on the values that tensors hold."""
+        return function(*args, **kwargs)
 
     @staticmethod
     def _check(function: Any, given: list[Tensor]) -> None:
@@ -149,6 +157,23 @@ class HostReads(TorchDispatchMode):
         reads = sum(count for place, count in self.counts.items() if place.partition(".")[0] in _KVSPEC)
         self.counts.clear()
         return reads
+
+
+class Shapes(HostReads):
+    """The same for tensors that hold no values: the host reads zeros, and all tensors are equal."""
+
+    held_on = torch.device("meta")
+
+    @staticmethod
+    def calculate(function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run an operator on the shapes of tensors."""
+        if function in _SCALARS:
+            return function is aten.equal.default
+        if function is aten.copy_.default and not args[0].is_meta:
+            return args[0].zero_()
+        if function is aten._to_copy.default and args[0].is_meta and kwargs.get("device") == CPU:
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        return function(*args, **kwargs)
 
 
 def _held(values: Any) -> Any:

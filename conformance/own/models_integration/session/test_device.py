@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelerated.torch_device.backend import BACKEND
 from conformance.measure.gpu.counts import LAYERS, VOCABULARY, deep_llama, host_reads, method_on, text
-from conformance.measure.gpu.emulated import DeviceTensor, HostReads, on_device
+from conformance.measure.gpu.emulated import DeviceTensor, HostReads, Shapes, on_device
 from conformance.paths import DOCS
 from models_integration import RetainedCache, Session, policy_from_name
+from models_integration.cache import device_compaction
 from models_integration.cache.device_compaction import Chosen, read_retentions
 from models_integration.session.device_choice import policy_on_device
 from models_integration.session.inputs import device_step
@@ -101,6 +102,40 @@ def test_padded_rows_that_are_chosen_on_the_device_are_those_of_the_host(name: s
     (own, *found), (other, *expected) = runs
     assert same(own, other)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@cache
+def large_llama() -> LlamaForCausalLM:
+    """The shape of a Llama with 8 B parameters in bfloat16, without values."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(
+            hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
+            num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=16_384,
+        )).to(torch.bfloat16)
+    return on_device(model.train(False))
+
+
+def first_tokens(row: Chosen, unscored: int, at: Any, ordinal: int, granularity: Granularity) -> Retention:
+    """As many tokens as were chosen, whose positions have no values."""
+    share = len(at) // row.groups
+    return Retention(np.tile(np.arange(share), row.groups), share * np.arange(row.groups + 1), row.n, granularity)
+
+
+@pytest.mark.law("the-model-stays-as-it-was")
+@pytest.mark.parametrize("name", ["streamingllm", "snapkv", "keydiff"])
+def test_a_session_of_8_b_parameters_needs_no_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 layers read 8 192 tokens and decode one; the host reads ids and, if scores decide, positions."""
+    monkeypatch.setattr(device_compaction, "_retention", first_tokens)
+    prompt, model, counts = torch.zeros(1, 8_192, dtype=torch.int64, device="meta"), large_llama(), []
+    with Shapes() as reads, torch.no_grad(), Session(method_on(name, model), model) as run:
+        reads.counts.clear()
+        for ids in (prompt, prompt[:, :1]):
+            output = model(input_ids=DeviceTensor(ids), past_key_values=run.cache, logits_to_keep=1)
+            assert output.logits.shape == (1, 1, 128_256)
+            counts.append(reads.of_kvspec())
+        assert run.cache is not None
+        assert {tuple(layer.keys.shape) for layer in run.cache.full_layers} == {(1, 8, 2_458 + 1, 128)}
+    assert counts == [1 if name == "streamingllm" else 2, 0]
 
 
 @pytest.mark.law("refused-before-anything-changes")
