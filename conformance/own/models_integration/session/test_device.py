@@ -106,13 +106,14 @@ def test_padded_rows_that_are_chosen_on_the_device_are_those_of_the_host(name: s
 
 @cache
 def large_llama() -> LlamaForCausalLM:
-    """The shape of a Llama with 8 B parameters in bfloat16, without values."""
+    """The shape of a Llama with 8 B parameters, without values."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(
             hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
             num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=16_384,
-        )).to(torch.bfloat16)
-    return on_device(model.train(False))
+        ))
+    model.train(False)
+    return on_device(model)
 
 
 def first_tokens(row: Chosen, unscored: int, at: Any, ordinal: int, granularity: Granularity) -> Retention:
@@ -134,7 +135,9 @@ def test_a_session_of_8_b_parameters_needs_no_values(name: str, monkeypatch: pyt
             assert output.logits.shape == (1, 1, 128_256)
             counts.append(reads.of_kvspec())
         assert run.cache is not None
-        assert {tuple(layer.keys.shape) for layer in run.cache.full_layers} == {(1, 8, 2_458 + 1, 128)}
+        for layer in run.cache.full_layers:
+            assert layer.keys is not None
+            assert layer.keys.shape == (1, 8, 2_458 + 1, 128)
     assert counts == [1 if name == "streamingllm" else 2, 0]
 
 
