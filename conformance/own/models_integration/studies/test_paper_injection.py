@@ -37,6 +37,9 @@ def test_the_study_of_injection_counts_its_rows_and_continues(tmp_path: Path, mo
     right = [row["right"] for row in rows if row["session"] == '{"wrapper": "short"}']
     line = pd.read_csv(tmp_path / "tables.csv").set_index("arm").loc["pc_bf16"]
     assert (line["n"], line["r@1 or F1 [95 %]"][:5]) == (2, f"{fmean(right):.3f}")
+    done = CliRunner().invoke(app, [*asked, "--model", "chat", "--part", "figure-4", "--dry-run"])
+    for words in ("2 questions in 2 sessions each", "prompt tokens", "memory: weights", "processor hours"):
+        assert words in done.output
     for options, words in (
         (("--model", "pocket"), "needs <|im_start|>"), (("--model", "chat", "--part", "table-3"), "part"),
         (("--workers", "2"), "one worker"),
