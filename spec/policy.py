@@ -66,7 +66,8 @@ class Needs:
         observed: index of the observed full-attention layer. -1 is the last layer.
         values: True if values are read.
         token_ids: True if token ids are read.
-        takes: function that returns True for tensors that the score reads on their device. None for NumPy arrays only.
+        takes: function that returns True for tensors that the score reads on their device. None if the score reads
+            NumPy arrays only.
         budget: True if the scores depend on the budget.
         rehearsal: how the model repeats the prompt, for KVzip. None if it does not.
     """

@@ -1,4 +1,8 @@
-"""Pictures as SVG in a page: curves with intervals, and the marks of a forest plot. Colours are the style sheet's."""
+"""Pictures as SVG in a page: curves with intervals, and the marks of a forest plot. Colours are the style sheet's.
+
+`figures` draws by matplotlib for papers. A page would grow by it: a panel of eight curves has 19.7 kB instead of 7.5.
+Dark mode cannot change its inline colours, its marks have no titles, and each `kvspec compare` would need its 95 MB.
+"""
 
 import math
 from collections.abc import Sequence
