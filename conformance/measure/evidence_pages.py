@@ -314,11 +314,15 @@ STUDIES: dict[str, tuple[str, Sequence[Column], str]] = {
     "repair": ("repair", [_after(f"facts, {at}", FACT, at) for at in ("0.3", "0.1")], "all"),
     "facts": ("facts", FORM_COLUMNS, "confirm"),
     "facts-dev": ("facts", FORM_COLUMNS, "dev"),
+    "facts-2048": ("facts-2048", FORM_COLUMNS[1:2], "confirm"),
+    "facts-2048-dev": ("facts-2048", FORM_COLUMNS[1:2], "dev"),
+    "paper-tasks": ("paper-tasks", PAPER_COLUMNS, "confirm"),
+    "paper-tasks-dev": ("paper-tasks", PAPER_COLUMNS, "dev"),
     "pairs": ("rules", (_after("pairs of letters, 0.3", PAIRS),), "confirm"),
 }
 """Tables of answers by name: the study, its columns and its part."""
 CLAIMS = {"claims": "rules"} | {
-    f"{study}-claims": study for study in ("methods", "heads", "advice", "facts")
+    f"{study}-claims": study for study in ("methods", "heads", "advice", "facts", "facts-2048", "paper-tasks")
 }
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "few": lambda: figures("facts", [each._replace(recovery=False) for each in FORM_COLUMNS[1:]], policies=FEW),

@@ -285,5 +285,12 @@ def test_figures_in_sentences_are_those_of_the_rows() -> None:
         said
     )
     assert f"the full cache {whole}. With 15 % KVzip answered {right('facts', 'after', 'kvzip', '0.15')}" in said
+    kvzip, best, nested, whole = (
+        right("facts-2048", "after", name, at) for name, at in (
+            ("kvzip", "0.3"), (form, "0.3"), ("nestedkv", "0.3"), ("fullcache", "1.0"),
+        )
+    )
+    n = sum(row["part"] == "confirm" for row in rows_of("facts-2048"))
+    assert f"KVzip answered {kvzip} of {n}, `{form}` {best}, NestedKV {nested}, the full cache {whole}." in said
     chunks, snap = (right("rules", "in_prompt", name, "0.3") for name in ("chunkkv", "snapkv"))
     assert f"ChunkKV answered {chunks} of 243, SnapKV {snap}, the full cache" in said
