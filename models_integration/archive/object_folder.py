@@ -23,7 +23,7 @@ OF_EARLIER_VERSIONS = ("catalogue.", "clock")
 
 
 class File(NamedTuple):
-    """A file as the file system describes it; another one of the same name differs in at least one of these."""
+    """Metadata of a file. A different file of the same name differs in at least one of these fields."""
 
     device: int
     number: int

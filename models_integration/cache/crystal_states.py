@@ -80,7 +80,7 @@ class CrystalStates:
         return bool(self.rows or self.spliced) and self.seen == columns
 
     def read(self, ids: Tensor, kind: Pending) -> "CrystalStates":
-        """These tokens (rows, n) have been read, and nobody has looked at them yet."""
+        """The states after these tokens (rows, n): they are pending until the next eviction is decided."""
         pending, tokens = (*self.pending, ids.detach().clone()), self.pending_tokens + ids.shape[1]
         return CrystalStates(self.rows, self.columns, pending, tokens, kind, self.spliced)
 

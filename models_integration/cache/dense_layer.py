@@ -316,7 +316,7 @@ class IndexedLayer(DenseLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-
     """A layer whose model chooses by the keys of an indexer, (rows, stored, d), which tokens a query reads."""
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace all that has slots; layers that share an indexer have no keys of one."""
+        """Change keys, values and indexer keys. A layer that uses the indexer of another layer has no indexer keys."""
         super().replace_tensors(change)
         if self.indexer_keys is not None:
             self.indexer_keys = change(self.indexer_keys[:, None])[:, 0]

@@ -182,7 +182,7 @@ def header_of(data: Tensor) -> Header:
 
 
 def prove(data: Tensor) -> None:
-    """The bytes of a file, or of a header from `sign_header`, have the digest that they state.
+    """Check that the bytes of a file, or of a header from `sign_header`, match the digest stored in them.
 
     Raises:
         Damaged: otherwise.

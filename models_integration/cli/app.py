@@ -289,7 +289,7 @@ def calibrate(
     threshold: Annotated[float | None, typer.Option(help="Least value of a full head in a .tsv.")] = None,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
 ) -> None:
-    """Calibrate a model: average queries for triattention, and KVzip scores of the heads for kvzip-heads.
+    """Calibrate a model: compute average queries (for triattention) and KVzip scores of its heads (for kvzip-heads).
 
     The model runs three forward passes over the text. In one pass the model repeats the text.
 

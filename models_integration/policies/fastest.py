@@ -51,7 +51,7 @@ def _trusted(found: Backend) -> bool:
 
 
 def stage_that_differs(found: Backend) -> str | None:
-    """The first stage that fails or differs on a small input, of those that read attention inputs; or None."""
+    """The first stage of attention inputs that fails or differs from the reference on a small input, or None."""
     for stage, run in _RUNS.items():
         if getattr(found, stage.partition(".")[0]) is None:
             continue

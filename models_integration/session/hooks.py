@@ -23,7 +23,7 @@ State: TypeAlias = dict[str, Any]
 
 
 class Hold:
-    """Hooks on a model while a block is open, and while a generate runs that was taken inside the block.
+    """Hooks on a model while a block is open, and while a `generate` that was looked up inside the block runs.
 
     Args:
         model: whose generate refuses what is not served, and makes one thread wait for another.

@@ -64,7 +64,7 @@ class Pool(ABC):
         return keys, values
 
     def compact(self, state: Any, layers: tuple[int, ...], retention: Retention) -> int:
-        """Free the pages that hold nothing of what a request keeps, once its kept slots stand together.
+        """Move the kept tokens of a request next to each other if needed, then free its pages without kept tokens.
 
         Nothing is moved where one set for the model keeps whole pages, as policies in blocks of a page do.
 

@@ -77,7 +77,7 @@ class Item:
     """A sample at its place in a run.
 
     Attributes:
-        control: the one control that the sample is for; "" where it is a task's own.
+        control: the only control that uses the sample, or "" for a sample of the task itself.
     """
 
     task: str
