@@ -35,11 +35,13 @@ SMALL = [
 SMALL += [
     Draw(8, 1, 0, 2, 1, 3, 0, "axes"), Draw(3, 1, 0, 2, 1, 1, 0), Draw(9, 1, 0, 3, 1, 200, 1),
     *(Draw(6, 1, 0, 2, 1, 3, seed, values="equal") for seed in (2, 3)),
+    *(Draw(12, 1, 0, 2, 2, 6, seed) for seed in (6, 12, 24, 30)),
+    *(Draw(12, 1, 0, 2, 3, 6, seed) for seed in (6, 24, 30)),
 ]
 """From small to large: the first of them that fails is shown. A third has a budget of any size.
 
 The others are inputs on which a reading tells that is hidden otherwise: equal scores, equal remainders of three heads,
-equal ranks of two partitions, keys of which none is similar, expectations over many positions.
+equal ranks of two partitions, keys of which none is similar, expectations over many positions, attention sinks.
 """
 SLOW = 2.0**-10
 """Of rotary frequencies: the mean rotation over 512 positions leaves them whole, and fast ones nearly nothing."""
@@ -82,6 +84,7 @@ def test_the_kept_sets_are_those_of_the_method(
         return
     decoded = f", of which {inputs.steps} are decoded" if inputs.steps else ""
     decoded += ", attention sinks" if inputs.layers[0].sinks is not None else ""
+    decoded += ", capped logits" if inputs.layers[0].softcap is not None else ""
     raise AssertionError(
         f"not {method} with {inputs.n} tokens{decoded}, B = {B},"
         f" layers x KV heads = {len(inputs.layers)} x {inputs.H_kv}: {said}{advised}"

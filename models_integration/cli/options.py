@@ -41,7 +41,7 @@ Bare = Annotated[
 ]
 TableFile = Annotated[Path | None, typer.Option("--table", help="File for the table: .csv, or .tex for LaTeX.")]
 Figure = Annotated[
-    Path | None, typer.Option(help="File for the figure: .svg, .pdf or .png (pip install 'kvspec[plots]').")
+    Path | None, typer.Option(help="File for the figure: .svg, .pdf or .png (pip install 'kvspec\\[plots]').")
 ]
 Backend = Annotated[
     str, typer.Option(help="Backend that selects the tokens: auto, numpy, numba, triton or 'module:ATTRIBUTE'.")

@@ -19,6 +19,7 @@ evicts from later turns: also evicts from later prompts on the same cache; other
 padded batches: prompts of a batch may have different lengths
 
 The words describe where a policy evicts, not how good the answers are. Every policy can be used in a chat.
+Those that evict from the first prompt only read later turns inside `with run.reading():`.
 diverse-NAME adds set-conditioned selection to a policy that keeps single tokens.
 In the paper on diversity, triattention is 1d and diverse-triattention is 1d_div.
 kvspec policies NAME prints the paper, the constants and how to call the policy."""

@@ -38,7 +38,17 @@ from conformance.oracles.boxes import (
     surely,
 )
 from conformance.policy_suite import test_method
-from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, in_chunks, named, of_model, with_sinks
+from conformance.strategies.policy_inputs import (
+    Inputs,
+    Kept,
+    decided,
+    drawn,
+    in_chunks,
+    named,
+    of_model,
+    with_sinks,
+    without_sinks,
+)
 from reference.policies import policy_from_score
 from reference.policies.names import POLICIES
 from reference.policies.protections import SinkAndRecent
@@ -101,10 +111,23 @@ LOUD = policy_from_score(partial(key_norms, sign=1.0), needs=Needs("all"), prote
 @pytest.mark.spec("PO-KNORM", "PO-SNAPKV")
 def test_a_right_score_passes_and_a_snapkv_of_key_norms_does_not() -> None:
     judge(Method("knorm"), lambda inputs: KNORM)
-    with pytest.raises(AssertionError, match=re.escape("not snapkv(W=32, kernel=7) with 36 tokens, B = 34")):
+    refused = "not snapkv(W=32, kernel=7) with 36 tokens, capped logits, B = 34"
+    with pytest.raises(AssertionError, match=re.escape(refused)):
         judge(Method("snapkv"), lambda inputs: LOUD)
     said = test_method.difference([[0], [1]], [[0]]), test_method.difference([[0, 0]], [[0]])
     assert said == ("it has 2 kept sets, and must have 1", "kept set 0 is [0, 0], and must have each position once")
+
+
+def test_the_first_inputs_tell_a_policy_without_sinks() -> None:
+    """A quick run has few others."""
+    test = test_method.test_the_kept_sets_are_those_of_the_method
+
+    def without(method: Method, inputs: Inputs, B: int) -> Kept:
+        return decided(named("snapkv", inputs), without_sinks(inputs), B)
+
+    with pytest.raises(AssertionError, match="attention sinks"):
+        for draw in test_method.SMALL:
+            test.hypothesis.inner_test(Method("snapkv"), without, "float64", {}, set(), draw)  # type: ignore[attr-defined]
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
