@@ -65,8 +65,7 @@ def families_of(item: str) -> list[str]:
     family, of_a_cache, _ = item.partition(": ")
     if of_a_cache:
         return [family]
-    named = [family for family, items in families().items() if item in items]
-    return named or [METHODS if item in METHOD_ITEMS else COMPOSED]
+    return [name for name, own in families().items() if item in own] or [METHODS if item in METHOD_ITEMS else COMPOSED]
 
 
 @cache
@@ -270,16 +269,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of an item before those of what is composed of it. A test is of the item that it names first.
-
-    Full sizes run last, in the order of pytest, so that a prompt that several tests judge is computed once.
-    """
+    """Run tests of an item (the first that a test names) before those of what is composed of it, full sizes last."""
     items.sort(key=_order)
 
 
 def _order(item: pytest.Item) -> tuple[bool, int, int]:
     marked = items_marked(item)
-    if "compiled" in getattr(item, "fixturenames", ()):
+    if "compiled" in getattr(item, "fixturenames", ()):  # A prompt that several tests judge is computed once.
         return True, 0, 0
     return False, _place(marked[0])[0] if marked else len(_places()), len(marked)
 

@@ -70,16 +70,15 @@ def test_the_failing_items_begin_with_the_test_that_is_about_the_fewest() -> Non
                    d=("failed", "CC-SCORE"), e=("passed", "CC-CUT"))
     assert often.failing == ["CC-SCORE", "CC-CUT", "CC-SPLIT"]
     assert judged(a=("failed", "CC-COATTENTION CC-ATTENTION")).failing == ["CC-COATTENTION", "CC-ATTENTION"]
-    assert WRONG.smallest["DV-COSINE"].test == "b"
-    assert not WRONG.certified
+    assert (WRONG.smallest["DV-COSINE"].test, WRONG.certified) == ("b", False)
 
 
 def test_the_tests_of_an_item_run_before_those_of_what_is_composed_of_it(request: pytest.FixtureRequest) -> None:
     about = ["CC-PREFILL", "", "CC-COATTENTION CC-ATTENTION", "CC-COATTENTION", "CC-SALIENCE", "CC-ATTENTION"]
-    items: list[pytest.Item] = [pytest.Function.from_parent(request.node.parent, name=f"test_{names}", callobj=judged)
-                                for names in about]
-    for item, names in zip(items, about, strict=True):
-        item.add_marker(pytest.mark.spec(*names.split()))
+    items = list[pytest.Item]()
+    for names in about:
+        items.append(pytest.Function.from_parent(request.node.parent, name=f"test_{names}", callobj=judged))
+        items[-1].add_marker(pytest.mark.spec(*names.split()))
     vars(items[-1])["fixturenames"] = ["compiled"]
     outcomes.pytest_collection_modifyitems(items)
     assert [item.name.removeprefix("test_") for item in items] == [*about[-2:1:-1], "", "CC-PREFILL", about[-1]]
