@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis.errors import UnsatisfiedAssumption
 
-from conformance.calls import held_to_rules
+from conformance.calls import TWICE, held_to_rules
 from conformance.checks.refusals import SubjectFailure, boundary, guarded, refused, tells
 from conformance.paths import ROOT
 from conformance.policy_suite import test_promises
@@ -379,3 +379,19 @@ def test_the_caller_has_results_of_its_own() -> None:
     first = stages.decay(np.full(600, 0.5), np.ones(600), PAPER)
     stages.decay(np.full(600, 0.25), np.ones(600), PAPER)
     assert (first == 0.5).all()
+
+
+@pytest.mark.law("the-proof-has-teeth")
+def test_calls_are_chosen_by_their_numbers_alone() -> None:
+    """Also of NaN, whose hash is its address: a failure is found again by the next run."""
+    made, held = [], []  # what is held moves the next NaN to another address
+    for _ in range(2):
+        sizes: list[int] = []
+        judged = SimpleNamespace(decay=lambda D, M, p, sizes=sizes: sizes.append(len(D)))
+        stages = held_to_rules(replace(BACKEND, breath=judged), together=False).require_breath()
+        for n in range(1, 12 * TWICE):
+            held.append(n + 0.5)
+            stages.decay(np.array([float("nan")] * n), np.ones(n), PAPER)
+        made.append(sizes)
+    assert made[0] == made[1]
+    assert len(made[0]) > 12 * TWICE
