@@ -1,9 +1,9 @@
-"""How: the specification as readable NumPy, float64, one function per item. Needs NumPy and jaxtyping alone.
+"""The executable specification: readable NumPy in float64, one function per item. It needs only NumPy and jaxtyping.
 
     import reference
     reference.crystalcache.prefill(q, k, token_ids, sentence_ends, budget=0.5)
 
-Its modules are loaded when they are first used.
+A module is loaded when it is first used.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""The reference as a backend: `backend="numpy"`."""
+"""The reference implementation as the backend `numpy`."""
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class _CrystalStages:
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
         scaling: float, softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None, /,
     ) -> CoAttention:
-        """S1 by its definition, which sums over the keys itself: a given lse is only checked for its form."""
+        """S1 by its definition. It computes the softmax sums from the keys; a given lse is checked but not used."""
         check_attention_inputs(q, k)
         check_lse(lse, q)
         check_sinks(sinks, q)

@@ -1,4 +1,4 @@
-"""A calibration: what one model's queries and KV heads are like on average, in a file of its own."""
+"""A calibration: average statistics of the queries and KV heads of one model, stored in a file."""
 
 import hashlib
 import json
@@ -23,35 +23,35 @@ ARRAYS = ("mean", "magnitude", "inv_freq")
 
 @dataclass(frozen=True)
 class Identity:
-    """The model and the rotation that a calibration belongs to."""
+    """The model and the rotary embedding (RoPE) for which a calibration was computed."""
 
     model: str
-    """A name that a model with other weights, or that computes otherwise, does not have."""
+    """Unique name of the model: different weights or a different computation need a different name."""
     inv_freq: Float64[Vector, " half"]
     factor: float = 1.0
-    """The factor inside the rotary tables (1 but for YaRN and its kind)."""
+    """Attention factor by which the cosines and sines of the rotary tables are multiplied: 1 except with YaRN etc."""
 
     @property
     def rope(self) -> str:
-        """16 hex digits over the frequencies and the factor, as float64."""
+        """Hash (16 hex digits) of the frequencies and the factor in float64."""
         numbers = np.append(np.asarray(self.inv_freq, dtype="<f8"), self.factor)
         return hashlib.sha256(numbers.tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Per full-attention layer and query head: the mean query before its rotation, and the mean size of each band."""
+    """Statistics per full-attention layer and query head: mean query before RoPE, and mean norm of each rotary pair."""
 
     identity: Identity
     layers: tuple[int, ...]
     mean: Float64[Cube, "_ _ _"]
-    """(L, H, d); d is 0 where head scores are all there is."""
+    """Mean query before RoPE, (L, H, d). d is 0 if the calibration holds only head scores."""
     magnitude: Float64[Cube, "_ _ _"]
-    """(L, H, d / 2)."""
+    """Mean norm of each rotary pair of a query, (L, H, d / 2)."""
     head_scores: Float64[Matrix, "_ _"] | None = None
-    """(L, H_kv): KVzip's, where they were taken."""
+    """KVzip's head scores, (L, H_kv). None if they were not computed."""
     samples: tuple[str, ...] | None = None
-    """Digests of the contexts that it was taken over, where they are those of a study; None where nobody knows."""
+    """Hashes of the study contexts on which the calibration was computed. None if the contexts are unknown."""
 
     def __post_init__(self) -> None:
         L, H, half = len(self.layers), self.mean.shape[1], len(self.identity.inv_freq)
@@ -71,18 +71,18 @@ class Calibration:
 
     @property
     def digest(self) -> str:
-        """8 hex digits over the statistics: another text gives others."""
+        """Hash (8 hex digits) of the statistics. Calibration on a different text gives a different hash."""
         arrays = (self.mean, self.magnitude, *(() if self.head_scores is None else (self.head_scores,)))
         parts = (np.ascontiguousarray(x, dtype="<f8").tobytes() for x in arrays)
         return hashlib.sha256(b"".join(parts)).hexdigest()[:8]
 
     def check(self, served: Identity) -> None:
-        """Whether it may score this model's keys.
+        """Check that the calibration belongs to the served model.
 
         Implements: TA-CALIBRATION
 
         Raises:
-            SpecError: when it is another model's, or was taken under another rotation; both are named.
+            SpecError: if the model or its RoPE differs. The message names the expected and the actual value.
         """
         if self.identity.model != served.model:
             raise SpecError("calibration", self.identity.model, f"is another model's; this one is {served.model!r}")
@@ -93,9 +93,9 @@ class Calibration:
 
 
 def save_calibration(calibration: Calibration, file: str | PathLike[str] | BufferedIOBase) -> None:
-    """Write an .npz archive: the arrays as float64, and a header in JSON.
+    """Write an .npz archive that holds the arrays as float64, and a JSON header.
 
-    A path is written in place; who replaces a file that others read gives an open one, such as a BytesIO.
+    A path is overwritten in place. To replace a file that another process reads, write to a BytesIO first.
 
     Implements: TA-CALIBRATION
     """
@@ -113,12 +113,12 @@ def save_calibration(calibration: Calibration, file: str | PathLike[str] | Buffe
 
 
 def load_calibration(path: str | PathLike[str]) -> Calibration:
-    """Read what `save_calibration` wrote. Nothing in the file is run.
+    """Read a file that `save_calibration` wrote. No code in the file is executed.
 
     Implements: TA-CALIBRATION
 
     Raises:
-        SpecError: for no file, one of another kind, or one whose frequencies are not those that its header names.
+        SpecError: if the file is missing, has a different format, or has a wrong hash of the frequencies in its header.
     """
     try:
         with np.load(path, allow_pickle=False) as archive:

@@ -1,4 +1,4 @@
-"""The registered protocol of the paper on set-conditioned diversity: its split, the choice of lambda, its branches."""
+"""The pre-registered protocol of the paper Set-Conditioned Diversity: data split, choice of lambda, decision rule."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,17 @@ __all__ = [
 ]
 
 PER_CELL = 0.05
-"""The largest p of one cell that counts."""
+"""Significance level of one cell: a difference counts if p is below this."""
 BONFERRONI = 0.0125
-"""PER_CELL over the four cells of two models and two budgets."""
+"""PER_CELL divided by four, the number of cells: two models times two budgets."""
 RESAMPLES = 10_000
 _TIE = 0.005
-"""Means of two lambdas that differ by at most so much are equal."""
+"""Largest difference of two means that counts as a tie."""
 Branch = Literal["A", "B", "C"]
 
 
 class Cell(NamedTuple):
-    """What one model gains at one budget: difference of accuracies, its interval and two-sided p."""
+    """Result for one model at one budget: difference of accuracies, confidence interval (low, high), two-sided p."""
 
     difference: float
     low: float
@@ -34,7 +34,7 @@ class Cell(NamedTuple):
 
 
 def split_of(unique_id: str) -> Literal["dev", "confirm"]:
-    """The part of a problem: dev if the MD5 of its id, modulo 5, is 0 or 1.
+    """Return the part of the data to which a problem belongs: "dev" if the MD5 of its id, modulo 5, is 0 or 1.
 
     Source: Set-Conditioned Diversity, Section 4.2.
     """
@@ -43,15 +43,15 @@ def split_of(unique_id: str) -> Literal["dev", "confirm"]:
 
 
 def choose_lambda(differences: Mapping[float, Sequence[float]]) -> float:
-    """The lambda with the largest mean difference over the cells; the smallest of those within 0.005 of that.
+    """Return the smallest lambda whose mean difference is within 0.005 of the largest mean.
 
     Args:
-        differences: accuracy with the penalty minus accuracy without, by lambda, one for each cell.
+        differences: for each lambda, a value per cell: accuracy with the penalty minus accuracy without it.
 
     Source: Section 4.2, Phase 1; "ties within 0.5 pp are broken toward the smaller".
 
     Raises:
-        SpecError: if a lambda has no cell, or there is no lambda.
+        SpecError: if `differences` is empty, or if a lambda has no cell.
     """
     if not differences or not all(len(cells) for cells in differences.values()):
         raise SpecError("differences", dict(differences), "must have a difference for each lambda")
@@ -62,20 +62,21 @@ def choose_lambda(differences: Mapping[float, Sequence[float]]) -> float:
 def paired_difference(
     differences: Float64[Vector, " n"], problems: Int64[IntVector, " n"], resamples: int = RESAMPLES, seed: int = 0,
 ) -> Cell:
-    """The mean of paired differences of right answers, with all seeds of a problem drawn as one.
+    """Return the mean of paired differences, with a cluster bootstrap: all seeds of a problem are resampled together.
 
-    p is twice the smaller share of resamples on one side of 0, and at most 1; a resample at 0 is on both sides. It is
-    never below 2 / resamples, because no resample says more.
+    p is twice the smaller share of resamples on one side of 0, and at most 1. A resample at 0 counts on both sides.
+    p is at least 2 / resamples, the finest value that the resamples can show.
 
     Args:
-        differences: of one answer with and one without the penalty, for each problem and seed.
-        problems: number of each answer's problem, from 0.
-        resamples, seed: of the bootstrap.
+        differences: for each problem and seed, correctness (0 or 1) with the penalty minus correctness without it.
+        problems: for each difference, the number of the problem, from 0.
+        resamples: number of bootstrap resamples.
+        seed: seed of the bootstrap.
 
     Source: Section 4.2, Phase 2.
 
     Raises:
-        SpecError: if there is no answer.
+        SpecError: if `differences` is empty.
     """
     if not len(differences):
         raise SpecError("differences", 0, "must hold at least one")
@@ -87,11 +88,12 @@ def paired_difference(
 
 
 def branch_of(first: Sequence[Cell], second: Sequence[Cell]) -> Branch:
-    """What the cells of the model on which the mechanism was made, and those of the other, entitle to claim.
+    """Return the branch of the decision rule. The method was developed on the first model; the second tests transfer.
 
-    A: a cell of the first has a positive difference with p < 0.05, the mean difference of the second is positive, and
-    no cell of the second is negative with p < 0.05. B: the first condition holds and one of the others fails. C: the
-    first fails. A negative cell of the first model is not looked at, as registered.
+    Branch A needs three conditions. First, a cell of the first model has a positive difference with p < 0.05. Second,
+    the mean difference of the second model is positive. Third, no cell of the second model is negative with p < 0.05.
+    Branch B: the first condition holds, and the second or the third fails. Branch C: the first condition fails.
+    As registered, negative cells of the first model are ignored.
 
     Source: Section 4.2, "Decision rule".
 

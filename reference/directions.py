@@ -1,4 +1,4 @@
-"""Directions of keys, which the key-only methods compare."""
+"""Directions of keys. NestedKV and KeyDiff compare them."""
 
 import numpy as np
 
@@ -9,15 +9,15 @@ __all__ = ["unit_keys"]
 
 
 def unit_keys(k: Float64[Cube, "H_kv n d"]) -> Float64[Cube, "H_kv n d"]:
-    """Each key at length 1.
+    """Return each key divided by its L2 norm.
 
     Implements: NK-UNIT-KEYS
 
-    Source: NestedKV, Section 2.1 (below Eq. 3); KeyDiff, Section 3. Each key is scaled by a power of two, which is
-    exact: its largest channel lies in [0.5, 1), so that no square overflows. Sums are the same in any order of memory.
+    Source: NestedKV, Section 2.1 (below Eq. 3); KeyDiff, Section 3. Each key is first scaled by a power of two, which
+    is exact. The largest channel is then in [0.5, 1), so no square overflows. The sums do not depend on memory layout.
 
     Raises:
-        SpecError: for a zero key, which has no direction.
+        SpecError: if a key is zero, because a zero key has no direction.
     """
     scaled = np.ldexp(k, -np.frexp(np.abs(k).max(axis=2, keepdims=True))[1], order="C")
     norm = np.sqrt((scaled * scaled).sum(axis=2, keepdims=True))

@@ -1,4 +1,4 @@
-"""Set-conditioned diversity: the alpha selector. A token's worth falls as tokens like it are kept."""
+"""Set-conditioned diversity, the paper's alpha selector: a token's score falls if similar tokens are already kept."""
 
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
@@ -15,7 +15,7 @@ Signature: TypeAlias = Literal["flat", "layer", "head"]
 
 
 def dots(V: Float64[Matrix, "n d"], x: Float64[Vector, " d"]) -> Float64[Vector, " n"]:
-    """Inner products of the rows of V with x, each summed over the channels in their order.
+    """Return the inner product of each row of V with x, summed in the order of the channels.
 
     Implements: DV-COSINE
     """
@@ -26,7 +26,7 @@ def dots(V: Float64[Matrix, "n d"], x: Float64[Vector, " d"]) -> Float64[Vector,
 
 
 def unit_rows(u: Float64[Matrix, "n d"]) -> Float64[Matrix, "n d"]:
-    """Each row divided by its length plus epsilon; squares are summed over the channels in their order.
+    """Return each row divided by (its L2 norm + epsilon). Squares are summed in the order of the channels.
 
     Implements: DV-COSINE
 
@@ -40,9 +40,10 @@ def unit_rows(u: Float64[Matrix, "n d"]) -> Float64[Matrix, "n d"]:
 
 
 def signatures(values: Sequence[Cube], mode: Signature) -> Float64[Cube, "s n d"]:
-    """V-signatures of n tokens from each layer's values (H_kv, n, d): of the whole cache, by layer, or by KV head.
+    """Return V-signatures of n tokens, computed from each layer's values (H_kv, n, d).
 
-    Means add layers, and heads inside them, in ascending order.
+    There is one signature per token for the whole cache ("flat"), for each layer, or for each KV head. Means add the
+    layers, and the heads of a layer, in ascending order.
 
     Implements: DV-SIGNATURE
 
@@ -67,7 +68,7 @@ def _mean(parts: Sequence[Matrix]) -> Float64[Matrix, "n d"]:
 
 
 def cosines(V: Float64[Matrix, "n d"]) -> Float64[Matrix, "n n"]:
-    """All inner products of signatures, which are their cosines.
+    """Return the inner products of all pairs of signatures. Signatures have length 1, so these are cosines.
 
     Implements: DV-COSINE
 
@@ -79,14 +80,16 @@ def cosines(V: Float64[Matrix, "n d"]) -> Float64[Matrix, "n n"]:
 def diverse(
     s: Float64[Vector, " n"], V: Float64[Matrix, "_ d"], retained: Bool[BoolVector, " _"], k: int, lam: float,
 ) -> Int64[IntVector, " k"]:
-    """k tokens, ascending: those retained already, then greedily the best by score less redundancy.
+    """Return k tokens, ascending: the retained ones, then greedily the largest score s_i - lam m_i.
+
+    m_i is the redundancy: the largest cosine of token i with a kept token, and at least 0.
 
     Implements: DV-GREEDY
 
     Source: Set-Conditioned Diversity, Eq. 2 and 3, Algorithm 1.
 
     Raises:
-        SpecError: as `spec.backend.DiversityStages.diverse`.
+        SpecError: as in `spec.backend.DiversityStages.diverse`.
     """
     check_diversity(s, V, retained, k, lam)
     worth, sims, S = np.where(np.isnan(s), -np.inf, s), cosines(V), retained.copy()
@@ -101,11 +104,11 @@ def diverse(
 
 
 def toward_mean(V: Float64[Matrix, "n d"]) -> Float64[Vector, " n"]:
-    """Cosine of each signature with the direction of their mean: the fixed direction of the rejected `variant_b`.
+    """Return the cosine of each signature with the mean signature: the fixed direction of `variant_b`.
 
     Implements: DV-VARIANT-B
 
-    Source: Set-Conditioned Diversity, Table 1, which leaves the direction open.
+    Source: Set-Conditioned Diversity, Table 1. The paper rejects `variant_b` and does not define its direction.
     """
     total = np.zeros(V.shape[1])
     for row in V:

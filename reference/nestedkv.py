@@ -1,6 +1,7 @@
-"""NestedKV's score: how little of a key three memories of the prompt explain (Eq. 3 to 15 and Appendix A).
+"""NestedKV's anomaly score: keys that three memories of the prompt explain badly score high (Eq. 3-15, Appendix A).
 
-Keys are as cached: after RoPE and after any norm of keys. Scales stand in the order stable, episodic, current.
+Keys are read as cached: after RoPE, and after key normalisation if the model has one. The three memories (the paper's
+time scales) have the order stable, episodic, current.
 """
 
 import math
@@ -19,13 +20,13 @@ __all__ = [
 ]
 
 NEGLIGIBLE = 2.0**-16
-"""A range or a mean direction of at most this is zero: float32 cannot tell it from rounding."""
+"""Threshold below which a range, or the length of a mean direction, counts as zero: float32 rounding error."""
 LARGEST_EXPONENT = 700.0
-"""Beyond it weights are divided by what is common to all: exp overflows at 709."""
+"""Largest exponent that is passed to exp, which overflows at 709. Larger exponents are shifted by a common amount."""
 
 
 def stable_memory(unit: Float64[Cube, "H_kv n d"]) -> Float64[Cube, "H_kv 1 d"]:
-    """mu_s: the mean of all unit keys of a head.
+    """Return the stable memory mu_s: the mean of all unit keys of a head.
 
     Implements: NK-STABLE
 
@@ -36,7 +37,7 @@ def stable_memory(unit: Float64[Cube, "H_kv n d"]) -> Float64[Cube, "H_kv 1 d"]:
 
 
 def block_size(N: int, parameters: NestedKVParameters) -> int:
-    """b = clip(floor(N / 32), 128, 256).
+    """Return the block size of the episodic memory, in tokens: b = clip(floor(N / 32), 128, 256).
 
     Implements: NK-EPISODIC
 
@@ -46,7 +47,9 @@ def block_size(N: int, parameters: NestedKVParameters) -> int:
 
 
 def episodic_memory(unit: Float64[Cube, "H_kv n d"], b: int) -> Float64[Cube, "H_kv n d"]:
-    """mu_e(i): the mean of the unit keys of token i's block of b; the last block may be short.
+    """Return the episodic memory mu_e(i): the mean of the unit keys of the block that holds token i.
+
+    Blocks have b tokens. The last block may be shorter.
 
     Implements: NK-EPISODIC
 
@@ -60,9 +63,10 @@ def episodic_memory(unit: Float64[Cube, "H_kv n d"], b: int) -> Float64[Cube, "H
 
 
 def current_memory(unit: Float64[Cube, "H_kv n d"], W: int) -> Float64[Cube, "H_kv n d"]:
-    """mu_c(i): the mean of the last W unit keys up to token i, itself among them; of fewer at the start.
+    """Return the current memory mu_c(i): the mean of the last W unit keys up to and including token i.
 
-    Differences of running sums, which float64 affords and float32 would not (32K tokens: 1e-4).
+    The first W - 1 tokens average fewer keys. The function subtracts running sums. This needs float64: in float32 the
+    error is 1e-4 at 32K tokens.
 
     Implements: NK-CURRENT
 
@@ -76,7 +80,9 @@ def current_memory(unit: Float64[Cube, "H_kv n d"], W: int) -> Float64[Cube, "H_
 
 
 def anomalies(unit: Float64[Cube, "H_kv n d"], memory: Float64[Cube, "H_kv m d"]) -> Float64[Matrix, "H_kv n"]:
-    """-cos of each unit key and its memory, one of all (m = 1) or one each; 0 where the memory has no direction.
+    """Return minus the cosine of each unit key and its memory. All tokens share one memory (m = 1), or each has one.
+
+    The result is 0 if the length of the memory is negligible.
 
     Implements: NK-ANOMALY
 
@@ -89,7 +95,7 @@ def anomalies(unit: Float64[Cube, "H_kv n d"], memory: Float64[Cube, "H_kv m d"]
 
 
 def min_max(a: Float64[Matrix, "H_kv n"]) -> Float64[Matrix, "H_kv n"]:
-    """Each head's values moved to [0, 1]; zeros where the head's range is zero.
+    """Return each head's values, min-max normalised to [0, 1]. If the range of a head is negligible, all are 0.
 
     Implements: NK-MIN-MAX
 
@@ -102,7 +108,7 @@ def min_max(a: Float64[Matrix, "H_kv n"]) -> Float64[Matrix, "H_kv n"]:
 
 
 def gap(a: Float64[Cube, "3 H_kv n"], p: Fraction) -> Float64[Matrix, "3 H_kv"]:
-    """Delta: per scale and head, the mean of the top share p of the values less that of the bottom share.
+    """Return Delta per memory and head: the mean of the highest share p of the values minus the mean of the lowest p.
 
     Implements: NK-GAP
 
@@ -117,7 +123,7 @@ def gap(a: Float64[Cube, "3 H_kv n"], p: Fraction) -> Float64[Matrix, "3 H_kv"]:
 def blend(
     a: Float64[Cube, "3 H_kv n"], delta: Float64[Matrix, "3 H_kv"], parameters: NestedKVParameters,
 ) -> Float64[Matrix, "H_kv n"]:
-    """a_blend: the scales under the weights w0 exp(beta Delta), normalised per head.
+    """Return a_blend: the mean of the three anomalies, weighted by w0 exp(beta Delta), normalised per head.
 
     Implements: NK-BLEND
 
@@ -131,7 +137,10 @@ def blend(
 
 
 def rectified_surprise(a: Float64[Cube, "3 H_kv n"]) -> Float64[Matrix, "H_kv n"]:
-    """s: the population deviation over the scales, moved to [0, 1] per head; what exceeds the head's mean of that.
+    """Return the rectified surprise s of each token.
+
+    The population standard deviation over the three memories is min-max normalised per head. s is the part that
+    exceeds the head's mean, or 0.
 
     Implements: NK-SURPRISE
 
@@ -146,7 +155,7 @@ def routed_score(
     a: Float64[Cube, "3 H_kv n"], blended: Float64[Matrix, "H_kv n"], s: Float64[Matrix, "H_kv n"],
     parameters: NestedKVParameters,
 ) -> Float64[Matrix, "H_kv n"]:
-    """a*: from the blend towards the strongest scale, as far as the gate alpha = sigma(kappa (s - tau)) is open.
+    """Return a* = (1 - alpha) a_blend + alpha max(a), with the gate alpha = sigma(kappa (s - tau)).
 
     Implements: NK-ROUTE
 
@@ -159,14 +168,14 @@ def routed_score(
 
 
 def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Float64[Matrix, "H_kv n"]:
-    """a* of one layer's keys k (H_kv, n, d).
+    """Return the score a* of one layer's keys k (H_kv, n, d), computed in float64.
 
     Implements: NK-SCORE
 
     Source: Eq. 3 to 15.
 
     Raises:
-        SpecError: for a zero key.
+        SpecError: if a key is zero.
     """
     unit = unit_keys(np.asarray(k, dtype=np.float64))
     memories = (

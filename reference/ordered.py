@@ -1,4 +1,4 @@
-"""Sums in a stated order, so that every backend can reproduce their bits."""
+"""Sums in a fixed order, so that every backend can return the same bits."""
 
 from functools import reduce
 from operator import add
@@ -9,5 +9,5 @@ __all__ = ["left_to_right_sum"]
 
 
 def left_to_right_sum(values: Float64[Vector, " n"]) -> float:
-    """values[0] + values[1] + ..., rounding after each term; np.sum would pair terms, math.fsum round once."""
+    """Return values[0] + values[1] + ..., rounded after each addition. np.sum adds in pairs; math.fsum rounds once."""
     return reduce(add, values.tolist(), 0.0)

@@ -1,4 +1,4 @@
-"""Paired comparisons of answers that are right or wrong: tests, intervals and power."""
+"""Statistics of paired right-or-wrong answers: tests, intervals and power."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ __all__ = [
 
 
 class Interval(NamedTuple):
-    """A percentile interval of a mean difference, and the share of resamples above 0."""
+    """Percentile interval of a mean difference, and the share of bootstrap resamples above 0."""
 
     low: float
     high: float
@@ -26,7 +26,7 @@ class Interval(NamedTuple):
 
 
 def mcnemar(b: int, c: int) -> float:
-    """Two-sided p of b losses against c wins, if each were as likely as the other.
+    """Return the two-sided p of McNemar's exact test for b losses and c wins.
 
     Implements: IN-MCNEMAR
 
@@ -43,7 +43,7 @@ def mcnemar(b: int, c: int) -> float:
 
 
 def mcnemar_mid_p(b: int, c: int) -> float:
-    """The same with half the weight of what was seen: less conservative, and no longer exact.
+    """Return the mid-p of McNemar's test, which counts the observed outcome by half: less conservative, but not exact.
 
     Source: Fagerland, Lydersen and Laake 2013, "The McNemar test for binary matched-pairs data".
 
@@ -56,7 +56,7 @@ def mcnemar_mid_p(b: int, c: int) -> float:
 
 
 def holm(p: Mapping[str, float]) -> dict[str, float]:
-    """Holm's correction of several p: the smallest is multiplied by their number, and so on down.
+    """Return Holm-corrected p values: with m tests, the smallest p is multiplied by m, the next by m - 1, and so on.
 
     Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
     """
@@ -68,9 +68,9 @@ def holm(p: Mapping[str, float]) -> dict[str, float]:
 
 
 def wilson(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The Wilson score interval of a share: inside [0, 1], around the share, and wide where n is small.
+    """Return the Wilson score interval (low, high) of `correct` successes in n trials. It is always inside [0, 1].
 
-    The low end of 0 successes is 0, and the high end of n of n is 1: both exactly.
+    For 0 successes the low end is exactly 0. For n successes the high end is exactly 1.
 
     Implements: IN-WILSON
 
@@ -95,10 +95,10 @@ def wilson(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float
 
 
 def draws(units: int, resamples: int, seed: int) -> Int64[IntMatrix, "resamples units"]:
-    """Indices of units, drawn with replacement by PCG64: the same for the same seed.
+    """Return bootstrap indices: units drawn with replacement by PCG64. The same seed gives the same indices.
 
     Raises:
-        SpecError: where there is no unit or no resample, or for a negative seed.
+        SpecError: if there is no unit or no resample, or if the seed is negative.
     """
     for name, count, least in (("units", units, 1), ("resamples", resamples, 1), ("seed", seed, 0)):
         if count < least:
@@ -109,9 +109,9 @@ def draws(units: int, resamples: int, seed: int) -> Int64[IntMatrix, "resamples 
 def stratified_draws(
     strata: Int64[IntVector, " units"], resamples: int, seed: int,
 ) -> Int64[IntMatrix, "resamples units"]:
-    """Indices of units, drawn with replacement inside each stratum; with one stratum they equal `draws`.
+    """Return bootstrap indices: units drawn with replacement inside each stratum. With one stratum they equal `draws`.
 
-    Every resample has as many units of each stratum as the sample. Stratum number s is drawn with the seed `seed + s`.
+    Every resample has as many units of each stratum as the sample. Stratum s is drawn with the seed `seed + s`.
 
     Raises:
         SpecError: if there is no unit or no resample, or the seed is negative.
@@ -123,9 +123,9 @@ def stratified_draws(
 
 
 def sign_flip(differences: Float64[Vector, " n"]) -> float:
-    """Two-sided p of a sum of differences, if each had either sign with the same probability.
+    """Return the two-sided p of the sign-flip test: under the null hypothesis each difference has a random sign.
 
-    Exact: all 2 ** n signs are tried, so p is at least 2 ** (1 - n).
+    The test is exact. It enumerates all 2 ** n combinations of signs, so p is at least 2 ** (1 - n).
 
     Source: Fisher 1935, "The Design of Experiments", section 21.
 
@@ -144,7 +144,7 @@ def sign_flip(differences: Float64[Vector, " n"]) -> float:
 def bootstrap(
     differences: Float64[Vector, " n"], drawn: Int64[IntMatrix, "resamples n"], confidence: float = 0.95,
 ) -> Interval:
-    """The paired bootstrap: each query's difference is drawn as one.
+    """Return the interval of the paired bootstrap, which resamples the differences of single queries.
 
     Implements: IN-BOOTSTRAP
 
@@ -160,11 +160,13 @@ def cluster_bootstrap(
     differences: Float64[Vector, " n"], clusters: Int64[IntVector, " n"], drawn: Int64[IntMatrix, "resamples m"],
     confidence: float = 0.95,
 ) -> Interval:
-    """Whole clusters are drawn: queries of one conversation are not independent.
+    """Return the interval of a bootstrap that resamples whole clusters.
+
+    Queries of one conversation are not independent, so a conversation is a cluster.
 
     Implements: IN-CLUSTER-BOOTSTRAP
 
-    Source: none in the paper, whose benchmark has 10 conversations.
+    Source: none in the paper. The benchmark of the paper has 10 conversations.
 
     Raises:
         SpecError: where nothing is drawn, or for a confidence outside (0, 1).
@@ -178,9 +180,9 @@ def ratio_bootstrap(
     numerators: Float64[Vector, " n"], denominators: Float64[Vector, " n"], clusters: Int64[IntVector, " n"],
     drawn: Int64[IntMatrix, "resamples m"], confidence: float = 0.95,
 ) -> Interval:
-    """A ratio of means; whole clusters are drawn, numerators and denominators as one.
+    """Return the bootstrap interval of a ratio of means. A cluster is resampled with its numerators and denominators.
 
-    With denominators of 1 it is `cluster_bootstrap`.
+    If all denominators are 1, the result equals `cluster_bootstrap`.
 
     Raises:
         SpecError: where nothing is drawn, or for a confidence outside (0, 1).
@@ -206,17 +208,17 @@ def _check_confidence(confidence: float) -> None:
 
 
 def mcnemar_power(n: int, discordance: float, difference: float, alpha: float = 0.05) -> float:
-    """Probability that the exact test of n pairs gives p <= alpha.
+    """Return the power of McNemar's exact test with n pairs: the probability that p <= alpha.
 
-    A pair is discordant with probability `discordance`; wins exceed losses by `difference` of all pairs.
+    A pair is discordant with probability `discordance`. `difference` is the rate of wins minus the rate of losses.
 
     Implements: IN-POWER
 
-    Source: Section 7.1, whose 385 leaves the discordance out.
+    Source: Section 7.1. The sample size of 385 in the paper ignores the discordance.
 
     Raises:
-        SpecError: for a difference beyond the discordance, a discordance outside (0, 1], alpha outside (0, 1), or a
-            negative n.
+        SpecError: if `difference` exceeds `discordance`, if `discordance` is outside (0, 1] or alpha outside (0, 1), or
+            if n is negative.
     """
     if n < 0:
         raise SpecError("n", n, "must be at least 0")

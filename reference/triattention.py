@@ -1,4 +1,4 @@
-"""TriAttention: keys scored by what queries of the future would give them, if these are as the calibration's."""
+"""TriAttention: scores of cached keys under future queries that have the statistics of the calibration."""
 
 from typing import Literal, TypeAlias
 
@@ -15,14 +15,14 @@ Mode: TypeAlias = Literal["global", "head", "layer and head"]
 
 
 def band_statistics(q: Float64[Cube, "H m d"]) -> tuple[Float64[Matrix, "H d"], Float64[Matrix, "H half"]]:
-    """Mean of each head's queries before their rotation, and mean size of each band (channels f and f + d / 2).
+    """Return each head's mean query before RoPE, and the mean norm of each rotary pair (channels f and f + d / 2).
 
     Implements: TA-STATISTICS
 
     Source: TriAttention, Section 4; its official calibration.
 
     Raises:
-        SpecError: for no query, or an odd d.
+        SpecError: if there is no query, or if d is odd.
     """
     if q.shape[1] == 0:
         raise SpecError("q", q.shape, "a calibration needs a query")
@@ -38,10 +38,11 @@ def distance_score(
     c: Float64[Matrix, "n d"], t: int, mean: Float64[Matrix, "G d"], magnitude: Float64[Matrix, "G half"],
     inv_freq: Float64[Vector, " half"], factor: float,
 ) -> Float64[Matrix, "G n"]:
-    """Each query head's score of the cached keys c of its KV head, averaged over queries at t + 1, t + 2, t + 4, ...
+    """Return each query head's score of the cached keys c of its KV head, averaged over future queries.
 
-    A key's own position cancels: what turns it back by p is undone by the distance t - p. The score is linear in the
-    turns of the offsets, so that their mean is taken once for all keys.
+    The queries are at the positions t + 1, t + 2, t + 4, ..., t + 2^16. A key's position p cancels: removing the
+    rotation by p and adding the distance t - p leaves t. The score is linear in the rotations of the offsets, so the
+    function averages these rotations once for all keys.
 
     Implements: TA-SCORE
 
@@ -58,7 +59,9 @@ def distance_score(
 
 
 def z_scores(X: Float64[Matrix, "rows n"], candidates: Bool[BoolVector, " n"]) -> Float64[Matrix, "rows n"]:
-    """Each row less its mean, over its deviation (divisor n, at least 1e-6), of the candidates; NaN for the others.
+    """Return the z-scores of the candidates in each row, and NaN for all other tokens.
+
+    Mean and standard deviation (divisor n, at least 1e-6) are over the candidates.
 
     Implements: TA-RANKING
 
@@ -73,10 +76,10 @@ def z_scores(X: Float64[Matrix, "rows n"], candidates: Bool[BoolVector, " n"]) -
 
 
 def joined(best: Float64[Cube, "L H_kv n"], mode: Mode) -> Float64[Matrix, "g n"]:
-    """From the largest z-score of each group of query heads to a row per kept set.
+    """Combine the largest z-scores of the KV heads, (L, H_kv, n), into a row for each kept set.
 
-    "global": the largest of all. "head": by KV-head index, the mean over layers, the same in every layer. "layer and
-    head": each as it is.
+    "global": one row, the maximum over layers and KV heads. "head": the mean over layers for each KV head, repeated for
+    every layer. "layer and head": a row per layer and KV head, unchanged.
 
     Implements: TA-RANKING
 
