@@ -217,9 +217,9 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         if len(kept) == 1:
             kept = kept * len(sources)
         slots = [slots_of(stored[source], positions) for source, positions in zip(sources, kept, strict=True)]
-        # Empty slots left of a row's tokens may stay; those of a turn stand among them, and go.
-        stays = torch.equal(filled(kept, self.stored_length), stored.expand(len(kept), -1))
-        width = self.stored_length if stays else max(map(len, slots))
+        # Empty slots left of a shorter row's tokens may stay; those of a turn stand among them, and go.
+        width = max(map(len, slots))
+        stays = width == self.stored_length and torch.equal(filled(kept, width), stored.expand(len(kept), -1))
         after = rows.compacted(filled(kept, width), rows.tokens(self.stored_length))
         return Plan(self.rows, self.stored_length, () if stays else tuple(slots), after)
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -15,9 +15,9 @@ from hypothesis import currently_in_test_context, event
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from conformance.own.models_integration.session.families import ENDS, TABLES, build, relative
+from conformance.own.models_integration.session.families import ENDS, TABLES, at_once, build, relative, states_of
 from conformance.own.models_integration.session.masked import MaskedModel, Row, Sets
-from conformance.own.models_integration.session.sessions import REHEARSED, Trip, Tripped
+from conformance.own.models_integration.session.sessions import REHEARSED, Trip, Tripped, same_state
 from conformance.tolerances import MASKED_LOGITS
 from models_integration import (
     CrystalCache,
@@ -29,6 +29,7 @@ from models_integration import (
     Session,
     StreamingLLM,
 )
+from models_integration.cache.crystal_states import CrystalStates
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
 from models_integration.cache.positions import EMPTY
 from models_integration.cache.ragged_layer import RaggedLayer, rectangle
@@ -100,9 +101,12 @@ class Subject:
 
 @cache
 def subject(family: str) -> Subject:
-    """The family's, with attention that is computed eagerly if the name says so."""
+    """The family's, with attention that is computed eagerly if the name says so.
+
+    In float64, where the last bits of q and k decide nothing.
+    """
     name, _, attention = family.partition(" ")
-    model = build(name, attention=attention or None)
+    model = build(name, attention=attention or None, dtype=torch.float64)
     oracle = MaskedModel(model)
     slides = len(oracle.full) < model.config.num_hidden_layers
     return Subject(model, oracle, identify(model), None if slides or name in TABLES else recognise(model))
@@ -129,6 +133,10 @@ class RunningCache:
     """Inside a first prompt with padding, which no cache knows of before it is over: all of it is stored."""
     dead: bool = False
     """Refused its first prompt, or failed half way: nothing more is done with it."""
+    alone: list[RetainedCache] | None = None
+    """Each row in a separate cache, which reads no padding, and a segment in one forward. None after an operation that
+    such a cache cannot follow.
+    """
 
     def __repr__(self) -> str:
         return f"<{self.policy}, {[len(row.tokens) for row in self.rows]} tokens>"
@@ -215,7 +223,31 @@ class Judge:
         self._reads.clear()
         with torch.no_grad():
             logits = self.model(input_ids=ids, past_key_values=life.cache, attention_mask=mask).logits
-        self.follow(life, list(logits), ids.shape[1], evicts)
+        is_token = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :]
+        new = [own[shown.bool()] for own, shown in zip(logits, is_token, strict=True)]
+        self.follow(life, new, ids.shape[1], evicts)
+
+    def follow_alone(
+        self, life: RunningCache, ended: str, policy: str | None, pieces: Sequence[Sequence[Tensor]],
+        reading: bool = False,
+    ) -> None:
+        """Each row reads its pieces alone, and then has the tokens and states that it has in the batch."""
+        if ended != "done":
+            life.alone = None
+        for index, own in enumerate(life.alone or ()):
+            with (
+                nullcontext() if policy is None else POLICIES[policy](self.model) as run,
+                run.reading() if run and reading else nullcontext(),
+            ):
+                for ids in pieces[index]:
+                    at_once(self.model, ids[None], own)
+            single = replace(life, cache=own, rows=[life.rows[index]])
+            assert single.stored() == [life.sets[index]], "alone, the row stores other tokens than in the batch"
+            if isinstance(life.cache.continuation, CrystalStates):
+                (state,) = states_of(own).rows
+                # Gemma2's attention takes its softmax in float32.
+                rtol = 1e-2 if self.model.config.model_type == "gemma2" else 1e-7
+                same_state(life.cache.continuation.rows[index], state, rtol)
 
     def follow(self, life: RunningCache, logits: Sequence[Tensor], columns: int, evicts: bool = True) -> None:
         """What forwards have read, and what is stored now. `logits` are those of the last tokens of each row."""

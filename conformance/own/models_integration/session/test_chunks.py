@@ -1,12 +1,10 @@
 """A prompt in pieces: nothing is evicted before its end, and the kept set is that of one forward."""
 
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from conformance.own.models_integration.session.families import (
     METHODS,
@@ -14,44 +12,15 @@ from conformance.own.models_integration.session.families import (
     build,
     greedy,
     prompt,
-    relative,
 )
 from conformance.own.models_integration.session.sessions import Failing, Looking, batch, method_of, prompts, sets
-from models_integration import RetainedCache, Session
+from models_integration import RetainedCache
 from spec.errors import SpecError
 from spec.policy import Needs
 
 pytestmark = pytest.mark.law("parts-equal-the-whole")
 
 N, NEW = 64, 6
-
-CUTS = [
-    ("llama", (40, 24)), ("llama", (7, 1, 1, 55)), ("qwen3", (1, 62, 1)), ("gemma2", (16, 16, 16, 16)),
-    ("gemma3", (1, 62, 1)),
-]
-
-
-def in_pieces(model: PreTrainedModel, method: str, ids: Tensor, cut: tuple[int, ...]) -> tuple[Session, Tensor]:
-    """The run, and the logits of all tokens."""
-    cache = RetainedCache(model.config)
-    with METHODS[method]()(model) as run, run.prompt():
-        logits = [at_once(model, piece, cache) for piece in torch.split(ids, list(cut), dim=1)]
-        assert run.cache is None
-        assert cache.stored_length == ids.shape[1]
-    return run, torch.cat(logits, dim=1)
-
-
-@pytest.mark.parametrize(("family", "cut"), CUTS)
-def test_the_kept_set_is_that_of_one_forward(family: str, cut: tuple[int, ...]) -> None:
-    """In float64, where the last bits of q and k decide nothing; Gemma2's attention takes its softmax in float32."""
-    model, ids = build(family, dtype=torch.float64), prompt(N)
-    with METHODS["crystalcache"]()(model) as whole:
-        expected = at_once(model, ids, RetainedCache(model.config))
-    run, logits = in_pieces(model, "crystalcache", ids, cut)
-    np.testing.assert_array_equal(run.kept, whole.kept)
-    assert relative(logits, expected) < (1e-5 if family == "gemma2" else 1e-10)
-    assert run.bytes_freed == whole.bytes_freed
-
 
 @pytest.mark.parametrize("chunk", [16, 100])
 def test_a_model_s_own_chunk_size_counts(chunk: int) -> None:
@@ -63,23 +32,6 @@ def test_a_model_s_own_chunk_size_counts(chunk: int) -> None:
         assert torch.equal(greedy(model, ids, NEW), expected)
     assert run.kept is not None
     assert len(run.kept) == N
-
-
-def test_chunks_of_padded_rows() -> None:
-    """Some rows are all padding in the first chunk."""
-    model = build("llama", dtype=torch.float64)
-    ids, mask = batch(prompts())
-    with METHODS["crystalcache"]()(model) as whole:
-        expected = greedy(model, ids, NEW, attention_mask=mask)
-    with METHODS["crystalcache"]()(model) as run:
-        found = greedy(model, ids, NEW, attention_mask=mask, prefill_chunk_size=8)
-    assert sets(run) == sets(whole)
-    assert torch.equal(found, expected)
-    cache = RetainedCache(model.config)
-    with METHODS["crystalcache"]()(model) as run, run.prompt():
-        for start, stop in pairwise([0, 5, 21, 22, ids.shape[1]]):
-            at_once(model, ids[:, start:stop], cache, attention_mask=mask[:, :stop])
-    assert sets(run) == sets(whole)
 
 
 def test_scorers_see_the_queries_of_all_pieces() -> None:

@@ -19,7 +19,6 @@ from conformance.assurance.faults import WELL
 from conformance.assurance.mutants.edits import Edit, replaced
 from conformance.own.models_integration.session import (
     test_capture,
-    test_chunks,
     test_model_untouched,
     test_other_architectures,
     test_ragged,
@@ -51,10 +50,10 @@ pytestmark = pytest.mark.law("eviction-equals-masking")
 
 
 def converse(machine: SessionMachine, policy: str) -> None:
-    """Prompt, steps, a turn in pieces, generate, a file, and some tokens outside the context."""
-    life: Any = machine.prompt(policy, 45)
+    """A prompt in pieces, steps, a turn in pieces, generate, a file, and some tokens outside the context."""
+    life: Any = machine.prompt(policy, 45, cuts=(20, 21))
     machine.steps(life, 9)
-    machine.turn(life, 12, cuts=() if policy == "stream" else (5,))
+    machine.turn(life, 12, cuts=(5, 6))
     machine.generate(life, 5, 6)
     machine.reading(life, 2)
     machine.crop(life, 1)
@@ -73,7 +72,8 @@ def converse_in_rows(machine: SessionMachine, policy: str) -> None:
     machine.turn(life, 12, padding=(5, 0, 1))
     machine.mistake(life, "hole")
     machine.reading(life, 2)
-    machine.turn(life, 9, padding=(0, 4, 0), cuts=(3, 5))
+    machine.turn(life, 9, padding=(0, 4, 0), cuts=(3, 5), holes=(2, 7))
+    machine.generate(life, 5, 6)
     other = machine.copy(life)
     machine.choose_rows(life, "reorder", [1, 1, 0])
     machine.steps(life, 4)
@@ -268,13 +268,6 @@ def check_beams() -> None:
 CHECKS: dict[str, Callable[[], object]] = {
     "a hidden token": lambda: check_hidden_token(build("llama")),
     "a hidden token of heads": lambda: test_ragged.test_a_2d_mask_hides_positions_in_every_head("adakv"),
-    "a padded batch": lambda: test_turns.test_turns_of_padded_rows_equal_their_single_runs("llama", "crystalcache"),
-    "padded turns": lambda: test_turns.test_each_row_equals_its_single_run("llama", "breathing"),
-    "pieces of a prompt": lambda: test_chunks.test_the_kept_set_is_that_of_one_forward("llama", (40, 24)),
-    "pieces of a turn": lambda: test_turns.test_a_turn_in_pieces_is_the_turn_in_one_forward(
-        "llama", (5, 1, 6)
-    ),
-    "pieces of a stream": lambda: test_streams.test_it_does_not_matter_where_the_forwards_end("llama", "odd"),
     "turns of the reference": lambda: test_turns.test_the_kept_sets_are_those_of_the_reference(30, 0),
     "beams": check_beams, "a saved cache": check_saved,
     "steps without decode": test_streams.test_steps_read_without_decode_do_not_fade,

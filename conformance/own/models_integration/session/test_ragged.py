@@ -255,21 +255,6 @@ def test_a_turn_is_decided_over_each_head_s_own_keys() -> None:
             assert list(own) == stored[norms[head, stored].argsort()[:B]].sort().values.tolist()
 
 
-@pytest.mark.law("parts-equal-the-whole")
-@pytest.mark.spec("PO-TURN")
-@pytest.mark.parametrize("name", ["adakv", "h2o"])
-def test_a_turn_in_pieces_is_one_turn(name: str) -> None:
-    model, kept = build("llama"), []
-    for pieces in ([12], [5, 6, 1]):
-        with published(name, model)(model) as run:
-            at_once(model, prompt(PROMPT), cache := RetainedCache(model.config))
-            with run.prompt():
-                for ids in torch.split(prompt(12, seed=12), pieces, dim=1):
-                    at_once(model, ids, cache)
-        kept.append(live_sets(cache))
-    assert kept[0] == kept[1]
-
-
 @pytest.mark.spec("DV-POLICY")
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(DIVERSE)])
 def test_no_diversity_is_the_policy_itself_bit_for_bit(name: str) -> None:

@@ -93,45 +93,51 @@ class SessionMachine(RuleBasedStateMachine):
         oracle = self.judge.subject.oracle
         cache = RetainedCache(self.model.config)
         life = RunningCache(cache, policy, [oracle.nothing] * rows, (len(oracle.full), oracle.heads))
+        life.alone = [RetainedCache(self.model.config) for _ in range(rows)]
         life.sets = life.stored()
         return life
 
     @rule(life=caches, n=st.sampled_from([12, 25, 7, 3, 2]), seed=seeds, padding=paddings, cuts=cuts, other=others,
-          trip=trips)
+          trip=trips, holes=st.sampled_from([(), (), (2, 3, 7)]))
     def turn(
         self, life: RunningCache, n: int, seed: int = 1, padding: tuple[int, ...] = (), cuts: tuple[int, ...] = (),
-        other: str | None = None, trip: Trip = NOWHERE,
+        other: str | None = None, trip: Trip = NOWHERE, holes: tuple[int, ...] = (),
     ) -> None:
-        """A later segment, under the policy of before or another."""
+        """A later segment, under the policy of before or another; a mask may hide columns of its first row."""
         if self.runs(life):
-            self.segment(life, other or life.policy, ids_of(n, seed, len(life.rows)), padding, cuts, trip)
+            self.segment(life, other or life.policy, ids_of(n, seed, len(life.rows)), padding, cuts, trip, holes)
 
     def runs(self, life: RunningCache) -> bool:
         return not life.dead and life.tokens < MAX_TOKENS
 
     def segment(
         self, life: RunningCache, policy: str, ids: Tensor, padding: tuple[int, ...], cuts: tuple[int, ...], trip: Trip,
+        holes: tuple[int, ...] = (),
     ) -> None:
         rows, n = ids.shape
         hidden = torch.tensor([own % n for own in (*padding, 0, 0, 0)[:rows]])[:, None]
-        is_token, first = torch.arange(n) >= hidden, life.columns == 0
-        inner = [at for at in cuts if at < n]
+        is_token, first, streams = torch.arange(n) >= hidden, life.columns == 0, policy == "stream"
+        is_token[0, [at % (n - 1) for at in holes]] = False
+        # A stream takes a piece of one token for a step.
+        inner = [at for at in cuts[-1:] if 1 < at < n - 1] if streams else [at for at in cuts if at < n]
         run: Session | None = None
 
         def act() -> None:
             nonlocal run
-            with self.judge.session(life, policy, trip) as run, run.prompt() if inner else nullcontext():
+            block = inner and not streams
+            with self.judge.session(life, policy, trip) as run, run.prompt() if block else nullcontext():
                 for start, stop in zip([0, *inner], [*inner, n], strict=True):
                     mask = mask_of(life, is_token[:, start:stop])
-                    self.judge.read(life, ids[:, start:stop], evicts=stop == n, mask=mask)
+                    self.judge.read(life, ids[:, start:stop], evicts=streams or stop == n, mask=mask)
 
-        if self.judge.attempt(life, act) == "done":
+        if (ended := self.judge.attempt(life, act)) == "done":
             assert run is not None
             self.judge.check_segment(life, run, policy)
             kind = "prompt" if first else "turn"
             self.met(f"a {kind} in {'pieces' if inner else 'one forward'}")
-            if bool(hidden.any()):
+            if not bool(is_token.all()):
                 self.met(f"a padded {kind}")
+        self.judge.follow_alone(life, ended, policy, [[own[shown]] for own, shown in zip(ids, is_token, strict=True)])
 
     @rule(life=caches, n=st.sampled_from([1, 9, 3]), seed=seeds, other=others, trip=trips)
     def steps(
@@ -140,37 +146,44 @@ class SessionMachine(RuleBasedStateMachine):
         """One token at a time."""
         if not self.runs(life):
             return
+        ids, policy = ids_of(n, seed, len(life.rows)), other or life.policy
 
         def act() -> None:
-            with self.judge.session(life, other or life.policy, trip):
-                for token in torch.split(ids_of(n, seed, len(life.rows)), 1, dim=1):
+            with self.judge.session(life, policy, trip):
+                for token in torch.split(ids, 1, dim=1):
                     before = life.sets
                     self.judge.read(life, token)
                     evicted = any(len(a) <= len(b) for a, b in zip(flat(life.sets), flat(before), strict=True))
                     self.met(f"a step that {'evicts' if evicted else 'lets the cache grow'}")
 
-        self.judge.attempt(life, act)
+        ended = self.judge.attempt(life, act)
+        self.judge.follow_alone(life, ended, policy, [torch.split(own, 1) for own in ids])
 
     @rule(life=caches, n=st.sampled_from([5, 1, 12]), new=st.sampled_from([6, 2]), seed=seeds, trip=trips)
     def generate(self, life: RunningCache, n: int, new: int, seed: int = 3, trip: Trip = NOWHERE) -> None:
         """A question of n tokens, and the tokens that generate adds, but for the last one's own forward."""
-        if not self.runs(life) or any(len(row.tokens) != life.columns for row in life.rows):
+        if not self.runs(life):
             return
         ids = ids_of(n, seed, len(life.rows))
-        whole = torch.cat([torch.tensor([row.tokens for row in life.rows]), ids], dim=1)
+        shown = life.cache.is_token.expand(len(ids), -1)
+        history = torch.zeros(shown.shape, dtype=torch.int64)
+        history[shown] = torch.tensor([token for row in life.rows for token in row.tokens])
+        mask = torch.cat([shown, torch.ones_like(ids)], dim=1).long()
 
         def act() -> None:
             self.judge.met("generate is called")
             with self.judge.session(life, life.policy, trip):
                 output: Any = self.model.generate(  # type: ignore[operator]
-                    whole, past_key_values=life.cache, max_new_tokens=new, do_sample=False,
-                    return_dict_in_generate=True, output_logits=True,
+                    torch.cat([history, ids], dim=1), attention_mask=mask, past_key_values=life.cache,
+                    max_new_tokens=new, do_sample=False, return_dict_in_generate=True, output_logits=True,
                 )
             self.judge.follow(life, list(torch.stack(output.logits, dim=1)), n + new - 1)
 
-        if self.judge.attempt(life, act) == "done":
+        if (ended := self.judge.attempt(life, act)) == "done":
             self.judge.check_storage(life)
             self.met("tokens are generated")
+        read = [torch.tensor(row.tokens[1 - n - new :]) for row in life.rows]
+        self.judge.follow_alone(life, ended, life.policy, [[own[:n], *torch.split(own[n:], 1)] for own in read])
 
     @rule(life=caches, n=st.sampled_from([2, 1, 6]), seed=seeds, trip=trips)
     def reading(self, life: RunningCache, n: int, seed: int = 4, trip: Trip = NOWHERE) -> None:
@@ -178,12 +191,15 @@ class SessionMachine(RuleBasedStateMachine):
         if not self.runs(life):
             return
 
+        ids = ids_of(n, seed, len(life.rows))
+
         def act() -> None:
             with self.judge.session(life, life.policy, trip) as run, run.reading():
-                self.judge.read(life, ids_of(n, seed, len(life.rows)), evicts=False)
+                self.judge.read(life, ids, evicts=False)
 
-        if self.judge.attempt(life, act) == "done":
+        if (ended := self.judge.attempt(life, act)) == "done":
             self.met("tokens are read without an eviction")
+        self.judge.follow_alone(life, ended, life.policy, [[own] for own in ids], reading=True)
 
     @rule(life=caches, n=st.sampled_from([4, 1]), seed=seeds)
     def outside(self, life: RunningCache, n: int, seed: int = 5) -> None:
@@ -191,12 +207,15 @@ class SessionMachine(RuleBasedStateMachine):
         if not self.runs(life):
             return
 
+        ids = ids_of(n, seed, len(life.rows))
+
         def act() -> None:
             with self.judge.watching(life):
-                self.judge.read(life, ids_of(n, seed, len(life.rows)), evicts=False)
+                self.judge.read(life, ids, evicts=False)
 
-        if self.judge.attempt(life, act) == "done":
+        if (ended := self.judge.attempt(life, act)) == "done":
             self.met("tokens are read outside the context")
+        self.judge.follow_alone(life, ended, None, [[own] for own in ids])
 
     @rule(life=caches, n=st.sampled_from([1, 3]), early=st.booleans(), reads=st.booleans(),
           how=st.sampled_from(["width", "positions", "hole", "ids", "rows", "use_cache", "embeds"]))
@@ -244,6 +263,7 @@ class SessionMachine(RuleBasedStateMachine):
             act = life.cache.reorder_cache if how == "reorder" else life.cache.batch_select_indices
             self.judge.attempt(life, lambda: act(torch.tensor(chosen)))
         life.rows, life.sets = [life.rows[row] for row in chosen], [life.sets[row] for row in chosen]
+        life.alone = life.alone and [deepcopy(life.alone[row]) for row in chosen]
         self.judge.check_storage(life)
         self.met("rows differ" if len(set(map(str, life.sets))) > 1 else "rows agree")
 
@@ -256,6 +276,8 @@ class SessionMachine(RuleBasedStateMachine):
         if self.judge.attempt(life, lambda: life.cache.crop(-n)) != "done":
             return
         life.rows, life.columns = [row.cropped(n) for row in life.rows], life.columns - n
+        for own in life.alone or ():
+            own.crop(-n)
         life.sets = [
             [[[at for at in own if at < len(row.tokens)] for own in heads] for heads in sets]
             for sets, row in zip(life.sets, life.rows, strict=True)
@@ -293,7 +315,7 @@ class SessionMachine(RuleBasedStateMachine):
         """A copy goes on beside what it was copied from."""
         if not self.runs(life):
             return life
-        copied = replace(life)
+        copied = replace(life, alone=deepcopy(life.alone) if deep else None)
 
         def act() -> None:
             whole = retentions(life, "head" if life.cache.layers_differ else "model", life.sets)
@@ -329,7 +351,7 @@ class SessionMachine(RuleBasedStateMachine):
         assert (ended == "done") <= (not wrong), "a token that is not stored was kept"
         assert (ended == "refused") <= wrong, "a compaction to stored tokens is refused"
         if ended == "done":
-            life.sets = sets
+            life.sets, life.alone = sets, None
             self.judge.check_storage(life)
         self.met(f"a compaction by hand is {ended}")
 
@@ -351,6 +373,7 @@ class SessionMachine(RuleBasedStateMachine):
 
         if self.judge.attempt(life, act) != "done":
             return
+        life.alone = None
         for chunk, kept in zip(chunks, places, strict=True):
             start = life.columns
             life.rows, life.columns = [life.rows[0].read(chunk.ids)], start + len(chunk.ids)

@@ -14,7 +14,6 @@ from conformance.own.models_integration.session.families import (
     ENDS,
     at_once,
     build,
-    crossed,
     greedy,
     prepare,
     prompt,
@@ -40,7 +39,6 @@ from spec.backend import Backend, resolve
 from spec.budget import parse_budget
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import TINY
-from spec.retention import Retention
 
 
 @pytest.mark.spec("CC-STEP")
@@ -212,30 +210,8 @@ pytestmark = pytest.mark.law("parts-equal-the-whole")
 C, BUDGET = 16, 24
 PARAMETERS = replace(TINY, C=C, T_breath=8)
 N = 5 * C + 7
-CUTS: dict[str, list[int]] = {
-    "segments": [C] * 5 + [7], "single": [1] * N, "whole": [N], "odd": [3, 30, 1, 20, 1, 1, 31],
-}
-
-
 def streaming(**options: Any) -> CrystalCache:
     return CrystalCache(BUDGET, ENDS, PARAMETERS, backend="numpy", **{"stream": True, **options})
-
-
-@crossed("cut", ["odd", "single", "whole"], whole=("llama",))
-def test_it_does_not_matter_where_the_forwards_end(family: str, cut: str) -> None:
-    """Logits of all tokens, and the kept set, are those of a stream that comes segment by segment."""
-    dtype = torch.float32 if family == "gemma2" else torch.float64
-    model, ids = build(family, dtype=dtype), prompt(N)
-    found = []
-    for lengths in (CUTS["segments"], CUTS[cut]):
-        cache = RetainedCache(model.config)
-        with streaming()(model):
-            logits = torch.cat([at_once(model, piece, cache) for piece in torch.split(ids, lengths, dim=1)], dim=1)
-        found.append((logits, cache.stored_positions().tolist()))
-    (expected, stored), (logits, kept) = found
-    assert relative(logits, expected) < (1e-5 if family == "gemma2" else 1e-10)
-    assert kept == stored
-    assert len(kept) <= BUDGET
 
 
 @pytest.mark.law("decided-as-the-reference")
@@ -310,22 +286,6 @@ def test_a_first_token_alone_may_be_followed_by_steps() -> None:
             at_once(model, token, cache)
     (state,) = now(cache)
     assert (state.seen, state.step, len(state.tail_ids)) == (12, 12, 4)
-
-
-def test_rows_of_a_batch_stream_as_they_do_alone() -> None:
-    model = build("llama", dtype=torch.float64)
-    ids = torch.cat([prompt(N, seed=row) for row in range(3)])
-    cache = RetainedCache(model.config)
-    with streaming()(model) as run:
-        together = at_once(model, ids, cache)
-    assert isinstance(run.retention, tuple)
-    for row in range(3):
-        single = RetainedCache(model.config)
-        with streaming()(model) as alone:
-            expected = at_once(model, ids[row : row + 1], single)
-        assert relative(together[row], expected[0]) < 1e-10
-        assert isinstance(alone.retention, Retention)
-        assert cache.stored_positions(row).tolist() == single.stored_positions().tolist()
 
 
 @pytest.mark.parametrize(("rows", "asked"), [(1, "argument"), (2, "config"), (2, "tuple")])

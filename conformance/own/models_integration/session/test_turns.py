@@ -1,28 +1,20 @@
-"""Turns: later segments on a compacted cache, in pieces, through generate; padded rows equal their single runs."""
+"""Turns: later segments on a compacted cache."""
 
 import copy
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from conformance.own.models_integration.session.families import (
     ENDS,
-    FAMILIES,
     METHODS,
-    SLIDING,
     at_once,
     build,
     greedy,
     prompt,
-    relative,
     states_of,
 )
 from conformance.own.models_integration.session.sessions import (
@@ -30,20 +22,15 @@ from conformance.own.models_integration.session.sessions import (
     TURN,
     Looking,
     Observed,
-    T,
     batch,
-    breathing,
     live_sets,
-    method,
     method_of,
-    now,
     prompts,
     same_state,
     sets,
     turn,
 )
 from models_integration import CrystalCache, RetainedCache, StreamingLLM
-from models_integration.policies.methods import RetentionPolicy
 from reference.crystalcache import empty_state, extend
 from reference.crystalcache.activation import inverse_key_norms
 from reference.crystalcache.tail import append
@@ -99,130 +86,6 @@ def test_rows_that_agree_are_stored_as_one() -> None:
     assert cache.full_layers[0].rows.shared
 
 
-FULL = [family for family in FAMILIES if family not in SLIDING]
-LIVES: dict[str, Callable[[], RetentionPolicy]] = {**METHODS, "breathing": breathing}
-BY_HEAD: dict[str, Callable[[], RetentionPolicy]] = {name: partial(method, name) for name in ("adakv", "h2o", "rkv")}
-# What three rows read, one list each: a prompt, then forwards of their own lengths, or of one token.
-FORWARDS = ((61, 1, 12, 1, 1, 5, 1, 1), (44, 1, 5, 1, 1, 9, 1, 1), (52, 1, 9, 1, 1, 2, 1, 1))
-PROMPTS_ALONE_DIFFER = tuple((n, 1, 12, 1, 7) for n in LENGTHS)
-
-
-def pieces(row: int, forwards: Sequence[Sequence[int]] = FORWARDS) -> list[Tensor]:
-    return [prompt(n, seed=1000 * row + number) for number, n in enumerate(forwards[row])]
-
-
-def together(
-    model: PreTrainedModel, policy: RetentionPolicy, rows: Sequence[Sequence[Tensor]], *, masks: bool = True,
-    known: Any = None,
-) -> tuple[RetainedCache, list[list[Tensor]]]:
-    """The cache, and each row's logits at its own tokens, forward by forward."""
-    cache = RetainedCache(model.config) if known is None else known[0]
-    shown = torch.empty(len(rows), 0, dtype=torch.int64) if known is None else known[1]
-    found: list[list[Tensor]] = [[] for _ in rows]
-    with policy(model):
-        for forward in zip(*rows, strict=True):
-            ids, mask = batch(forward)
-            shown = torch.cat([shown, mask], dim=1)
-            options = {"attention_mask": shown} if masks or not bool(mask.all()) else {}
-            logits = at_once(model, ids, cache, **options)
-            for row, own in enumerate(forward):
-                found[row].append(logits[row, ids.shape[1] - own.shape[1] :])
-    return cache, found
-
-
-def alone(model: PreTrainedModel, policy: RetentionPolicy, row: Sequence[Tensor]) -> tuple[RetainedCache, list[Tensor]]:
-    cache = RetainedCache(model.config)
-    with policy(model):
-        return cache, [at_once(model, ids, cache)[0] for ids in row]
-
-
-def stored(cache: RetainedCache, row: int = 0) -> list[list[int]]:
-    """The positions that each layer and head stores of a row."""
-    return [layer.head_positions(row, head).tolist() for layer in cache.full_layers for head in range(layer.heads)]
-
-
-def agree(
-    model: PreTrainedModel, policy: Callable[[], RetentionPolicy], rows: Sequence[Sequence[Tensor]], **given: Any,
-) -> None:
-    """Kept positions, states and logits of each row are those of its single run; no slot holds padding for ever."""
-    bound = 1e-10 if model.dtype == torch.float64 else 1e-5
-    cache, found = together(model, policy(), rows, **given)
-    for row, own in enumerate(rows):
-        single, expected = alone(model, policy(), own)
-        assert stored(cache, row) == stored(single)
-        for a, b in zip(found[row], expected, strict=True):
-            assert relative(a, b) < bound
-        if policy is breathing:
-            (state,) = now(single)
-            same_state(now(cache)[row], state, rtol=1e3 * bound)
-    if not cache.layers_differ:
-        widest = max(len(cache.stored_positions(row)) for row in range(len(rows)))
-        assert {layer.stored_length for layer in cache.full_layers} == {widest}
-
-
-@pytest.mark.spec("PO-TURN")
-@pytest.mark.parametrize(("family", "life"), [
-    *product([*SLIDING, "llama"], ["crystalcache", "streamingllm"]), *product(["llama"], BY_HEAD),
-])
-def test_turns_of_padded_rows_equal_their_single_runs(family: str, life: str) -> None:
-    """Rows whose prompts differ in length take turns of one length."""
-    model = build(family, dtype=torch.float32 if family == "gemma2" else torch.float64)
-    agree(model, (LIVES | BY_HEAD)[life], [pieces(row, PROMPTS_ALONE_DIFFER) for row in range(3)])
-
-
-@pytest.mark.parametrize(("family", "life"), [
-    *(("llama", life) for life in LIVES),
-    *((family, [*LIVES][-1 - at % 2 * 3]) for at, family in enumerate(FULL) if family != "llama"),
-])
-def test_each_row_equals_its_single_run(family: str, life: str) -> None:
-    """Two padded turns behind a padded prompt, with steps between them, in which every fourth breathes."""
-    agree(build(family, dtype=torch.float64), LIVES[life], [pieces(row) for row in range(3)])
-
-
-@pytest.mark.parametrize(("attention", "masks"), [("eager", True), ("sdpa", False)])
-def test_steps_after_it_may_leave_the_mask_out(attention: str, masks: bool) -> None:
-    agree(build("llama", attention=attention), breathing, [pieces(row) for row in range(3)], masks=masks)
-
-
-def test_what_a_mask_hides_of_a_turn_was_never_read() -> None:
-    """Holes anywhere but in the last column: the row's tokens are the others."""
-    model, rows = build("llama", dtype=torch.float64), [prompt(N, seed=row) for row in range(2)]
-    shown = torch.ones(2, TURN, dtype=torch.int64)
-    shown[0, [2, 3, 7]] = shown[1, [0, 9]] = 0
-    for life in LIVES:
-        cache, ids = RetainedCache(model.config), torch.cat([turn(1), turn(2)])
-        with LIVES[life]()(model):
-            at_once(model, torch.cat(rows), cache)
-            logits = at_once(model, ids, cache, attention_mask=torch.nn.functional.pad(shown, (N, 0), value=1))
-            after = at_once(model, torch.cat([turn(3, 1)] * 2), cache)
-        for row, own in enumerate(rows):
-            kept = ids[row : row + 1, shown[row].bool()]
-            single, expected = alone(model, LIVES[life](), [own, kept, turn(3, 1)])
-            assert cache.stored_positions(row).tolist() == single.stored_positions().tolist()
-            assert relative(logits[row, shown[row].bool()], expected[1]) < 1e-10
-            assert relative(after[row], expected[2]) < 1e-10
-
-
-def test_generate_reads_a_padded_turn() -> None:
-    """The second question of each row behind its own first answer, as a chat in a batch has it."""
-    model, first = build("llama"), prompts()
-    ids, mask = batch(first)
-    more, shown = batch([turn(row, (12, 5, 9)[row]) for row in range(3)])
-    cache = RetainedCache(model.config)
-    with breathing()(model):
-        answers = greedy(model, ids, T + 2, attention_mask=mask, past_key_values=cache)
-        history = torch.cat([ids, answers, more], dim=1)
-        seen = torch.cat([mask, torch.ones_like(answers), shown], dim=1)
-        second = greedy(model, history, T + 2, attention_mask=seen, past_key_values=cache)
-    for row, own in enumerate(first):
-        single = RetainedCache(model.config)
-        with breathing()(model):
-            answer = greedy(model, own, T + 2, past_key_values=single)
-            history = torch.cat([own, answer, turn(row, (12, 5, 9)[row])], dim=1)
-            assert answers[row].tolist() == answer[0].tolist()
-            assert second[row].tolist() == greedy(model, history, T + 2, past_key_values=single)[0].tolist()
-
-
 @pytest.mark.law("decided-as-the-reference")
 @pytest.mark.spec("CC-OBSERVED-LAYER")
 @pytest.mark.parametrize(("budget", "which"), [(0.5, 0), (30, 0), (0.5, 1), (30, -1), (0.5, -2)])
@@ -244,27 +107,6 @@ def test_the_kept_sets_are_those_of_the_reference(budget: float | int, which: in
                 (state,) = states_of(cache).rows
                 same_state(state, expected)
             assert cache.stored_positions().tolist() == expected.stored.tolist()
-
-
-@pytest.mark.parametrize(("family", "cut"), [("llama", (5, 1, 6)), ("gemma3", (1, 11))])
-def test_a_turn_in_pieces_is_the_turn_in_one_forward(family: str, cut: tuple[int, ...]) -> None:
-    model, found = build(family, dtype=torch.float32 if family == "gemma2" else torch.float64), []
-    for pieces in ([TURN], list(cut)):
-        cache = RetainedCache(model.config)
-        with METHODS["crystalcache"]()(model) as run:
-            at_once(model, prompt(N), cache)
-            at_once(model, turn(1, 1), cache)
-            before = cache.stored_length
-            with run.prompt():
-                logits = [at_once(model, piece, cache) for piece in torch.split(turn(2), pieces, dim=1)]
-                assert cache.stored_length == before + TURN
-            assert run.kept is not None
-            assert run.kept.tolist() == cache.stored_positions().tolist()
-        found.append((torch.cat(logits, dim=1), states_of(cache).rows[0]))
-    (expected, state), (logits_of_pieces, state_of_pieces) = found
-    bound = 1e-5 if family == "gemma2" else 1e-10
-    assert relative(logits_of_pieces, expected) < bound
-    same_state(state_of_pieces, state, rtol=10 * bound)
 
 
 def test_a_block_of_one_token_is_a_step() -> None:
