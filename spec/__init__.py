@@ -1,7 +1,7 @@
-"""What must hold: records, parameters, budgets and interfaces that every implementation shares.
+"""The specification: records, parameters, budgets and interfaces that every implementation shares.
 
-The normative texts are the Markdown files beside this module; `spec.errors`, `spec.records`, `spec.policy` and
-`spec.backend` are the types that flow between stages. Nothing here computes a policy: see `reference`.
+The normative texts are the Markdown files in this folder. `spec.errors`, `spec.records`, `spec.policy` and
+`spec.backend` define the types of the stages' arguments and results. The package `reference` computes the policies.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Array types of function boundaries: the rank and dtype for mypy, the axes for jaxtyping.
+"""Array types for function signatures. mypy checks rank and dtype; jaxtyping checks the axes.
 
-Write `Float64[Matrix, "n d"]`: mypy reads the rank alias, jaxtyping checks the axes while tests run.
+Write `Float64[Matrix, "n d"]`. mypy reads the alias `Matrix`; jaxtyping checks `"n d"` in tests.
 """
 
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -27,6 +27,6 @@ else:
     Vector = Matrix = Cube = RawCube = IntVector = IntMatrix = IntCube = BoolVector = BoolMatrix = np.ndarray
 
     class Float(AbstractDtype):
-        """Any floating type of NumPy: jaxtyping's own leaves out the longest."""
+        """Any floating dtype of NumPy. jaxtyping's `Float` excludes longdouble."""
 
         dtypes = (*Float.dtypes, np.longdouble.__name__, str(np.dtype(np.longdouble)))

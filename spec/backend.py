@@ -1,6 +1,6 @@
-"""Engines: a frozen record of optional stage families, found by name, by `module:ATTRIBUTE`, or given as it is.
+"""Backends. A backend is a frozen record of optional stage families; `resolve` finds a backend by name.
 
-What holds of every call of a stage (layouts, results, memory, threads): spec/implementing.md, "Calls".
+The section "Calls" of spec/implementing.md has the rules for every stage: layouts, results, memory, threads.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,147 +33,152 @@ Stages = TypeVar("Stages")
 
 @runtime_checkable
 class CrystalStages(Protocol):
-    """S1 to S6 of CrystalCache. Arrays in, records out; nothing is changed in place.
+    """Stages S1 to S6 of CrystalCache. They take arrays, return records, and change nothing in place.
 
-    A stage may assume checked input where its text raises nothing: doors check (spec/implementing.md).
+    A stage without `Raises` may assume valid input: the public functions check it first (spec/implementing.md).
     """
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
         scaling: float, softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None, /,
     ) -> CoAttention:
-        """S1. q (H, n, d) are the last n of the tokens whose keys are k (H_kv, live, d) at `positions` (live,).
+        """S1: co-attention. k (H_kv, live, d) are the cached keys at `positions` (live,), and q (H, n, d) the queries
+        of the last n of these tokens.
 
-        lse (H, n): the natural logarithm of the sum of exp(logit) over the keys that a query sees, the query's own
-        included and no other; logits scaled and soft-capped. It saves work and changes nothing: a backend may compute
-        it again instead. The caller answers for it. An lse that belongs to other q, k, scaling, softcap or
-        visibility scales every weight of a row by one wrong factor, which no check can tell from a right one.
+        lse (H, n) is the natural logarithm of the sum of exp(logit) over the keys that a query attends to, including
+        the query's own key. The logits are scaled and soft-capped. A backend may use lse to save work, or compute it
+        again: the result is the same. The caller must pass the right values. An lse of a different q, k, scaling,
+        softcap or mask scales all weights of a row by a wrong factor, and no check can detect this.
 
-        sinks (H,): the logit of each query head's attention sink, neither scaled nor capped. A sink is one more key of
-        every query, which gets weight and is no token. lse does not include it.
+        sinks (H,) are the logits of the query heads' attention sinks, neither scaled nor soft-capped. A sink adds
+        exp(sink) to the softmax denominator of every query; it is not a token. lse does not include the sinks.
 
         Raises:
-            SpecError: for q, k, lse or sinks of a wrong shape, type or value.
+            SpecError: if q, k, lse or sinks have a wrong shape, type or value.
         """
         ...
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
-        """S3: M_i (n,)."""
+        """S3: return the impact M_i of each token, (n,)."""
         ...
 
     def trunks(
         self, coattention: CoAttention, impact: Vector, ends: BoolVector, parameters: CrystalCacheParameters, /,
     ) -> Trunks:
-        """S2; `ends` (n,) marks the tokens that end a sentence."""
+        """S2: return the trunks. `ends` (n,) marks the tokens that end a sentence."""
         ...
 
     def graph(self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /) -> TrunkGraph:
-        """S4 of a prompt: every edge lies inside the trunks. That of a later segment is `segment_graph`."""
+        """S4 of a prompt: return the trunk graph. For later segments see `BreathStages.segment_graph`."""
         ...
 
     def score(
         self, D: Vector, impact: Vector, protected: BoolVector, parameters: CrystalCacheParameters, /,
     ) -> Vector:
-        """S5 per trunk (m,); NaN where protected."""
+        """S5: return the score of each trunk, (m,). Protected trunks have NaN."""
         ...
 
     def dissolve(
         self, score: Vector, trunks: Trunks, impact: Vector, D: Vector, protected: BoolVector, budget: int,
         parameters: CrystalCacheParameters, /,
     ) -> Dissolution:
-        """S6; `impact` is per token, `protected` per trunk, `budget` is B of Eq. 30."""
+        """S6: dissolve trunks. `impact` is per token, `protected` is per trunk, `budget` is B of Eq. 30 in tokens."""
         ...
 
 
 @runtime_checkable
 class BreathStages(Protocol):
-    """What decode and later segments need beside S1 to S6. Arrays in, arrays out; nothing is changed in place."""
+    """Stages of decoding and of later segments, in addition to S1 to S6. They change nothing in place."""
 
     def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
-        """Mean over KV heads of 1 / ||k|| per token (n,), of k (H_kv, n, d); infinite where a key is zero.
+        """Return each token's mean of 1 / ||k|| over the KV heads, (n,), for keys k (H_kv, n, d). A zero key gives inf.
 
         Raises:
-            SpecError: for keys of a wrong shape, type or value.
+            SpecError: if the keys have a wrong shape, type or value.
         """
         ...
 
     def impact(self, salience: Vector, counts: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
-        """S3 with given counts: M_i (n,) of tokens whose ids were seen `counts` (n,) times."""
+        """S3 with given counts: return M_i (n,) of tokens whose ids occurred `counts` (n,) times so far."""
         ...
 
     def decay(self, D: Vector, trunk_impact: Vector, parameters: CrystalCacheParameters, /) -> Vector:
-        """Eq. 36: D (m,) after one step."""
+        """Return D (m,) after one decode step (Eq. 36)."""
         ...
 
     def activation(self, live: LiveTrunks, parameters: CrystalCacheParameters, /) -> BoolVector:
-        """Section 3.8(a): which trunks (m,) are active."""
+        """Return a mask (m,) of the active trunks (Section 3.8(a))."""
         ...
 
     def resonance(
         self, D: Vector, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /,
     ) -> Vector:
-        """Eq. 37 and 38: D (m,) after every active trunk has sent its pulse."""
+        """Return D (m,) after every active trunk has sent its pulse (Eq. 37 and 38)."""
         ...
 
     def hebbian(self, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /) -> TrunkWeights:
-        """Eq. 39 and 40: W after the update and its prune."""
+        """Return W after the Hebbian update and the pruning of weak edges (Eq. 39 and 40)."""
         ...
 
     def segment_graph(
         self, coattention: CoAttention, bounds: IntVector, sizes: IntVector, W: TrunkWeights,
         parameters: CrystalCacheParameters, /,
     ) -> TrunkWeights:
-        """S4 of a later segment: W, and behind its rows those of the segment's trunks.
+        """S4 of a later segment: return W with rows for the segment's trunks added at the end.
 
-        `bounds` (m + 1,) holds the first live position of each trunk, older ones first, and the end; `sizes` (m,)
-        their live tokens.
+        `bounds` (m + 1,) holds the first live position of each trunk, older trunks first, and then the end. `sizes`
+        (m,) holds the number of live tokens of each trunk.
         """
         ...
 
     def segment_crystallization(self, degree: Vector, old: int, parameters: CrystalCacheParameters, /) -> Vector:
-        """Eq. 27 over the degrees of all trunks (m,): D of those behind the first `old` ones."""
+        """Return D of the trunks after the first `old` ones, by Eq. 27 with the degrees of all trunks (m,)."""
         ...
 
 
 @runtime_checkable
 class DiversityStages(Protocol):
-    """Set-conditioned selection. Arrays in, arrays out; nothing is changed in place."""
+    """Set-conditioned selection. The stage takes and returns arrays, and changes nothing in place."""
 
     def diverse(self, s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float, /) -> IntVector:
-        """Algorithm 1: k tokens (k,), ascending, the `retained` (n,) among them, by scores s (n,), signatures V (n, d).
+        """Return k tokens (k,), ascending, by Algorithm 1 with scores s (n,) and signatures V (n, d).
+
+        The tokens marked in `retained` (n,) are among the k.
 
         Raises:
-            SpecError: for lam below 0 or not finite, k above n or below the number retained, shapes that do not fit,
-                or a signature that is not finite.
+            SpecError: if lam is negative or not finite, if k is above n or below the number of retained tokens, if the
+                shapes do not match, or if a signature is not finite.
         """
         ...
 
 
 @runtime_checkable
 class NestedKVStages(Protocol):
-    """NestedKV's score. Keys in, scores out; nothing is changed in place."""
+    """NestedKV's score. The stage takes keys, returns scores, and changes nothing in place."""
 
     def anomaly_score(self, k: DeviceArray, parameters: NestedKVParameters, /) -> Matrix:
-        """Eq. 3 to 15 and Appendix A: a* (H_kv, n), in [0, 1], of one layer's keys k (H_kv, n, d). No sink is pinned.
+        """Return the score a* (H_kv, n) in [0, 1] of one layer's keys k (H_kv, n, d), by Eq. 3 to 15 and Appendix A.
+
+        Attention sinks get no special score.
 
         Raises:
-            SpecError: for keys of a wrong shape, type or value, and for a zero key.
+            SpecError: if the keys have a wrong shape, type or value, or if a key is zero.
         """
         ...
 
 
 @runtime_checkable
 class PolicyStages(Protocol):
-    """Parts of the published policies that take time. Arrays in, arrays out; nothing is changed in place."""
+    """The slow parts of the published policies. They take and return arrays, and change nothing in place."""
 
     def received_attention(
         self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None,
         sinks: DeviceArray | None = None, /,
     ) -> Matrix:
-        """The attention that each key receives, (H_kv, n), summed over the queries and the heads of its group.
+        """Return the attention weight that each key receives, (H_kv, n), summed over queries and heads of the group.
 
-        q (H, m, d) are the last m of the tokens whose keys are k (H_kv, n, d); each sees the keys up to its own. sinks
-        (H,) are as in `CrystalStages.coattention`.
+        k (H_kv, n, d) are the keys of n tokens, and q (H, m, d) the queries of the last m of them. Attention is causal.
+        sinks (H,) are as in `CrystalStages.coattention`.
         """
         ...
 
@@ -181,10 +186,10 @@ class PolicyStages(Protocol):
         self, q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None,
         sinks: DeviceArray | None = None, /,
     ) -> Matrix:
-        """The largest weight that each key gets of one query, (H, n), where a query's weights are over its norm.
+        """Return the largest attention weight that each key receives from a query, divided by the query's norm, (H, n).
 
-        q (H, m, d) are the last m of the tokens whose keys are k (H_kv, n, d); each sees the keys up to its own. norms
-        (m,) are above 0. sinks (H,) are as in `CrystalStages.coattention`.
+        k (H_kv, n, d) are the keys of n tokens, and q (H, m, d) the queries of the last m of them. Attention is causal.
+        norms (m,) are positive. sinks (H,) are as in `CrystalStages.coattention`.
         """
         ...
 
@@ -192,25 +197,26 @@ class PolicyStages(Protocol):
         self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
         factor: float, scaling: float, sinks: DeviceArray | None = None, /,
     ) -> Matrix:
-        """The expected weight on each key times its value's norm, (H_kv, n), averaged over the heads of a group.
+        """Return each key's expected attention weight times the norm of its value, (H_kv, n), averaged over the group.
 
-        q (H, m, d) were rotated at positions `at` (m,), in pairs of halves by `inv_freq` (d / 2,) and `factor`; queries
-        to come are rotated as on average at `ahead`. k and v are (H_kv, n, d); sinks (H,) are as in
-        `CrystalStages.coattention`.
+        RoPE rotated q (H, m, d) at the positions `at` (m,) with `inv_freq` (d / 2,) and the attention factor `factor`,
+        in pairs of channels (i, i + d / 2). Future queries get the mean rotation over the positions `ahead`.
+        k and v are (H_kv, n, d). sinks (H,) are as in `CrystalStages.coattention`.
         """
         ...
 
     def best_tokens(self, values: Matrix, shares: IntVector, pinned: BoolMatrix, /) -> Selection:
-        """Of each row of `values` (g, n) its `pinned` tokens, then the best others, up to `shares` (g,) in all.
+        """Select in each row of `values` (g, n) `shares` (g,) tokens: the `pinned` tokens, then the highest values.
 
-        The lower index first on a tie; NaN is below every score. Pinned tokens stay where they alone exceed the share.
+        On a tie the lower index is selected. NaN ranks below every value. Pinned tokens are kept even if they exceed
+        the share.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Backend:
-    """An engine and the stage families that it has."""
+    """A backend: a name and the stage families that it implements. None marks a missing family."""
 
     name: str
     crystal: CrystalStages | None = None
@@ -219,37 +225,40 @@ class Backend:
     nestedkv: NestedKVStages | None = None
     policies: PolicyStages | None = None
     takes: Callable[[DeviceArray], bool] | None = None
-    """Whether its device stages read this tensor where it is; None means that they read NumPy arrays only."""
+    """Function that returns True if the stages read this tensor on its device. None: stages read NumPy arrays only."""
     scores: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
-    """Scores of published policies, by the name of the reference's function and with its arguments."""
+    """Score functions of published policies. A key is the name of a reference function with the same arguments."""
     tensors: Mapping[str, Callable[..., DeviceArray]] = field(default_factory=dict, hash=False)
-    """Functions that leave their result on the device and read none of its values: scores of a layer, as in `scores`;
-    `top_units`: a score (g, n), shares (g,) and marks of protected tokens (g, n) give marks of kept ones; `fill_units`
-    takes the size of a chunk and the number of tokens in chunks after the score; `Adaptive` and `Competition`: a score,
-    NaN for protected tokens, the tokens to share, the protected ones of each set and the safeguard give shares."""
+    """Functions whose result stays on the device. They never copy values to the host.
+
+    - Scores of a layer, as in `scores`.
+    - `top_units(score (g, n), shares (g,), protected (g, n))` returns a mask of the kept tokens.
+    - `fill_units` is the same with two more arguments after the score: chunk size, and number of tokens in chunks.
+    - `Adaptive` and `Competition` take a score (NaN for protected tokens), the number of tokens to share, the number of
+      protected tokens of each set, and the safeguard. They return shares."""
 
     def require_crystal(self) -> CrystalStages:
-        """The CrystalCache stages.
+        """Return the CrystalCache stages.
 
         Raises:
-            BackendUnavailable: when this backend has none; the message names the families that it has.
+            BackendUnavailable: if the backend lacks this family. The message names the families that the backend has.
         """
         return self._having("crystal", self.crystal)
 
     def require_breath(self) -> BreathStages:
-        """The stages of decode and of later segments, or the error of `require_crystal`."""
+        """Return the stages of decoding and later segments. Raises as `require_crystal`."""
         return self._having("breath", self.breath)
 
     def require_diversity(self) -> DiversityStages:
-        """The stage of set-conditioned selection, or the error of `require_crystal`."""
+        """Return the stage of set-conditioned selection. Raises as `require_crystal`."""
         return self._having("diversity", self.diversity)
 
     def require_nestedkv(self) -> NestedKVStages:
-        """NestedKV's score, or the error of `require_crystal`."""
+        """Return the stage of NestedKV's score. Raises as `require_crystal`."""
         return self._having("nestedkv", self.nestedkv)
 
     def require_policies(self) -> PolicyStages:
-        """The stages of the published policies, or the error of `require_crystal`."""
+        """Return the stages of the published policies. Raises as `require_crystal`."""
         return self._having("policies", self.policies)
 
     def _having(self, family: str, stages: Stages | None) -> Stages:
@@ -260,11 +269,13 @@ class Backend:
 
 
 def resolve(backend: str | Backend) -> Backend:
-    """Find a backend: an instance, a built-in name, `module:ATTRIBUTE`, or a name under `kvspec.backends`.
+    """Return the backend that `backend` names. A `Backend` instance is returned unchanged.
+
+    A name is built in ("numpy"), `module:ATTRIBUTE`, or an entry point in the group `kvspec.backends`.
 
     Raises:
-        SpecError: when `backend` is neither text nor a Backend, or no such name is known.
-        BackendUnavailable: when the module cannot be imported here; the message says why.
+        SpecError: if `backend` is neither a string nor a Backend, or if the name is unknown.
+        BackendUnavailable: if the module cannot be imported. The message contains the reason.
     """
     if isinstance(backend, Backend):
         return backend

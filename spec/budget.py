@@ -1,4 +1,4 @@
-"""How a budget is written: a fraction of the tokens seen, or a number of tokens."""
+"""Budgets: a fraction of the tokens seen, or a number of tokens."""
 
 import math
 import re
@@ -25,10 +25,11 @@ _FRACTION = re.compile(r"([0-9]+\.[0-9]*|\.[0-9]+)%?|[0-9]+%")
 
 @dataclass(frozen=True)
 class Budget:
-    """A share of the tokens seen (`fraction`), or a count that does not grow (`count`); exactly one is set.
+    """A budget: either a fraction of the tokens seen (`fraction`) or a fixed number of tokens (`count`).
 
     Raises:
-        SpecError: for none or both, a fraction outside (0, 1], or a count that is no int from 1 to 2^63 - 1.
+        SpecError: if none or both are set, if the fraction is outside (0, 1], or if the count is not an int from 1 to
+            2^63 - 1.
     """
 
     fraction: Fraction | None = None
@@ -43,14 +44,14 @@ class Budget:
             raise SpecError("budget", self.count, _TOKENS)
 
     def tokens(self, seen: int) -> int:
-        """Tokens to keep out of `seen`: the exact ceiling of the fraction, or the count as it is."""
+        """Return the number of tokens to keep out of `seen`: ceil(fraction * seen), computed exactly, or the count."""
         if self.fraction is not None:
             return math.ceil(self.fraction * seen)
         assert self.count is not None
         return self.count
 
     def __str__(self) -> str:
-        """Text that is read back as this budget; `p/q` of a fraction that has no decimal of 28 digits."""
+        """Return text that `parse_budget` reads back. A fraction without a decimal of 28 digits is written as `p/q`."""
         if self.fraction is None:
             return str(self.count)
         decimal = Decimal(self.fraction.numerator) / Decimal(self.fraction.denominator)
@@ -61,15 +62,15 @@ class Budget:
 
 
 def parse_budget(budget: object, argument: str = "budget") -> Budget:
-    """Read a budget as users write it.
+    """Return the Budget for a user's value: float, int, text or Budget.
 
-    A float is read as its decimal, `Fraction(str(budget))`, so that 0.28 of 25 tokens is 7 and not 8.
+    A float is read as its decimal, `Fraction(str(budget))`: 0.28 of 25 tokens is 7, not 8.
 
     Implements: CC-BUDGET-FORMS
 
     Raises:
-        SpecError: for a bool, NaN, text that the item's grammar does not admit, a fraction outside (0, 1] or a count
-            outside [1, 2^63 - 1].
+        SpecError: if `budget` is a bool or NaN, if text does not match the grammar of CC-BUDGET-FORMS, if a fraction is
+            outside (0, 1], or if a count is outside [1, 2^63 - 1].
     """
     if isinstance(budget, Budget):
         return budget

@@ -1,4 +1,4 @@
-"""What decode carries from one token to the next: a frozen record, and nothing of a tensor cache."""
+"""State of CrystalCache between two decode steps: a frozen record. It does not hold the keys and values."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +13,7 @@ __all__ = ["DecodeState", "LiveTrunks", "TrunkWeights", "check_state"]
 
 
 class TrunkWeights(NamedTuple):
-    """W: the symmetric trunk graph in CSR form, columns ascending, no loop, every weight above tau_edge."""
+    """W, the symmetric trunk graph in CSR form: ascending columns, no self-loops, and every weight above tau_edge."""
 
     indptr: IntVector
     indices: IntVector
@@ -22,66 +22,66 @@ class TrunkWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class LiveTrunks:
-    """The trunk table: trunk g holds `positions[offsets[g]:offsets[g + 1]]`, its live tokens; none is empty."""
+    """The trunk table. Live tokens of trunk g are `positions[offsets[g]:offsets[g + 1]]`. No trunk is empty."""
 
     positions: Int64[IntVector, " live"]
-    """Absolute, ascending."""
+    """Absolute positions of the live tokens, ascending."""
     offsets: Int64[IntVector, " m_and_one"]
     impact: Float64[Vector, " live"]
-    """M_i per token, as it was when the token joined."""
+    """M_i of each token, computed when the token joined a trunk."""
     inverse_norms: Float64[Vector, " live"]
-    """Mean over KV heads of 1 / ||k|| in the observed layer; infinite where a key is zero."""
+    """Mean over KV heads of 1 / ||k|| in the observed layer. It is inf if a key is zero."""
     trunk_impact: Float64[Vector, " m"]
-    """Mbar, Eq. 23's constant."""
+    """Impact Mbar of each trunk (Eq. 23). It does not change after the trunk is made."""
 
     @property
     def sizes(self) -> Int64[IntVector, " m"]:
-        """Live tokens of each trunk."""
+        """Return the number of live tokens of each trunk."""
         return np.diff(self.offsets)
 
 
 @dataclass(frozen=True)
 class DecodeState:
-    """One sequence between two forwards. Every step, breath and segment is a pure function of it.
+    """State of one sequence between two forward passes. Steps, breaths and segments are pure functions of the state.
 
-    The tail holds the newest tokens, which are in no trunk yet: their positions are the last of `range(seen)`.
+    The tail holds the newest tokens, which do not belong to a trunk yet. It ends at position `seen - 1`.
     """
 
     budget: Budget
     seen: int
-    """Tokens seen, evicted ones and the tail included: the next token's position."""
+    """Number of tokens seen, including evicted tokens and the tail. This is the position of the next token."""
     step: int
-    """Decode steps done; segments do not count."""
+    """Number of decode steps so far. Segments do not count as steps."""
     live: LiveTrunks
     D: Float64[Vector, " m"]
     W: TrunkWeights
     ids: Int64[IntVector, " distinct"]
-    """Ids of all tokens seen but the tail's, evicted ones included; ascending, each once."""
+    """Distinct ids of all tokens seen, ascending. Evicted tokens are included; the tail is not."""
     counts: Int64[IntVector, " distinct"]
-    """How often each of `ids` was seen."""
+    """Number of occurrences of each id in `ids`."""
     mu: float
-    """Mean of the degrees at the prefill, Eq. 27; 0 where there was none."""
+    """Mean of the trunks' degrees after the prefill (Eq. 27). 0 if there was no prefill."""
     sigma: float
-    """Their standard deviation, with the fallback of Eq. 27; 1 where there was none."""
+    """Standard deviation of the trunks' degrees after the prefill, with the fallback of Eq. 27. 1 without a prefill."""
     tail_ids: tuple[int, ...] = ()
     tail_inverse_norms: tuple[float, ...] = ()
 
     @property
     def tail_positions(self) -> Int64[IntVector, " tail"]:
-        """Absolute positions of the tail."""
+        """Return the absolute positions of the tail."""
         return np.arange(self.seen - len(self.tail_ids), self.seen)
 
     @property
     def stored(self) -> Int64[IntVector, " stored"]:
-        """Every position that the cache holds, ascending: the trunks' and the tail's."""
+        """Return all cached positions, ascending: live tokens of trunks, then the tail."""
         return np.concatenate([self.live.positions, self.tail_positions])
 
 
 def check_state(state: DecodeState) -> None:
-    """Whether a state that came from outside is one that the functions of decode could have made.
+    """Check a state from outside: it must be one that the decode functions could have returned.
 
     Raises:
-        SpecError: at the first thing that does not hold.
+        SpecError: if a field breaks a rule. The message names the first such field.
     """
     live, m = state.live, len(state.D)
     sizes_fit = len(live.offsets) == m + 1 and live.offsets[0] == 0 and live.offsets[-1] == len(live.positions)

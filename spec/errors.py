@@ -4,9 +4,9 @@ __all__ = ["BackendUnavailable", "SpecError"]
 
 
 class SpecError(ValueError):
-    """An input that the specification does not admit; raised before anything has changed.
+    """An input is invalid. The error is raised before any state changes.
 
-    The message names the argument, the value that came and the bound that it breaks.
+    The message contains the argument, the given value, and the rule that the value breaks.
     """
 
     def __init__(self, argument: str, value: object, bound: str) -> None:
@@ -21,4 +21,4 @@ class SpecError(ValueError):
 
 
 class BackendUnavailable(RuntimeError):
-    """A backend, or a stage family of it, that was asked for and cannot run here; never replaced silently."""
+    """The requested backend, or a stage family of the backend, cannot run here. kvspec never substitutes another."""

@@ -1,4 +1,4 @@
-"""What users bring: an object of a module of theirs, as `module:ATTRIBUTE` or by the name of an entry point."""
+"""Plugins: objects from a user's module, given as `module:ATTRIBUTE` or as the name of an entry point."""
 
 import hashlib
 import sys
@@ -22,7 +22,7 @@ class Plugin:
 
     Attributes:
         value: the object.
-        digest: of the file of its module, as it was when it was loaded: 8 hexadecimal digits, or none without a file.
+        digest: hash (8 hex digits) of the module's file at load time. Empty if the module has no file.
     """
 
     value: object
@@ -30,16 +30,16 @@ class Plugin:
 
 
 def target_of(argument: str, name: str, group: str, built_in: Collection[str] = ()) -> str:
-    """The `module:ATTRIBUTE` that a name stands for: itself, or an entry point's.
+    """Return `module:ATTRIBUTE` for a name, which is `module:ATTRIBUTE` already or the name of an entry point.
 
     Args:
-        argument: what is named, for the refusal.
-        name: as users give it.
-        group: of entry points.
-        built_in: the names beside them.
+        argument: name of the argument, for the error message.
+        name: the user's value.
+        group: group of entry points.
+        built_in: further valid names, for the error message.
 
     Raises:
-        SpecError: for an unknown name; those that look like it are named.
+        SpecError: if the name is unknown. The message lists similar names.
     """
     if ":" in name:
         return name
@@ -51,10 +51,10 @@ def target_of(argument: str, name: str, group: str, built_in: Collection[str] = 
 
 
 def load(target: str) -> Plugin:
-    """The object of `module:ATTRIBUTE`.
+    """Load the object `module:ATTRIBUTE`.
 
     Raises:
-        ImportError: when it cannot be loaded, whatever the module raises.
+        ImportError: if loading fails. Any exception that the module raises becomes an ImportError.
     """
     name, _, attribute = target.partition(":")
     try:
@@ -67,10 +67,10 @@ def load(target: str) -> Plugin:
 
 
 def load_own(target: str) -> Plugin:
-    """The same of a user's module, which may lie in the current folder, where `python -m` finds modules.
+    """Load `module:ATTRIBUTE` from a user's module. The current folder is searched too, as with `python -m`.
 
     Raises:
-        ImportError: as `load`.
+        ImportError: as in `load`.
     """
     here = str(Path.cwd())
     sys.path.insert(0, here)
@@ -81,10 +81,10 @@ def load_own(target: str) -> Plugin:
 
 
 def find_plugin(argument: str, name: str, group: str, built_in: Collection[str] = ()) -> Plugin:
-    """What a user's name stands for; arguments as `target_of`'s.
+    """Load the object that a user named. The arguments are those of `target_of`.
 
     Raises:
-        SpecError: for an unknown name, or what cannot be loaded.
+        SpecError: if the name is unknown, or if loading fails.
     """
     target = target_of(argument, name, group, built_in)
     try:

@@ -1,4 +1,4 @@
-"""What the published policies promise: the table of policies.md, which is read here and written nowhere else."""
+"""Promises of the published policies, read from the table in policies.md, which is their only source."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -13,7 +13,7 @@ PAGE = Path(__file__).with_name("policies.md")
 
 @cache
 def promise_table() -> Mapping[str, Mapping[str, str]]:
-    """The cells of each policy's row by column: `yes`, or `no: REASON` or `N/A: REASON`; empty without the page."""
+    """Return each policy's cells by column: `yes`, `no: REASON` or `N/A: REASON`. {} if policies.md is missing."""
     if not PAGE.exists():
         return {}
     lines = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
@@ -25,12 +25,12 @@ def promise_table() -> Mapping[str, Mapping[str, str]]:
 
 
 def field_of(column: str) -> str:
-    """The field of Promises that a column is about."""
+    """Return the field of Promises for a column of the table."""
     return column.replace(" ", "_").replace("-", "_").lower()
 
 
 def promises_of(name: str) -> Promises:
-    """What the policy's row says; nothing for a policy without a row."""
+    """Return the promises of a policy: its row of the table. A policy without a row promises nothing."""
     row = promise_table().get(name)
     if row is None:
         return NOTHING_PROMISED

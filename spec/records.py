@@ -1,4 +1,4 @@
-"""What flows between the stages of CrystalCache. Every array is NumPy on the host."""
+"""Records that CrystalCache's stages pass to each other. Every array is a NumPy array on the host."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +12,7 @@ __all__ = ["CoAttention", "CrystalRetention", "Dissolution", "Edges", "TrunkGrap
 
 
 class Edges(NamedTuple):
-    """Eq. 15's directed triples, as three columns: first endpoint, second endpoint, weight."""
+    """The directed edges of Eq. 15 as three columns: first endpoint, second endpoint, weight."""
 
     first: IntVector
     second: IntVector
@@ -21,10 +21,10 @@ class Edges(NamedTuple):
 
 @dataclass(frozen=True)
 class CoAttention:
-    """S1: what the observed layer's attention says of each token of a segment.
+    """Result of S1: salience and neighbours of each token of a segment, from the attention of the observed layer.
 
-    Row r belongs to the segment's r-th token, at absolute position `start + r`. Neighbours are absolute positions,
-    best first, padded with -1; the weight of a padded slot is 0.
+    Row r belongs to the token at absolute position `start + r`. Neighbours are absolute positions, strongest first.
+    Unused entries have position -1 and weight 0.
     """
 
     start: int
@@ -35,11 +35,12 @@ class CoAttention:
     cross_weight: Float64[Matrix, "n k_cross"]
 
     def edges(self) -> Edges:
-        """The set E of Eq. 15 in its stated order: intra then cross, each by owner, then by rank.
+        """Return the edge set E of Eq. 15: intra edges, then cross edges, each sorted by owner and then by rank.
 
         Implements: CC-EDGES
 
-        An intra edge is stored (owner, neighbour); a cross edge (source, owner), the earlier token first.
+        The owner is the token whose neighbour list holds the edge. An intra edge is (owner, neighbour). A cross edge is
+        (source, owner), so the earlier token comes first.
         """
         owner, rank = np.nonzero(self.intra >= 0)
         late, late_rank = np.nonzero(self.cross >= 0)
@@ -52,7 +53,7 @@ class CoAttention:
 
 @dataclass(frozen=True)
 class Trunks:
-    """S2: trunk g holds positions offsets[g] to offsets[g + 1]; `impact` is Eq. 23's constant."""
+    """Result of S2. Trunk g holds the positions offsets[g] to offsets[g + 1] - 1; `impact` is Mbar of Eq. 23."""
 
     offsets: Int64[IntVector, " m_and_one"]
     impact: Float64[Vector, " m"]
@@ -64,7 +65,7 @@ class Trunks:
 
 @dataclass(frozen=True)
 class TrunkGraph:
-    """S4: the symmetric trunk graph in CSR form (columns ascending), its degrees (Eq. 26) and D (Eq. 27)."""
+    """Result of S4: symmetric trunk graph in CSR form (ascending columns), degrees (Eq. 26) and D (Eq. 27)."""
 
     indptr: Int64[IntVector, " m_and_one"]
     indices: Int64[IntVector, " edges"]
@@ -75,7 +76,7 @@ class TrunkGraph:
 
 @dataclass(frozen=True)
 class Dissolution:
-    """S6: the kept positions (ascending), each trunk's ratio r (protected: 1), and D after Eq. 34."""
+    """Result of S6: kept positions (ascending), ratio r of each trunk (1 if protected), and D after Eq. 34."""
 
     kept: Int64[IntVector, " kept"]
     ratio: Float64[Vector, " m"]
@@ -84,31 +85,31 @@ class Dissolution:
 
 @dataclass(frozen=True)
 class CrystalRetention:
-    """The result of CrystalCache's prefill, with every record that led to it."""
+    """Result of CrystalCache's prefill: the kept positions and the records of all stages."""
 
     retention: Retention
     ratio: Float64[Vector, " m"]
-    """r of Eq. 32 per trunk; 1 where protected."""
+    """Kept ratio r of each trunk (Eq. 32). 1 if the trunk is protected."""
     scores: Float64[Vector, " m"]
-    """Eq. 29 per trunk; NaN where protected: such a trunk is not scored."""
+    """Score of each trunk (Eq. 29). NaN if the trunk is protected."""
     D: Float64[Vector, " m"]
-    """D after Eq. 34."""
+    """D of each trunk after the eviction (Eq. 34)."""
     protected: BoolVector
-    """Trunks that touch the sink or the recent window, (m,)."""
+    """Mask (m,) of the trunks that overlap the attention sinks or the recent window."""
     budget: int
-    """B of Eq. 30, tokens."""
+    """Budget B in tokens (Eq. 30)."""
     coattention: CoAttention
     impact: Float64[Vector, " n"]
-    """M_i of Eq. 22 per token."""
+    """Impact M_i of each token (Eq. 22)."""
     trunks: Trunks
     graph: TrunkGraph
 
     @property
     def kept(self) -> Int64[IntVector, " kept"]:
-        """Kept absolute positions, ascending."""
+        """Return the kept absolute positions, ascending."""
         return self.retention.kept
 
     @property
     def over_budget(self) -> int:
-        """Tokens kept beyond B, because the protected trunks alone exceed it; 0 otherwise."""
+        """Return how many kept tokens exceed B: above 0 only if the protected trunks alone exceed B."""
         return max(0, len(self.kept) - self.budget)

@@ -1,4 +1,4 @@
-"""Which positions a cache keeps: one sequence, at one granularity."""
+"""Retention: the positions that the cache of one sequence keeps, at one granularity."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ __all__ = ["Granularity", "Retention"]
 
 
 class Granularity(Enum):
-    """What one kept set is shared by."""
+    """Owner of a kept set: the whole model, each layer, or each KV head of each layer."""
 
     MODEL = "model"
     LAYER = "layer"
@@ -22,13 +22,13 @@ class Granularity(Enum):
 
 @dataclass(frozen=True)
 class Retention:
-    """Kept positions of one sequence, group by group; a batch is a tuple of these.
+    """Kept positions of one sequence, group by group. A batch is a tuple of Retention.
 
-    Group g keeps `positions[offsets[g]:offsets[g + 1]]`, absolute and ascending. There is one group for MODEL, one
-    per layer for LAYER, one per layer and KV head (layer major) for HEAD.
+    Group g keeps the absolute positions `positions[offsets[g]:offsets[g + 1]]`, ascending. MODEL has one group, LAYER
+    one per layer, and HEAD one per layer and KV head (sorted by layer, then head).
 
     Raises:
-        SpecError: when offsets or positions do not describe subsets of range(seen).
+        SpecError: if offsets and positions do not describe subsets of range(seen).
     """
 
     positions: Int64[IntVector, " kept"]
@@ -44,22 +44,22 @@ class Retention:
 
     @classmethod
     def shared(cls, kept: Int64[IntVector, " kept"], seen: int) -> "Retention":
-        """One kept set for every layer and KV head."""
+        """Return a Retention with one kept set that all layers and KV heads share."""
         return cls(kept, np.array([0, len(kept)], dtype=np.int64), seen)
 
     @classmethod
     def join(cls, parts: Sequence["Retention"]) -> "Retention":
-        """The kept sets of all layers, from those of each layer in ascending order."""
+        """Concatenate the Retentions of single layers, given in ascending order of the layers."""
         sizes = np.concatenate([np.diff(part.offsets) for part in parts])
         positions = np.concatenate([part.positions for part in parts])
         return cls(positions, np.append(0, np.cumsum(sizes)), parts[0].seen, parts[0].granularity)
 
     @property
     def kept(self) -> Int64[IntVector, " kept"]:
-        """The kept positions, ascending, where all layers and KV heads keep the same.
+        """Return the kept positions, ascending, if all layers and KV heads share one kept set.
 
         Raises:
-            SpecError: where there is more than one group.
+            SpecError: if there is more than one group.
         """
         if self.groups > 1:
             reason = f"each {self.granularity.value} has its own: type retention.group(i) for the i-th"
@@ -71,7 +71,7 @@ class Retention:
         return len(self.offsets) - 1
 
     def group(self, index: int) -> Int64[IntVector, " kept"]:
-        """The kept positions of one group, ascending."""
+        """Return the kept positions of one group, ascending."""
         return self.positions[self.offsets[index] : self.offsets[index + 1]]
 
 

@@ -1,7 +1,7 @@
-"""The table of results at the border, as a validated data frame.
+"""Result tables as validated data frames.
 
-The only module that imports pandera (the extra `tables`); nothing inside a pipeline uses it. A table that breaks a
-rule raises SpecError, which names the column (or the rule across columns) and a value.
+Only this module imports pandera (install the extra `tables`). A table that breaks a rule raises SpecError. The message
+names the column, or the rule across columns, and a wrong value.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,9 +21,9 @@ RESULT_KEY = [
 
 
 class ResultTable(pa.DataFrameModel):
-    """One row per cell of an evaluation. Cache sizes are in tokens, per layer and KV head.
+    """Schema of the results: one row per cell of an evaluation. Cache sizes are tokens per layer and KV head.
 
-    `mean_kept` counts the prompt's tokens alone, `mean_cache` those of the answer too.
+    `mean_kept` counts only tokens of the prompt. `mean_cache` also counts tokens of the answer.
     """
 
     policy: str = pa.Field(str_length={"min_value": 1})
@@ -46,7 +46,7 @@ class ResultTable(pa.DataFrameModel):
     control: bool
 
     class Config:
-        """No other columns; a cell has one row."""
+        """Pandera settings: extra columns are errors, and a cell has one row."""
 
         strict = True
         unique = RESULT_KEY
@@ -54,21 +54,21 @@ class ResultTable(pa.DataFrameModel):
     @pa.dataframe_check
     @classmethod
     def accuracy_is_correct_over_n(cls, table: pd.DataFrame) -> "pd.Series[bool]":
-        """The share says the same as the counts."""
+        """Check that `accuracy` equals `correct` / `n`."""
         return (table["correct"] <= table["n"]) & (table["accuracy"] == table["correct"] / table["n"])
 
     @pa.dataframe_check
     @classmethod
     def mean_below_peak(cls, table: pd.DataFrame) -> "pd.Series[bool]":
-        """A mean does not exceed the largest value."""
+        """Check that the mean cache size is at most the peak."""
         return table["mean_cache"] <= table["peak_cache"]
 
 
 def result_table(rows: Iterable[Mapping[str, object]]) -> pd.DataFrame:
-    """Results of an evaluation; each row has every column of ResultTable.
+    """Return the rows as a validated data frame. Each row needs every column of ResultTable.
 
     Raises:
-        SpecError: at the first rule that does not hold; its argument is `ResultTable.column` or `ResultTable`.
+        SpecError: if a rule is broken. The error's argument is `ResultTable.column`, or `ResultTable`.
     """
     try:
         return pd.DataFrame(ResultTable.validate(pd.DataFrame([dict(row) for row in rows])))

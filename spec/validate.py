@@ -1,4 +1,4 @@
-"""Checks at the public doors. Each names the argument, its value and the bound, and runs before any work."""
+"""Input checks of the public functions. They run before any work; errors name the argument, its value and the rule."""
 
 import math
 from collections.abc import Collection, Iterable
@@ -17,14 +17,14 @@ __all__ = [
 ]
 
 _LISTED_MOST = 12
-"""So many names are listed to somebody who gave another one; of more, those that look like it are."""
+"""Error messages list at most this many valid names. If there are more, they list only similar names."""
 
 
 def check_choices(argument: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Names that were given, among those that there are.
+    """Check that all given names are known.
 
     Raises:
-        SpecError: for the first that is not known; the known ones are listed, or of many those that look like it.
+        SpecError: if a name is unknown. The message lists the known names, or similar names if there are many.
     """
     for name in given:
         if name not in known:
@@ -32,7 +32,7 @@ def check_choices(argument: str, given: Iterable[str], known: Collection[str]) -
 
 
 def bound_of_names(name: str, known: Collection[str]) -> str:
-    """What is said to somebody who gave an unknown name: the known ones, or of many those that look like it."""
+    """Return the error text for an unknown name: the known names, or similar names if there are many."""
     if len(known) <= _LISTED_MOST:
         return f"must be one of {', '.join(known)}"
     near = get_close_matches(name.lower(), known, n=3, cutoff=0.5)
@@ -40,10 +40,10 @@ def bound_of_names(name: str, known: Collection[str]) -> str:
 
 
 def check_attention_inputs(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any]) -> None:
-    """q (H, n, d) and k (H_kv, live, d): floating, finite, H a multiple of H_kv, n <= live.
+    """Check the arrays q (H, n, d) and k (H_kv, live, d): floating dtype, finite, H a multiple of H_kv, n <= live.
 
     Raises:
-        SpecError: at the first thing that does not hold.
+        SpecError: if a condition fails.
     """
     for name, array in (("q", q), ("k", k)):
         _check_floats(name, array)
@@ -51,10 +51,10 @@ def check_attention_inputs(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any]) -> 
 
 
 def check_attention_tensors(q: Any, k: Any) -> None:
-    """The same of tensors on a backend's device. They are asked by their own methods, and never copied to the host.
+    """Check tensors q and k on a backend's device as `check_attention_inputs` does, without copying them to the host.
 
     Raises:
-        SpecError: at the first thing that does not hold.
+        SpecError: if a condition fails.
     """
     for name, tensor in (("q", q), ("k", k)):
         if not hasattr(tensor, "is_floating_point"):
@@ -69,10 +69,10 @@ def check_attention_tensors(q: Any, k: Any) -> None:
 
 
 def check_shapes(q: Any, k: Any) -> None:
-    """q (H, n, d) and k (H_kv, live, d), arrays or tensors: equal d, H a multiple of H_kv, n <= live.
+    """Check the shapes of q (H, n, d) and k (H_kv, live, d), arrays or tensors: equal d, H_kv divides H, n <= live.
 
     Raises:
-        SpecError: at the first thing that does not hold.
+        SpecError: if a condition fails.
     """
     if q.shape[2] != k.shape[2]:
         raise SpecError("k", tuple(k.shape), f"the head dimension must be q's, {q.shape[2]}")
@@ -83,19 +83,19 @@ def check_shapes(q: Any, k: Any) -> None:
 
 
 def check_keys(k: np.ndarray[Any, Any]) -> None:
-    """k (H_kv, n, d): floating and finite.
+    """Check that k (H_kv, n, d) has a floating dtype and finite values.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if a condition fails.
     """
     _check_floats("k", k)
 
 
 def check_lse(lse: np.ndarray[Any, Any] | None, q: np.ndarray[Any, Any]) -> None:
-    """lse (H, n) of the queries q (H, n, d), if it is given: floating and finite. Its values are the caller's word.
+    """Check that lse (H, n), if given, fits q (H, n, d), has a floating dtype and is finite.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if a condition fails.
     """
     if lse is None:
         return
@@ -106,10 +106,10 @@ def check_lse(lse: np.ndarray[Any, Any] | None, q: np.ndarray[Any, Any]) -> None
 
 
 def check_sinks(sinks: Any, q: Any) -> None:
-    """sinks (H,) of the queries q (H, n, d), if they are given: floating and finite, an array or a tensor.
+    """Check that sinks (H,), if given, fit q (H, n, d), have a floating dtype and are finite. Arrays or tensors.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if a condition fails.
     """
     if sinks is None:
         return
@@ -150,10 +150,10 @@ def _check_kind(name: str, array: Any, floating: bool) -> None:
 
 
 def check_token_ids(token_ids: object, tokens: int, vocabulary: int | None = None) -> IntVector:
-    """Ids of one sequence as int64 (n,), with n the number of keys and, if it is known, inside the vocabulary.
+    """Return the token ids of one sequence as int64 (n,). n must equal `tokens`, the number of keys.
 
     Raises:
-        SpecError: for another rank, dtype or length, an id out of range, or fewer than two tokens.
+        SpecError: if rank, dtype or length is wrong, if an id is outside [0, vocabulary), or if n is below 2.
     """
     ids = np.asarray(token_ids)
     if ids.ndim != 1:
@@ -173,10 +173,10 @@ def check_token_ids(token_ids: object, tokens: int, vocabulary: int | None = Non
 
 
 def check_sentence_ends(sentence_ends: object) -> frozenset[int]:
-    """The ids that end a sentence.
+    """Return the ids of the tokens that end a sentence, as a frozenset.
 
     Raises:
-        SpecError: when it is no collection of ids, or empty.
+        SpecError: if `sentence_ends` is not a collection of token ids, or is empty.
     """
     if isinstance(sentence_ends, (str, bytes)) or not isinstance(sentence_ends, Iterable):
         # A tokenizer's repr is pages long.
@@ -196,10 +196,10 @@ def check_sentence_ends(sentence_ends: object) -> frozenset[int]:
 
 
 def check_scaling(scaling: float, softcap: float | None) -> None:
-    """The factor on the logits and their soft cap: positive and finite.
+    """Check that the factor on the logits, and the soft cap if there is one, are positive and finite.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if a condition fails.
     """
     for name, value in (("scaling", scaling), ("softcap", softcap)):
         if value is not None and not (math.isfinite(value) and value > 0):
@@ -207,20 +207,21 @@ def check_scaling(scaling: float, softcap: float | None) -> None:
 
 
 def check_penalty(lam: float, name: str = "lam") -> None:
-    """The weight of the redundancy penalty, under the name that its caller gave it: finite and not negative.
+    """Check that the weight of the redundancy penalty is finite and at least 0. Errors call the argument `name`.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if a condition fails.
     """
     if not (math.isfinite(lam) and lam >= 0):
         raise SpecError(name, lam, "must be finite and not negative")
 
 
 def check_diversity(s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -> None:
-    """What set-conditioned selection admits: s (n,), V (n, d) finite, retained (n,), at most n tokens to keep.
+    """Check the inputs of set-conditioned selection: s (n,), finite V (n, d), retained (n,), and k.
 
     Raises:
-        SpecError: at the first thing that does not hold.
+        SpecError: if lam is invalid, if the shapes differ, if V is not finite, if k is above n, or if k is below the
+            number of retained tokens.
     """
     check_penalty(lam)
     n, held = len(s), int(np.count_nonzero(retained))

@@ -1,4 +1,4 @@
-"""Decode: which trunks are active, by the norms of their keys (Section 3.8(a))."""
+"""Decode: selection of the active trunks by the norms of their keys (Section 3.8(a))."""
 
 import numpy as np
 
@@ -12,12 +12,12 @@ UP, DOWN = 2.0**600, 2.0**-600
 
 
 def inverse_key_norms(k: Float[RawCube, "H_kv n d"]) -> Float64[Vector, " n"]:
-    """Mean over KV heads of 1 / ||k||; infinite where one of the token's keys is zero.
+    """Return each token's mean of 1 / ||k|| over the KV heads. It is inf if a key of the token is zero.
 
     Implements: CC-KEY-NORM
 
-    Source: Section 3.8(a). The observed layer's keys; a rotation does not change a norm. A key whose squares float64
-    does not hold is scaled by a power of two, which is exact.
+    Source: Section 3.8(a). k are the observed layer's keys; RoPE does not change a norm. If a squared channel would
+    overflow or underflow float64, the key is first scaled by a power of two, which is exact.
     """
     wide = k.astype(np.float64)
     largest = np.abs(wide).max(axis=2)
@@ -30,7 +30,7 @@ def inverse_key_norms(k: Float[RawCube, "H_kv n d"]) -> Float64[Vector, " n"]:
 
 
 def normalised_inverse_norms(inverse_norms: Float64[Vector, " live"]) -> Float64[Vector, " live"]:
-    """eta: inverse norms over the largest finite one; 1 for a zero key.
+    """Return eta: the inverse norms divided by the largest finite inverse norm. eta is 1 for a zero key.
 
     Implements: CC-ETA
 
@@ -44,11 +44,11 @@ def normalised_inverse_norms(inverse_norms: Float64[Vector, " live"]) -> Float64
 
 
 def active_trunks(live: LiveTrunks, theta_act: float) -> Bool[BoolVector, " m"]:
-    """Trunks of which more than half of the live tokens have eta above theta_act.
+    """Return a mask of the active trunks. In an active trunk more than half of the live tokens have eta > theta_act.
 
     Implements: CC-ACTIVATION
 
-    Source: Section 3.8(a). No query enters: what is active depends on cached keys alone.
+    Source: Section 3.8(a). Activation depends only on the cached keys, not on queries.
     """
     above = normalised_inverse_norms(live.inverse_norms) > theta_act
     m = len(live.trunk_impact)

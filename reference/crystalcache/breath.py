@@ -1,4 +1,4 @@
-"""Decode: decay at every step, and a breath every T_breath steps (Section 3.8)."""
+"""Decode: D decays at every step, and a breath runs every T_breath steps (Section 3.8)."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ __all__ = ["breath", "breath_protection", "decay", "decode_step", "evict", "prot
 def decay(
     D: Float64[Vector, " m"], trunk_impact: Float64[Vector, " m"], parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " m"]:
-    """D after one step: weak trunks fade fast, strong ones slowly.
+    """Return D after one decode step. Trunks with a small product of D and impact decay faster.
 
     Implements: CC-DECAY
 
@@ -31,11 +31,11 @@ def decay(
 
 
 def protected_trunks_of(live: LiveTrunks, seen: int, N_sink: int, W_recent: int) -> Bool[BoolVector, " m"]:
-    """Whole trunks with a live token in the sink or among the last W_recent positions seen.
+    """Return a mask of the trunks with a live token among the first N_sink or the last W_recent positions seen.
 
     Implements: CC-LIVE-PROTECTED
 
-    Source: Section 3.7, on what is left of a trunk.
+    Source: Section 3.7, applied to the live tokens.
     """
     first, last = live.positions[live.offsets[:-1]], live.positions[live.offsets[1:] - 1]
     protected: BoolVector = (first < N_sink) | (last >= seen - W_recent)
@@ -43,11 +43,11 @@ def protected_trunks_of(live: LiveTrunks, seen: int, N_sink: int, W_recent: int)
 
 
 def breath_protection(state: DecodeState, parameters: CrystalCacheParameters) -> Bool[BoolVector, " m"]:
-    """Who is safe at a breath: nobody, or the sink and the recent window.
+    """Return a mask of the trunks that a breath may not evict: none, or those with sink or recent tokens.
 
     Implements: CC-BREATH-PROTECTED
 
-    Source: Section 3.8(d), "the protected set is empty"; the essay's rule is the other form.
+    Source: Section 3.8(d), "the protected set is empty". The essay protects sink and recent tokens.
     """
     if parameters.breath_protection == "none":
         return np.zeros(len(state.D), dtype=np.bool_)
@@ -57,7 +57,7 @@ def breath_protection(state: DecodeState, parameters: CrystalCacheParameters) ->
 def evict(
     state: DecodeState, protected: Bool[BoolVector, " m"], parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
-    """S5 and S6 on the trunk table, under Eq. 30 with n = tokens seen.
+    """Return the state after S5 and S6 on the trunk table. The budget is Eq. 30 with n = tokens seen.
 
     Implements: CC-REEVICT
 
@@ -74,7 +74,9 @@ def evict(
 def breath(
     state: DecodeState, sentence_ends: frozenset[int], parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
-    """Activation, resonance, Hebbian update, new trunks, eviction; the cache then keeps `stored` of the result.
+    """Return the state after a breath: activation, resonance, Hebbian update, new trunks, eviction.
+
+    The caller then keeps only the positions `stored` of the returned state in the cache.
 
     Implements: CC-BREATH
 
@@ -93,7 +95,9 @@ def decode_step(
     state: DecodeState, token_id: int, inverse_norm: float, sentence_ends: frozenset[int],
     parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
-    """After a forward of one token: it joins the tail, D decays, and every T_breath steps there is a breath.
+    """Return the state after a forward pass of one token. The token joins the tail, and D decays.
+
+    Every T_breath steps a breath follows. `inverse_norm` is CC-KEY-NORM of the token's key.
 
     Implements: CC-STEP
 

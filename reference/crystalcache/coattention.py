@@ -1,7 +1,7 @@
-"""S1: what the observed layer's attention says of each token (Section 3.2).
+"""S1: salience and neighbours of each token from the attention of the observed layer (Section 3.2).
 
-The segment is read in chunks of C tokens. Selection takes each weight rounded to float32, because it comes out of a
-long sum; the edge stores the weight itself.
+The segment is processed in chunks of C tokens. Weights come from long sums, so they are rounded to float32 before they
+are compared. The edge stores the weight in float64.
 """
 
 import numpy as np
@@ -21,12 +21,12 @@ def attention(
     key_positions: Int64[IntVector, " n_k"], scaling: float, softcap: float | None,
     sinks: Float64[Vector, " H"] | None = None,
 ) -> Float64[Cube, "H n_q n_k"]:
-    """Causal softmax weights; query head h reads KV head h // (H / H_kv).
+    """Return causal softmax weights. Query head h uses KV head h // (H / H_kv).
 
     Implements: CC-ATTENTION
 
-    Source: Eq. 3, without the product with V. Causal by position: a query sees keys at its own position and before. A
-    head's sink is one more logit, which has no column.
+    Source: Eq. 3, without the product with V. A query attends to keys at its own position and before. The attention
+    sink of a head is one more logit in the softmax denominator, without a column in the result.
     """
     # The query heads of one KV head stand below each other: its keys are read once for all of them.
     shared = q.reshape(k.shape[0], -1, q.shape[2])
@@ -42,11 +42,11 @@ def attention(
 
 
 def salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) -> Float64[Vector, " Q"]:
-    """S_i: the attention mass that the chunk's queries send to token i, over its own top 3 heads.
+    """Return S_i: the attention that token i receives from the chunk's queries, summed over its top k_heads heads.
 
     Implements: CC-SALIENCE
 
-    Source: Eq. 11. `own` holds the chunk's queries against the chunk's keys; the sum runs over queries.
+    Source: Eq. 11. `own` are the attention weights of the chunk's queries on the chunk's keys.
     """
     h: Matrix = own.sum(axis=1)
     top = np.sort(h, axis=0)[::-1][: parameters.k_heads]
@@ -55,11 +55,11 @@ def salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) ->
 
 
 def mean_salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) -> Float64[Vector, " Q"]:
-    """S_i of the essay: the mean, not the sum, of what token i receives from its own top 3 heads.
+    """Return S_i of the essay: the mean over token i's best k_heads heads instead of the sum.
 
     Implements: CC-MEAN-SALIENCE
 
-    Source: the essay, section 3. With fewer heads than three, the mean of all; with none asked for, 0.
+    Source: the essay, section 3. If there are fewer heads, the mean is over all heads. If k_heads is 0, the mean is 0.
     """
     h: Matrix = own.sum(axis=1)
     top = np.sort(h, axis=0)[::-1][: parameters.k_heads]
@@ -71,11 +71,11 @@ _SALIENCE = {"sum": salience, "mean": mean_salience}
 
 
 def row_normalise(A: Float64[Matrix, "Q Q"], epsilon: float) -> Float64[Matrix, "Q Q"]:
-    """Rows of the head-mean attention, restricted to the chunk's own keys, at unit length.
+    """Return the rows of A divided by (their L2 norm + epsilon). A is the head-mean attention inside the chunk.
 
     Implements: CC-ROW-NORM
 
-    Source: Eq. 12. Epsilon is added outside the norm, so a zero row stays zero.
+    Source: Eq. 12. A zero row stays zero.
     """
     norm: Matrix = np.sqrt((A * A).sum(axis=1, keepdims=True))
     return A / (norm + epsilon)
@@ -84,9 +84,9 @@ def row_normalise(A: Float64[Matrix, "Q Q"], epsilon: float) -> Float64[Matrix, 
 def strongest(
     weights: Float64[Matrix, "rows columns"], k: int, tau: float,
 ) -> tuple[Int64[IntMatrix, "rows k"], Float64[Matrix, "rows k"]]:
-    """Columns of the k largest weights per row, only those above tau; best first, lower column first on a tie.
+    """Return columns and weights of the k largest weights above tau in each row, largest first.
 
-    Compared as float32, strict against float32(tau). Unused places hold -1 and weight 0.
+    On a tie the lower column comes first. Weights and tau are compared in float32. Unused entries are -1 with weight 0.
     """
     key = weights.astype(np.float32)
     order = np.argsort(-key, axis=1, kind="stable")[:, :k]
@@ -101,11 +101,11 @@ def strongest(
 def intra_neighbours(
     rows: Float64[Matrix, "Q Q"], parameters: CrystalCacheParameters,
 ) -> tuple[Int64[IntMatrix, "Q k"], Float64[Matrix, "Q k"]]:
-    """Each token's most similar tokens of its chunk, by the cosine of their normalised attention rows.
+    """Return each token's most similar tokens of the same chunk, by the cosine of their normalised attention rows.
 
     Implements: CC-INTRA
 
-    Source: Eq. 13. Neighbours lie on both sides; the token itself is left out before the choice.
+    Source: Eq. 13. Neighbours may come before or after the token. The token itself is excluded.
     """
     cosine = np.matmul(rows, rows.T)
     np.fill_diagonal(cosine, -1.0)
@@ -115,11 +115,11 @@ def intra_neighbours(
 def cross_neighbours(
     earlier: Float64[Matrix, "Q before"], parameters: CrystalCacheParameters,
 ) -> tuple[Int64[IntMatrix, "Q k"], Float64[Matrix, "Q k"]]:
-    """Each token's strongest sources in earlier chunks, by head-mean attention.
+    """Return the earlier tokens, outside the chunk, to which each token attends most, by head-mean attention.
 
     Implements: CC-CROSS
 
-    Source: Eq. 14. In the first chunk there is no column, hence no source.
+    Source: Eq. 14. A token of the first chunk has no such neighbour.
     """
     return strongest(earlier, parameters.k_cross, parameters.tau_cross)
 
@@ -129,7 +129,9 @@ def coattention(
     parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
     sinks: Float64[Vector, " H"] | None = None,
 ) -> CoAttention:
-    """S1 over a segment of n tokens whose keys are the last n of the live ones; chunks count from its first token.
+    """Return the result of S1 for a segment of n tokens. The keys of the segment are the last n of the live keys.
+
+    Chunks are counted from the first token of the segment.
 
     Implements: CC-COATTENTION
 

@@ -1,4 +1,4 @@
-"""Coverage backfill: a share of the budget goes to evenly spaced tokens of evicted trunks (the paper's F3)."""
+"""Coverage backfill: a share of the budget is spent on evenly spaced tokens of evicted trunks (the paper's F3)."""
 
 from fractions import Fraction
 
@@ -14,9 +14,9 @@ __all__ = ["backfill", "coverage_reserve", "evenly_spaced"]
 def coverage_reserve(
     sizes: Int64[IntVector, " m"], protected: Bool[BoolVector, " m"], B: int, coverage: float,
 ) -> int:
-    """Tokens that dissolution leaves to the backfill: the exact share of what B leaves to unprotected trunks, floored.
+    """Return the number of tokens reserved for the backfill: floor(coverage * (B - protected tokens)), exactly.
 
-    Source: the paper's F3. 0 where everything fits, and where protected trunks take all of B.
+    Source: the paper's F3. The reserve is 0 if all tokens fit into B, or if the protected trunks use up B.
     """
     if int(sizes.sum()) <= B:
         return 0
@@ -25,7 +25,7 @@ def coverage_reserve(
 
 
 def evenly_spaced(candidates: Int64[IntVector, " e"], k: int) -> Int64[IntVector, " k"]:
-    """The candidate in the middle of each of k equal parts of the list; all where there are no more than k."""
+    """Split the candidates into k equal parts and return the middle of each. If there are at most k, return all."""
     e = len(candidates)
     if e <= k:
         return candidates
@@ -35,11 +35,11 @@ def evenly_spaced(candidates: Int64[IntVector, " e"], k: int) -> Int64[IntVector
 def backfill(
     found: Dissolution, offsets: Int64[IntVector, " m_and_one"], D: Float64[Vector, " m"], reserve: int,
 ) -> Dissolution:
-    """The dissolution, and `reserve` evenly spaced tokens of the trunks that it evicted whole.
+    """Return the dissolution with `reserve` evenly spaced tokens added, which come from fully evicted trunks.
 
     Implements: CC-COVERAGE
 
-    Source: the paper's F3. Such a trunk lives on with these tokens; r and D say how much of it.
+    Source: the paper's F3. A trunk that gets tokens back is alive again; its r and D are updated.
     """
     sizes = np.diff(offsets)
     evicted = offsets[0] + np.flatnonzero(np.repeat(found.ratio == 0, sizes))

@@ -9,7 +9,7 @@ __all__ = ["crystallization", "logistic", "moments"]
 
 
 def moments(degree: Float64[Vector, " m"], epsilon: float) -> tuple[float, float]:
-    """mu and the population sigma of the degrees; sigma is 1 where it is below epsilon."""
+    """Return mean mu and population standard deviation sigma of the degrees. A sigma below epsilon becomes 1."""
     m = len(degree)
     mu = left_to_right_sum(degree) / m
     sigma = float(np.sqrt(left_to_right_sum((degree - mu) ** 2) / m))
@@ -17,17 +17,17 @@ def moments(degree: Float64[Vector, " m"], epsilon: float) -> tuple[float, float
 
 
 def logistic(x: Float64[Vector, " m"]) -> Float64[Vector, " m"]:
-    """1 / (1 + exp(-x)) without overflow."""
+    """Return 1 / (1 + exp(-x)) without overflow."""
     shrunk = np.exp(-np.abs(x))
     return np.where(x >= 0, 1.0, shrunk) / (1.0 + shrunk)
 
 
 def crystallization(degree: Float64[Vector, " m"], s: float, epsilon: float) -> Float64[Vector, " m"]:
-    """D: the logistic of the standardised degree.
+    """Return D = 1 / (1 + exp(-s (degree - mu) / sigma)) of each trunk.
 
     Implements: CC-CRYSTALLIZATION
 
-    Source: Eq. 27, with the fallback that its text gives (sigma = 1), not max(sigma, epsilon).
+    Source: Eq. 27. If sigma is below epsilon, sigma = 1, as the text of the paper has it, not max(sigma, epsilon).
     """
     mu, sigma = moments(degree, epsilon)
     return logistic(s * ((degree - mu) / sigma))

@@ -14,9 +14,9 @@ Allocation = Callable[[Int64[IntVector, " alive"], int, int], Float64[Vector, " 
 
 
 def allocate_step(size: int, c: int, N_min: int) -> tuple[int, int]:
-    """One trunk of Eq. 32: how many of its tokens stay in r's numerator, and the cut that is left.
+    """Apply Eq. 32 to one trunk. Return the numerator of its r (tokens that remain), and the remaining cut.
 
-    Source: Eq. 32, its four branches in the paper's order.
+    Source: Eq. 32. The four branches have the order of the paper.
     """
     if c <= 0:
         return size, c
@@ -28,7 +28,7 @@ def allocate_step(size: int, c: int, N_min: int) -> tuple[int, int]:
 
 
 def allocate(sizes: Int64[IntVector, " alive"], c_0: int, N_min: int) -> Float64[Vector, " alive"]:
-    """r of each trunk, given from the lowest score up.
+    """Return the kept ratio r of each trunk. Trunks are sorted by score, ascending.
 
     Implements: CC-ALLOCATE
 
@@ -45,7 +45,7 @@ def allocate(sizes: Int64[IntVector, " alive"], c_0: int, N_min: int) -> Float64
 
 
 def keep_count(r: float, size: int, N_min: int) -> int:
-    """k_g of a partly dissolved trunk; Python rounds half to even, as the paper asks.
+    """Return k_g, the number of kept tokens of a partly dissolved trunk. Halves are rounded to even, as in the paper.
 
     Implements: CC-KEEP-COUNT
 
@@ -55,16 +55,16 @@ def keep_count(r: float, size: int, N_min: int) -> int:
 
 
 def strongest_members(M: Float64[Vector, " size"], k: int) -> Int64[IntVector, " k"]:
-    """Indices of the k largest M_i, lower index first on a tie; ascending. Source: Section 3.7, Stage 2."""
+    """Return the indices of the k largest M_i, ascending; ties go to the lower index. Source: Section 3.7, Stage 2."""
     return np.sort(np.argsort(-M, kind="stable")[:k])
 
 
 def dissolved_D(D: Float64[Vector, " m"], r: Float64[Vector, " m"]) -> Float64[Vector, " m"]:
-    """D after the eviction: a trunk weakens as much as it was dissolved.
+    """Return D after the eviction: D times the kept ratio r.
 
     Implements: CC-DISSOLVE-D
 
-    Source: Eq. 34; its three cases are one product, since r is exactly 0 or 1 in the outer two.
+    Source: Eq. 34. The product covers all three cases: r is exactly 0 for a fully evicted trunk, and 1 for a kept one.
     """
     return r * D
 
@@ -73,12 +73,11 @@ def dissolve(
     score: Float64[Vector, " m"], offsets: Int64[IntVector, " m_and_one"], M: Float64[Vector, " n"],
     D: Float64[Vector, " m"], protected: Bool[BoolVector, " m"], B: int, N_min: int,
 ) -> Dissolution:
-    """Evict from the lowest score up until the unprotected trunks fit; protected ones stay even above B.
+    """Evict trunks in ascending order of score until the rest fits into B. Protected trunks are kept even above B.
 
     Implements: CC-DISSOLVE
 
-    Source: Algorithm 1. `score` is read only where a trunk is not protected; of equal scores the earlier trunk goes
-    first.
+    Source: Algorithm 1. The scores of protected trunks are not read. On a tie the earlier trunk is evicted first.
     """
     return carried_out(allocate, score, offsets, M, D, protected, B, N_min)
 
@@ -87,7 +86,7 @@ def carried_out(
     allocation: Allocation, score: Float64[Vector, " m"], offsets: Int64[IntVector, " m_and_one"],
     M: Float64[Vector, " n"], D: Float64[Vector, " m"], protected: Bool[BoolVector, " m"], B: int, N_min: int,
 ) -> Dissolution:
-    """Order, cut and Stage 2 of Algorithm 1 around an allocation, which is Stage 1."""
+    """Run Algorithm 1 with `allocation` as Stage 1."""
     sizes = np.diff(offsets)
     alive = np.flatnonzero(~protected)
     order = alive[np.argsort(score[alive], kind="stable")]

@@ -1,4 +1,4 @@
-"""S4: the graph between trunks (Section 3.5)."""
+"""S4: the trunk graph (Section 3.5)."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ __all__ = ["TrunkPairs", "degree", "symmetric_csr", "trunk_pairs", "trunk_weight
 
 
 class TrunkPairs(NamedTuple):
-    """The multisets W_ab of Eq. 24, one row per pair a < b that has an edge, ordered by (a, b)."""
+    """Size and sum of the multisets W_ab of Eq. 24. There is a row per pair a < b with an edge, sorted by (a, b)."""
 
     a: IntVector
     b: IntVector
@@ -20,11 +20,11 @@ class TrunkPairs(NamedTuple):
 
 
 def trunk_pairs(edges: Edges, offsets: Int64[IntVector, " m_and_one"]) -> TrunkPairs:
-    """Size and sum of W_ab for each pair of different trunks.
+    """Return the size and the sum of the multiset W_ab for each pair of different trunks.
 
     Implements: CC-TRUNK-EDGES
 
-    Source: Eq. 24, additive: a mutual pair of tokens counts twice. Each sum runs in the order of E.
+    Source: Eq. 24. If two tokens are neighbours of each other, both edges count. Weights are added in the order of E.
     """
     g = np.searchsorted(offsets, edges.first, side="right") - 1
     h = np.searchsorted(offsets, edges.second, side="right") - 1
@@ -40,11 +40,11 @@ def trunk_pairs(edges: Edges, offsets: Int64[IntVector, " m_and_one"]) -> TrunkP
 def trunk_weights(
     pairs: TrunkPairs, sizes: Int64[IntVector, " m"], tau_edge: float,
 ) -> tuple[Float64[Vector, " pairs"], IntVector]:
-    """W(g_a, g_b) of the pairs that survive the prune, and which pairs those are.
+    """Return the weights W(g_a, g_b) above tau_edge, and the indices of their pairs.
 
     Implements: CC-TRUNK-WEIGHT
 
-    Source: Eq. 25: the mean weight times the square root of the density; kept where it exceeds tau_edge.
+    Source: Eq. 25: the mean weight times the square root of the density.
     """
     mean = pairs.total / pairs.edges
     W: Vector = mean * np.sqrt(pairs.edges / (sizes[pairs.a] * sizes[pairs.b]))
@@ -55,7 +55,7 @@ def trunk_weights(
 def symmetric_csr(
     a: IntVector, b: IntVector, W: Float64[Vector, " pairs"], m: int,
 ) -> tuple[IntVector, IntVector, Vector]:
-    """Both orientations of each pair as (indptr, indices, weights), columns ascending inside a row."""
+    """Return the symmetric matrix in CSR form (indptr, indices, weights), with ascending columns in each row."""
     row, column, weight = np.concatenate([a, b]), np.concatenate([b, a]), np.concatenate([W, W])
     order = np.lexsort((column, row))
     indptr = np.searchsorted(row[order], np.arange(m + 1)).astype(np.int64)
@@ -63,7 +63,7 @@ def symmetric_csr(
 
 
 def degree(indptr: Int64[IntVector, " m_and_one"], weights: Float64[Vector, " edges"]) -> Float64[Vector, " m"]:
-    """Weighted degree of each trunk, summed by ascending neighbour.
+    """Return the weighted degree of each trunk: the sum of the edge weights, in ascending order of the neighbours.
 
     Implements: CC-DEGREE
 

@@ -1,4 +1,4 @@
-"""Decode: edges between trunks that are active together grow, all others fade (Section 3.8(c))."""
+"""Decode: edges between two active trunks grow, and all other edges decay (Section 3.8(c))."""
 
 import numpy as np
 
@@ -12,11 +12,11 @@ __all__ = ["hebbian", "static_graph"]
 def hebbian(
     W: TrunkWeights, active: Bool[BoolVector, " m"], parameters: CrystalCacheParameters,
 ) -> TrunkWeights:
-    """W with existing edges updated, then pruned as Eq. 25 prunes.
+    """Return W after the Hebbian update of existing edges. Edges of weight tau_edge or less are then removed (Eq. 25).
 
     Implements: CC-HEBB
 
-    Source: Eq. 39 where both ends are active, Eq. 40 elsewhere. No edge is made.
+    Source: Eq. 39 for edges between two active trunks, Eq. 40 for all other edges. No edge is added.
     """
     m = len(active)
     row = np.repeat(np.arange(m), np.diff(W.indptr))
@@ -32,7 +32,7 @@ def hebbian(
 def static_graph(
     W: TrunkWeights, active: Bool[BoolVector, " m"], parameters: CrystalCacheParameters,
 ) -> TrunkWeights:
-    """W as it is: Table 10, "static graph".
+    """Return W unchanged: the ablation "static graph" of Table 10.
 
     Implements: CC-HEBB
     """

@@ -1,4 +1,4 @@
-"""S3: how distinctly each token entered the cache (Section 3.4)."""
+"""S3: impact M_i of each token, from salience and rarity (Section 3.4)."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ K_MEMBERS = 3  # Eq. 23 fixes it
 
 
 def token_counts(token_ids: Int64[IntVector, " n"]) -> Int64[IntVector, " n"]:
-    """c_i: how often the id at position i occurs among all ids, itself included.
+    """Return c_i: the number of occurrences of token i's id among all ids, including token i.
 
     Implements: CC-COUNT
 
@@ -27,7 +27,7 @@ def token_counts(token_ids: Int64[IntVector, " n"]) -> Int64[IntVector, " n"]:
 
 
 def rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
-    """U_i, the Von Restorff rarity; natural logarithm.
+    """Return U_i, the Von Restorff rarity, with the natural logarithm.
 
     Implements: CC-RARITY
 
@@ -38,7 +38,7 @@ def rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
 
 
 def reciprocal_rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
-    """U_i = 1 / (1 + c_i): falls faster than the logarithm's.
+    """Return U_i = 1 / (1 + c_i). It decreases faster than the rarity of Eq. 21.
 
     Implements: CC-RARITY-FORMS
 
@@ -49,7 +49,7 @@ def reciprocal_rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
 
 
 def exponential_rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
-    """U_i = exp(-c_i): all but gone after a few mentions.
+    """Return U_i = exp(-c_i). It is near 0 after a few occurrences.
 
     Implements: CC-RARITY-FORMS
 
@@ -62,7 +62,7 @@ def exponential_rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
 def impact(
     S: Float64[Vector, " n"], U: Float64[Vector, " n"], parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " n"]:
-    """M_i: salience and rarity in equal parts, on the scale of salience.
+    """Return M_i: equal parts of salience and of rarity scaled to the range of salience.
 
     Implements: CC-IMPACT
 
@@ -76,7 +76,7 @@ def impact(
 def impact_without_rarity(
     S: Float64[Vector, " n"], U: Float64[Vector, " n"], parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " n"]:
-    """M_i = S_i, which Eq. 11 has clipped already: Table 10, "no Von Restorff".
+    """Return M_i = S_i: the ablation "no Von Restorff" of Table 10. Eq. 11 has already clipped S_i.
 
     Implements: CC-IMPACT
     """
@@ -86,7 +86,7 @@ def impact_without_rarity(
 def uniform_impact(
     S: Float64[Vector, " n"], U: Float64[Vector, " n"], parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " n"]:
-    """M_i = 1: Table 10, "uniform M_i".
+    """Return M_i = 1: the ablation "uniform M_i" of Table 10.
 
     Implements: CC-IMPACT
     """
@@ -96,11 +96,11 @@ def uniform_impact(
 def unit_impact(
     S: Float64[Vector, " n"], U: Float64[Vector, " n"], parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " n"]:
-    """M_i of the essay: salience as a share of the segment's largest, and rarity, in equal parts.
+    """Return M_i of the essay: equal parts of rarity and of salience divided by the segment's largest salience.
 
     Implements: CC-UNIT-IMPACT
 
-    Source: the essay, section 3. Where no token has salience, rarity is all there is.
+    Source: the essay, section 3. If every salience is 0, only the rarity counts.
     """
     peak = float(S.max())
     share: Vector = S / peak if peak > 0 else np.zeros_like(S)
@@ -108,7 +108,7 @@ def unit_impact(
 
 
 def trunk_impact(M: Float64[Vector, " n"], offsets: Int64[IntVector, " m_and_one"]) -> Float64[Vector, " m"]:
-    """Mean of each trunk's three largest M_i (of all, if it has fewer), summed from the largest down.
+    """Return the mean of each trunk's three largest M_i, added in descending order. Short trunks average all tokens.
 
     Implements: CC-TRUNK-IMPACT
 
@@ -122,11 +122,11 @@ def trunk_impact(M: Float64[Vector, " n"], offsets: Int64[IntVector, " m_and_one
 
 
 def unit_trunk_impact(M_bar: Float64[Vector, " m"], epsilon: float) -> Float64[Vector, " m"]:
-    """Mbar, normalised to [0, 1) by the least and the greatest of all trunks, protected ones included.
+    """Return Mbar min-max normalised to [0, 1) over all trunks, including protected trunks.
 
     Implements: CC-UNIT-TRUNK-IMPACT
 
-    Source: the essay, section 3. All equal gives 0.
+    Source: the essay, section 3. If all Mbar are equal, the result is 0.
     """
     low, high = float(M_bar.min()), float(M_bar.max())
     return (M_bar - low) / (high - low + epsilon)

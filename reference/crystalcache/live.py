@@ -1,4 +1,4 @@
-"""Decode: the trunk table, as tokens join it and leave it (Section 3.8)."""
+"""Decode: the trunk table, and how tokens are added to it and removed from it (Section 3.8)."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ __all__ = ["count_seen", "empty_state", "join", "keep", "live_weights", "start_s
 
 
 def empty_state(budget: Budget) -> DecodeState:
-    """No token seen yet: mu = 0 and sigma = 1, so that a trunk without an edge has D = 0.5."""
+    """Return the state before any token: mu = 0 and sigma = 1, so a trunk without edges has D = 0.5."""
     none, nothing = np.empty(0, dtype=np.int64), np.empty(0)
     zero = np.zeros(1, dtype=np.int64)
     live = LiveTrunks(none, zero, nothing, nothing, nothing)
@@ -24,11 +24,12 @@ def start_state(
     found: CrystalRetention, token_ids: Int64[IntVector, " n"], inverse_norms: Float64[Vector, " n"],
     budget: Budget, parameters: CrystalCacheParameters,
 ) -> DecodeState:
-    """The state after a prefill of n tokens: what it kept, and what it knows of all its tokens.
+    """Return the state after a prefill of n tokens: the kept trunks, and the counts of all token ids.
 
     Implements: CC-START
 
-    Source: Algorithm 2's records, of which Section 3.8 goes on. `inverse_norms` are CC-KEY-NORM of the n keys.
+    Source: Algorithm 2 makes the records, and Section 3.8 continues with them. `inverse_norms` are CC-KEY-NORM of the n
+    keys.
     """
     graph, trunks = found.graph, found.trunks
     ids, counts = np.unique(token_ids, return_counts=True)
@@ -41,11 +42,11 @@ def start_state(
 
 
 def keep(state: DecodeState, slots: Int64[IntVector, " kept"], D: Float64[Vector, " m"]) -> DecodeState:
-    """The state without the tokens that are not in `slots` (ascending), and without the trunks that lost all.
+    """Return the state with only the live tokens at the indices `slots` (ascending). Empty trunks are removed.
 
     Implements: CC-LIVE
 
-    Source: Section 3.8(d); a dead trunk leaves the pool, the graph and every later minimum, maximum and mean.
+    Source: Section 3.8(d). A removed trunk is no longer in the graph or in any later minimum, maximum or mean.
     """
     live, m = state.live, len(D)
     left = np.bincount(np.repeat(np.arange(m), live.sizes)[slots], minlength=m)
@@ -62,7 +63,7 @@ def keep(state: DecodeState, slots: Int64[IntVector, " kept"], D: Float64[Vector
 
 
 def live_weights(W: TrunkWeights, alive: Bool[BoolVector, " m"]) -> TrunkWeights:
-    """W between the trunks that live on, renumbered."""
+    """Return W restricted to the trunks marked in `alive`, with new numbers."""
     if alive.all():
         return W
     stays = np.repeat(alive, np.diff(W.indptr)) & alive[W.indices]
@@ -77,7 +78,7 @@ def join(
     state: DecodeState, ids: Int64[IntVector, " distinct"], counts: Int64[IntVector, " distinct"],
     added: LiveTrunks, D: Float64[Vector, " added"], W: TrunkWeights,
 ) -> DecodeState:
-    """The state with the tokens after its last trunk in trunks of their own; `W` covers old trunks and new."""
+    """Return the state with the trunks `added` appended to the trunk table. `W` covers old and new trunks."""
     live = state.live
     table = LiveTrunks(
         np.concatenate([live.positions, added.positions]),
@@ -95,11 +96,11 @@ def join(
 def count_seen(
     ids: Int64[IntVector, " distinct"], counts: Int64[IntVector, " distinct"], new: Int64[IntVector, " n"],
 ) -> tuple[IntVector, IntVector, IntVector]:
-    """All ids seen and how often, the new ones included, and that number for each new token.
+    """Return all distinct ids including the new ones, the count of each id, and the count for each new token.
 
     Implements: CC-SEEN-COUNT
 
-    Source: Eq. 20 in decode: the context is all tokens seen, evicted ones too.
+    Source: Eq. 20. While decoding, the count is over all tokens seen, including evicted tokens.
     """
     fresh, number = np.unique(new, return_counts=True)
     at = np.searchsorted(ids, fresh)

@@ -1,4 +1,4 @@
-"""Which layer S1 observes."""
+"""Choice of the layer that S1 observes."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ __all__ = ["observed_layer"]
 
 
 def observed_layer(full_layers: Sequence[int], i: int) -> int:
-    """The index of the layer whose queries and keys S1 reads.
+    """Return the index of the layer whose queries and keys S1 reads.
 
     Implements: CC-OBSERVED-LAYER
 
-    Source: Section 3.2, "First layer only", is i = 0.
+    Source: Section 3.2. The paper's "First layer only" is i = 0.
 
     Args:
         full_layers: indices of the model's full-attention layers, ascending.
-        i: which of them, from the first (0), or from the last (-1).
+        i: index into `full_layers`: 0 is the first, -1 the last.
 
     Raises:
-        SpecError: when there is no such layer.
+        SpecError: if `full_layers` has no index i.
     """
     L = len(full_layers)
     if not -L <= i < L:

@@ -1,4 +1,4 @@
-"""Algorithm 2: the prefill, S1 to S6, for any backend."""
+"""Algorithm 2: the prefill with stages S1 to S6, on any backend."""
 
 import numpy as np
 
@@ -27,9 +27,9 @@ def observe(
     parameters: CrystalCacheParameters, scaling: float, softcap: float | None, lse: DeviceArray | None = None,
     sinks: DeviceArray | None = None,
 ) -> tuple[CoAttention, Float64[Vector, " n"], Trunks, TrunkGraph]:
-    """S1, S3, S2 and S4 of a prompt, in Algorithm 2's order: all that no budget and no protection enters.
+    """Run S1, S3, S2 and S4 on a prompt, in the order of Algorithm 2. These stages need no budget and no protection.
 
-    lse (H, n) and sinks (H,) are the forward's own, if it has some: see `spec.backend.CrystalStages.coattention`.
+    lse (H, n) and sinks (H,) come from the forward pass, if available: see `spec.backend.CrystalStages.coattention`.
 
     Source: Algorithm 2, lines 1-52.
     """
@@ -45,27 +45,28 @@ def prefill(
     backend: str | Backend = "numpy", *, scaling: float | None = None, softcap: float | None = None,
     sinks: DeviceArray | None = None,
 ) -> CrystalRetention:
-    """Which positions of a prompt CrystalCache keeps, and every record that led there.
+    """Return the positions of a prompt that CrystalCache keeps, and the records of all stages.
 
     Implements: CC-PREFILL
 
     Source: Algorithm 2.
 
     Args:
-        q: queries of the observed layer after RoPE, (H, n, d), floating: NumPy, or tensors of the backend's device.
-        k: keys of that layer after RoPE, (H_kv, n, d), H a multiple of H_kv.
+        q: queries of the observed layer after RoPE, (H, n, d), floating: a NumPy array, or a tensor on the backend's
+            device.
+        k: keys of the observed layer after RoPE, (H_kv, n, d). H must be a multiple of H_kv.
         token_ids: the prompt, (n,), n at least 2.
         sentence_ends: ids of the tokens that end a sentence.
-        budget: a float or text with "." or "%" is a fraction in (0, 1]; an int is tokens.
-        parameters: constants of the method; Table 10's ablations are values of these.
-        backend: "numpy", another name, "module:ATTRIBUTE" or a Backend.
-        scaling: that layer's factor on q.k; 1 / sqrt(d) when None.
-        softcap: that layer's soft cap on the logits, if it has one.
-        sinks: logits of that layer's attention sinks, one for each query head, (H,), if it has some.
+        budget: a fraction in (0, 1] as a float or as text with "." or "%"; or a number of tokens as an int.
+        parameters: constants of CrystalCache. The ablations of Table 10 are settings of these constants.
+        backend: name of a backend such as "numpy", "module:ATTRIBUTE", or a Backend.
+        scaling: factor on q.k in the observed layer. Default: 1 / sqrt(d).
+        softcap: soft cap on the logits of the observed layer, if it has one.
+        sinks: logits of the attention sinks of the observed layer, one per query head, (H,), if it has sinks.
 
     Raises:
-        SpecError: for an input that the specification does not admit, before any work.
-        BackendUnavailable: when the backend cannot run here.
+        SpecError: if an input is invalid. The error is raised before any work.
+        BackendUnavailable: if the backend cannot run here.
     """
     share = parse_budget(budget)
     engine = resolve(backend)

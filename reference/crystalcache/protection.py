@@ -9,7 +9,7 @@ __all__ = ["cut", "effective_budget", "protected_trunks"]
 def protected_trunks(
     offsets: Int64[IntVector, " m_and_one"], n: int, N_sink: int, W_recent: int,
 ) -> Bool[BoolVector, " m"]:
-    """Whole trunks that touch the sink [0, N_sink) or the recent window [n - W_recent, n).
+    """Return a mask of the trunks that overlap the sinks [0, N_sink) or the recent window [n - W_recent, n).
 
     Implements: CC-PROTECTED
 
@@ -21,17 +21,17 @@ def protected_trunks(
 
 
 def effective_budget(budget: Budget, n: int, N_sink: int, W_recent: int) -> int:
-    """B in tokens: the share of n, or the count, but never below sink + recent.
+    """Return B in tokens: the budget for n tokens, raised to at least N_sink + W_recent.
 
     Implements: CC-BUDGET
 
-    Source: Eq. 30; the ceiling is exact.
+    Source: Eq. 30. The ceiling is computed exactly.
     """
     return max(N_sink + W_recent, budget.tokens(n))
 
 
 def cut(sizes: Int64[IntVector, " m"], protected: Bool[BoolVector, " m"], B: int) -> int:
-    """c_0: tokens to remove from the unprotected trunks, at most all of them.
+    """Return c_0: the number of tokens to remove from the unprotected trunks, at most all of their tokens.
 
     Implements: CC-CUT
 

@@ -10,10 +10,10 @@ __all__ = ["renewed_D"]
 def renewed_D(
     D: Float64[Vector, " m"], active: Bool[BoolVector, " m"], renewal: float,
 ) -> Float64[Vector, " m"]:
-    """D after direct renewal: an active trunk regains its share of what it lacks; before resonance.
+    """Return D after direct renewal, which runs before resonance: an active trunk regains the share `renewal` of 1 - D.
 
     Implements: CC-RENEWAL
 
-    Source: the essay, section 6, breath cycle, step 2. With renewal 0, the paper, D is returned to the bit.
+    Source: the essay, section 6, breath cycle, step 2. With renewal = 0 (the paper), D is unchanged bit for bit.
     """
     return np.where(active, D + renewal * (1.0 - D), D)

@@ -12,9 +12,9 @@ __all__ = ["hop", "pulses", "raised", "resonance"]
 def hop(
     frontier: dict[int, float], visited: set[int], W: TrunkWeights, parameters: CrystalCacheParameters,
 ) -> dict[int, float]:
-    """The trunks that one more hop reaches, each with its strongest pulse.
+    """Return the trunks that the next hop reaches, each with its strongest pulse.
 
-    Source: Eq. 37. A pulse below tau_pulse reaches nobody; who was visited before is not reached again.
+    Source: Eq. 37. Pulses below tau_pulse stop. Trunks that were visited before are not reached again.
     """
     reached: dict[int, float] = {}
     for g, pulse in frontier.items():
@@ -27,11 +27,11 @@ def hop(
 
 
 def pulses(source: int, W: TrunkWeights, parameters: CrystalCacheParameters) -> Float64[Vector, " m"]:
-    """What each trunk receives from one active trunk; 1 for the source itself, 0 where nothing arrives.
+    """Return the pulse that each trunk receives from the active trunk `source`: 1 for the source, 0 if none arrives.
 
     Implements: CC-PULSE
 
-    Source: Eq. 37, breadth first with a visited set, at most max_hops hops.
+    Source: Eq. 37. The search is breadth first with a visited set, and has at most max_hops hops.
     """
     received = np.zeros(len(W.indptr) - 1)
     received[source] = 1.0
@@ -47,7 +47,7 @@ def pulses(source: int, W: TrunkWeights, parameters: CrystalCacheParameters) -> 
 def raised(
     D: Float64[Vector, " m"], pulse: Float64[Vector, " m"], alpha_res: float,
 ) -> Float64[Vector, " m"]:
-    """D after one pulse per trunk: a share of what is missing to 1.
+    """Return D after one pulse per trunk. A trunk regains the share alpha_res * pulse of 1 - D.
 
     Implements: CC-RAISE
 
@@ -59,11 +59,11 @@ def raised(
 def resonance(
     D: Float64[Vector, " m"], W: TrunkWeights, active: Bool[BoolVector, " m"], parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " m"]:
-    """D after every active trunk has sent its pulse, one search each, by ascending trunk.
+    """Return D after every active trunk, in ascending order, has sent its pulse.
 
     Implements: CC-RESONANCE
 
-    Source: Section 3.8(b). In reals the order says nothing: 1 - D shrinks by a factor per pulse.
+    Source: Section 3.8(b). Each pulse multiplies 1 - D by a factor, so the order changes only the rounding.
     """
     for source in np.flatnonzero(active).tolist():
         D = raised(D, pulses(source, W, parameters), parameters.alpha_res)

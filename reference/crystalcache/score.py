@@ -10,11 +10,11 @@ __all__ = ["normalised_impact", "score"]
 def normalised_impact(
     M_bar: Float64[Vector, " m"], protected: Bool[BoolVector, " m"], epsilon: float,
 ) -> Float64[Vector, " m"]:
-    """Log-compressed trunk impact, min-max normalised over the unprotected trunks; NaN where protected.
+    """Return the logarithm of the trunk impact, min-max normalised over the unprotected trunks. NaN if protected.
 
     Implements: CC-NORMALISED-IMPACT
 
-    Source: Eq. 28. All equal gives 0; no unprotected trunk gives NaN throughout.
+    Source: Eq. 28. If all impacts are equal, the result is 0. If all trunks are protected, every value is NaN.
     """
     M_tilde = np.full(len(M_bar), np.nan)
     alive = np.log1p(M_bar[~protected])
@@ -25,7 +25,7 @@ def normalised_impact(
 
 
 def score(D: Float64[Vector, " m"], M_tilde: Float64[Vector, " m"], alpha: float) -> Float64[Vector, " m"]:
-    """Composition by maximum: either path alone lets a trunk survive; NaN where protected.
+    """Return the score: the maximum of D and alpha M_tilde, so a high value of either keeps a trunk. NaN if protected.
 
     Implements: CC-SCORE
 

@@ -1,4 +1,4 @@
-"""A later segment: a turn, a chunk of a stream (Section 3.8; S1 to S6 on what is new)."""
+"""Later segments, such as a chat turn or a chunk of a stream: S1 to S6 on the new tokens (Section 3.8)."""
 
 from dataclasses import replace
 
@@ -25,12 +25,12 @@ def segment_graph(
     edges: Edges, bounds: Int64[IntVector, " m_and_one"], sizes: Int64[IntVector, " m"], W: TrunkWeights,
     tau_edge: float,
 ) -> TrunkWeights:
-    """W over old and new trunks: old pairs as they are, pairs with a new trunk from the segment's edges.
+    """Return W over old and new trunks. Weights of two old trunks are unchanged; others come from the segment's edges.
 
     Implements: CC-SEGMENT-GRAPH
 
-    Source: Eq. 24 and 25 with live sizes. `bounds` are the first live positions of all trunks and the end: live
-    tokens lie between them, however many others are gone.
+    Source: Eq. 24 and 25 with the numbers of live tokens as sizes. `bounds` holds the first live position of each
+    trunk, and then the end. Live tokens of a trunk are between two bounds, even if evicted tokens left gaps.
     """
     pairs = trunk_pairs(edges, bounds)
     weights, kept = trunk_weights(pairs, sizes, tau_edge)
@@ -44,11 +44,11 @@ def segment_graph(
 def segment_crystallization(
     deg: Float64[Vector, " m"], old: int, parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " new"]:
-    """D of the trunks behind the first `old` ones, with mu and sigma over all of them.
+    """Return D of the trunks after the first `old` ones. mu and sigma are over all trunks.
 
     Implements: CC-SEGMENT-D
 
-    Source: Eq. 27; older trunks keep their D.
+    Source: Eq. 27. Older trunks keep their D.
     """
     D = crystallization(deg, parameters.s, parameters.epsilon)[old:]
     return D if parameters.graph == "degree" else np.zeros_like(D)
@@ -58,7 +58,7 @@ def add_segment(
     state: DecodeState, found: CoAttention, ids: Int64[IntVector, " n"], ends: frozenset[int],
     inverse_norms: Float64[Vector, " n"], parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
-    """S2 to S4 of a segment behind a state without a tail; nothing is evicted."""
+    """Return the state with a segment added by S2 to S4. The given state must have no tail. Nothing is evicted."""
     crystal, breath = backend.require_crystal(), backend.require_breath()
     all_ids, counts, c = count_seen(state.ids, state.counts, ids)
     M = breath.impact(found.salience, c, parameters)
@@ -80,27 +80,27 @@ def extend(
     sentence_ends: frozenset[int], parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "numpy", *,
     scaling: float | None = None, softcap: float | None = None, sinks: DeviceArray | None = None,
 ) -> DecodeState:
-    """The state after a segment of n tokens: the tail is trunked, the segment joins, and S5 and S6 run on all.
+    """Return the state after a segment of n tokens. The tail becomes trunks first; S5 and S6 then run on all trunks.
 
     Implements: CC-SEGMENT
 
-    Source: Section 3.8 and Algorithm 2. On `empty_state` this is the prefill.
+    Source: Section 3.8 and Algorithm 2. On `empty_state` the result is that of the prefill.
 
     Args:
-        state: what is live before the segment.
-        q: the segment's queries of the observed layer, (H, n, d).
-        k: that layer's keys of `state.stored` and, behind them, of the segment, (H_kv, stored + n, d).
-        token_ids: the segment, (n,), n at least 2: a single token is a step.
+        state: state before the segment. It is not changed.
+        q: queries of the segment in the observed layer, (H, n, d).
+        k: keys of the observed layer, (H_kv, stored + n, d): those of `state.stored`, then those of the segment.
+        token_ids: ids of the segment, (n,), n at least 2. Use `decode_step` for a single token.
         sentence_ends: ids of the tokens that end a sentence.
-        parameters: constants of the method.
-        backend: as for `prefill`; it needs the families crystal and breath.
-        scaling: that layer's factor on q.k; 1 / sqrt(d) when None.
-        softcap: that layer's soft cap on the logits, if it has one.
-        sinks: logits of that layer's attention sinks, one for each query head, (H,), if it has some.
+        parameters: constants of CrystalCache.
+        backend: as in `prefill`. It needs the stage families crystal and breath.
+        scaling: factor on q.k in the observed layer. Default: 1 / sqrt(d).
+        softcap: soft cap on the logits of the observed layer, if it has one.
+        sinks: logits of the attention sinks of the observed layer, one per query head, (H,), if it has sinks.
 
     Raises:
-        SpecError: for an input that the specification does not admit; the state is never changed.
-        BackendUnavailable: when the backend cannot run here.
+        SpecError: if an input is invalid.
+        BackendUnavailable: if the backend cannot run here.
     """
     engine = resolve(backend)
     breath = engine.require_breath()

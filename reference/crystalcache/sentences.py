@@ -8,11 +8,11 @@ __all__ = ["sentence_offsets"]
 
 
 def sentence_offsets(ends: Bool[BoolVector, " n"]) -> Int64[IntVector, " M_and_one"]:
-    """Sentence i holds tokens offsets[i] to offsets[i + 1]; a token that ends a sentence is its last.
+    """Return the offsets of the sentences: sentence i holds the tokens offsets[i] to offsets[i + 1] - 1.
 
     Implements: CC-SENTENCES
 
-    Source: Section 3.3, Step 1. Tokens after the last end are a sentence too.
+    Source: Section 3.3, Step 1. A token that ends a sentence belongs to it. Tokens after the last end form a sentence.
     """
     stops = np.flatnonzero(ends) + 1
     n = len(ends)

@@ -1,4 +1,4 @@
-"""Decode: generated tokens wait in a tail, and become trunks at a breath (Section 3.8)."""
+"""Decode: generated tokens are collected in a tail, and become trunks at the next breath (Section 3.8)."""
 
 from dataclasses import replace
 
@@ -17,14 +17,14 @@ __all__ = ["append", "edgeless", "edgeless_D", "join_chunk", "join_tail"]
 
 
 def append(state: DecodeState, token_id: int, inverse_norm: float) -> DecodeState:
-    """One generated token at the end of the tail; the step counter goes on.
+    """Return the state with one generated token appended to the tail, and `step` increased by 1.
 
     Implements: CC-TAIL
 
-    Source: Section 3.8. `inverse_norm` is CC-KEY-NORM of its key.
+    Source: Section 3.8. `inverse_norm` is CC-KEY-NORM of the token's key.
 
     Raises:
-        SpecError: for a negative id, or an inverse norm that is not positive.
+        SpecError: if the id is negative, or if the inverse norm is not positive.
     """
     if token_id < 0:
         raise SpecError("token_id", token_id, "must be at least 0")
@@ -37,14 +37,14 @@ def append(state: DecodeState, token_id: int, inverse_norm: float) -> DecodeStat
 
 
 def edgeless(start: int, salience: Float64[Vector, " n"]) -> CoAttention:
-    """Co-attention of tokens that no one observed: their salience, and no edge."""
+    """Return the co-attention of tokens without attention records: the given salience, and no edges."""
     n = len(salience)
     index, weight = np.empty((n, 0), dtype=np.int64), np.empty((n, 0))
     return CoAttention(start, salience, index, weight, index, weight)
 
 
 def edgeless_D(mu: float, sigma: float, parameters: CrystalCacheParameters) -> float:
-    """D of a trunk without an edge: Eq. 27 at degree 0, under the moments of the prefill.
+    """Return D of a trunk without edges: Eq. 27 at degree 0, with mu and sigma of the prefill.
 
     Implements: CC-TAIL-D
 
@@ -58,11 +58,13 @@ def edgeless_D(mu: float, sigma: float, parameters: CrystalCacheParameters) -> f
 def join_tail(
     state: DecodeState, sentence_ends: frozenset[int], parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
-    """The state with its tail in the trunk table: S2 without edges, salience M_min, rarity over all tokens seen.
+    """Return the state after the tail has become trunks, by S2 without edges.
+
+    The salience of these tokens is M_min, and their rarity counts all tokens seen.
 
     Implements: CC-TAIL-TRUNKS
 
-    Source: Section 3.3 for the trunks, Eq. 22 and 23 for their impact. The cut ends a sentence.
+    Source: Section 3.3 for the trunks, Eq. 22 and 23 for their impact. The end of the tail ends a sentence.
     """
     if not state.tail_ids:
         return state
@@ -88,12 +90,14 @@ def join_chunk(
     inverse_norms: Float64[Vector, " k"], sentence_ends: frozenset[int], parameters: CrystalCacheParameters,
     backend: Backend,
 ) -> DecodeState:
-    """The state after a splice: the tail is trunked, then the chunk as a tail of its own, without what it lacks.
+    """Return the state after an archived chunk was spliced in. The tail, then the chunk, become trunks.
+
+    `kept` are the indices of the chunk's stored tokens, ascending, and `inverse_norms` CC-KEY-NORM of their keys. The
+    other tokens of the chunk are removed from the trunks.
 
     Implements: CC-CHUNK-TRUNKS
 
-    Source: none; Section 3.8's tail, of a chunk that no query of this session has seen. `kept` are its stored tokens,
-    ascending, and `inverse_norms` CC-KEY-NORM of their keys.
+    Source: none. The chunk is treated like the tail of Section 3.8: no query of this session has attended to it.
     """
     before, n = join_tail(state, sentence_ends, parameters, backend), len(token_ids)
     norms = np.full(n, np.inf)

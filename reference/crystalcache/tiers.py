@@ -1,6 +1,7 @@
-"""The essay's Stage 1: trunks kept whole, in part or not at all, by their rank; the boundaries move to fit the budget.
+"""The essay's Stage 1: the rank of a trunk decides whether it is kept fully, in part, or not at all.
 
-Ranks run from the best trunk down, the reverse of the order in which Eq. 32 evicts.
+The boundaries between these tiers shift to fit the budget. Rank 0 is the trunk with the highest score; Eq. 32 evicts in
+the reverse order.
 """
 
 import numpy as np
@@ -13,17 +14,18 @@ __all__ = ["dissolve_in_tiers", "least_shift", "tier_allocate", "tier_bounds", "
 
 
 def tier_bounds(m: int, t: int) -> tuple[int, int]:
-    """a and b of m trunks at shift t: ranks below a stay whole, ranks from b on go."""
+    """Return the tier boundaries (a, b) of m trunks at shift t: ranks below a are kept, ranks from b are evicted."""
     a = min(max(3 * m // 10 + t, 0), m)
     return a, min(max(7 * m // 10 + t, a), m)
 
 
 def tier_counts(sizes: Int64[IntVector, " m"], t: int, N_min: int) -> Int64[IntVector, " m"]:
-    """Tokens that each trunk, best first, keeps at shift t; half a token is rounded up, in integers.
+    """Return the number of tokens that each trunk keeps at shift t. Trunks are sorted by score, descending.
 
     Implements: CC-TIER-COUNT
 
-    Source: the essay, section 5. The j-th of the w middle trunks keeps 0.8 - 0.3 j / (w - 1) of its tokens.
+    Source: the essay, section 5. The j-th of the w middle trunks keeps the share 0.8 - 0.3 j / (w - 1) of its tokens.
+    Halves are rounded up, in integer arithmetic.
     """
     a, b = tier_bounds(len(sizes), t)
     j = np.arange(b - a)
@@ -35,18 +37,18 @@ def tier_counts(sizes: Int64[IntVector, " m"], t: int, N_min: int) -> Int64[IntV
 
 
 def least_shift(sizes: Int64[IntVector, " m"], B_avail: int, N_min: int) -> int:
-    """The least t at which the trunks, best first, keep at least B_avail tokens; they keep all of them at t = m."""
+    """Return the smallest shift t at which the trunks keep at least B_avail tokens. At t = m they keep all tokens."""
     shifts = range(-len(sizes), len(sizes) + 1)
     return next(t for t in shifts if tier_counts(sizes, t, N_min).sum() >= B_avail)
 
 
 def tier_allocate(sizes: Int64[IntVector, " alive"], c_0: int, N_min: int) -> Float64[Vector, " alive"]:
-    """r of each trunk, given from the lowest score up, as `allocate` takes them.
+    """Return the kept ratio r of each trunk. Trunks are sorted by score, ascending, as in `allocate`.
 
     Implements: CC-TIERS
 
-    Source: the essay, section 5. What the tiers keep beyond the budget is then cut by Eq. 32's loop, in which a trunk
-    is as large as what it keeps. Precondition: c_0 is at most the sum of the sizes.
+    Source: the essay, section 5. If the tiers keep more than the budget, the loop of Eq. 32 cuts the rest. In this loop
+    the size of a trunk is the number of tokens that its tier keeps. Precondition: c_0 is at most the sum of the sizes.
     """
     B_avail = int(sizes.sum()) - c_0
     best_first = sizes[::-1]
@@ -63,7 +65,7 @@ def dissolve_in_tiers(
     score: Float64[Vector, " m"], offsets: Int64[IntVector, " m_and_one"], M: Float64[Vector, " n"],
     D: Float64[Vector, " m"], protected: Bool[BoolVector, " m"], B: int, N_min: int,
 ) -> Dissolution:
-    """Algorithm 1 with the tiers as its Stage 1.
+    """Run Algorithm 1 with the essay's tiers as Stage 1.
 
     Implements: CC-TIERS
 

@@ -20,11 +20,11 @@ WINDOW = 5  # Eq. 16 fixes it
 
 
 def interface(current: tuple[int, int], sentence: tuple[int, int]) -> tuple[range, range]:
-    """P: the last five tokens of the running trunk and the first five of the next sentence.
+    """Return P: the last five tokens of the current trunk, and the first five tokens of the next sentence.
 
     Implements: CC-INTERFACE
 
-    Source: Eq. 16. Each side is given as (start, stop); a shorter side is taken whole.
+    Source: Eq. 16. The arguments are (start, stop). A shorter trunk or sentence is used fully.
     """
     return (
         range(max(current[0], current[1] - WINDOW), current[1]),
@@ -35,29 +35,29 @@ def interface(current: tuple[int, int], sentence: tuple[int, int]) -> tuple[rang
 def interface_weights(
     edges: dict[tuple[int, int], float], P: tuple[range, range],
 ) -> Float64[Vector, " edges_in_P"]:
-    """Weights of the edges (a, b) with a in the trunk and b in the sentence, by a and then b.
+    """Return the weights of the edges (a, b) with a in the trunk and b in the sentence, sorted by a, then b.
 
     Implements: CC-INTERFACE-EDGES
 
-    Source: Eq. 17, in its literal orientation: the stored first endpoint lies in the running trunk.
+    Source: Eq. 17, read literally: the stored first endpoint is in the current trunk.
     """
     return np.array([edges[pair] for pair in itertools.product(*P) if pair in edges], dtype=np.float64)
 
 
 def merges(weights: Float64[Vector, " k"], size: int, next_size: int, parameters: CrystalCacheParameters) -> bool:
-    """Whether the sentence joins the trunk: their interface is strong enough and they fit.
+    """Return True if the sentence joins the trunk: the mean weight exceeds tau_merge, and the sizes fit into T_max.
 
     Implements: CC-MERGE
 
-    Source: Eq. 18 and 19. The mean exceeds tau where sum(w) - tau k > 0, so that no division rounds; with no edge the
-    strength is 0.
+    Source: Eq. 18 and 19. The test is sum(w) - tau k > 0 for k edges, so no division rounds. Without edges the strength
+    is 0.
     """
     fits = size + next_size <= parameters.T_max
     return fits and left_to_right_sum(weights) - parameters.tau_merge * len(weights) > 0
 
 
 def split_sizes(size: int, T_max: int) -> list[int]:
-    """Sizes of the ceil(size / T_max) pieces of a trunk; they differ by at most one, larger first.
+    """Return the sizes of the ceil(size / T_max) pieces of a trunk. Sizes differ by at most one, larger pieces first.
 
     Implements: CC-SPLIT
 
@@ -72,7 +72,7 @@ def merge_sentences(
     sentences: Int64[IntVector, " M_and_one"], edges: dict[tuple[int, int], float],
     parameters: CrystalCacheParameters,
 ) -> list[int]:
-    """Sizes of the trunks of Step 2: one pass from left to right."""
+    """Return the sizes of the trunks after Step 2, which merges sentences in one pass from left to right."""
     start, stop = int(sentences[0]), int(sentences[1])
     sizes = []
     for next_start, next_stop in itertools.pairwise(sentences[1:].tolist()):
@@ -87,12 +87,12 @@ def merge_sentences(
 def median_strength(
     sentences: Int64[IntVector, " M_and_one"], edges: dict[tuple[int, int], float], tau_merge: float,
 ) -> float:
-    """The threshold in place of tau_merge: the lower median of the strengths between neighbouring sentences.
+    """Return the adaptive merge threshold: the lower median of the strengths between neighbouring sentences.
 
     Implements: CC-ADAPTIVE-MERGE
 
-    Source: the paper's F4. An interface without an edge has strength 0. A quotient that CC-MERGE's products would put
-    above itself is taken as the next float. One sentence alone has no interface: tau_merge.
+    Source: the paper's F4. An interface without edges has strength 0. If rounding makes CC-MERGE merge at a strength
+    equal to the threshold, the next larger float is used. A single sentence has no interface and gives tau_merge.
     """
     bounds = sentences.tolist()
     strengths = []
@@ -107,7 +107,9 @@ def median_strength(
 def trunk_offsets(
     ends: Bool[BoolVector, " n"], edges: Edges, start: int, parameters: CrystalCacheParameters,
 ) -> Int64[IntVector, " m_and_one"]:
-    """S2 over a segment that begins at position `start`: sentences, merged, then split to at most T_max tokens.
+    """Return the trunk offsets of a segment that begins at position `start`.
+
+    S2 finds sentences, merges neighbours, and splits the results into trunks of at most T_max tokens.
 
     Implements: CC-TRUNKS
 
