@@ -147,12 +147,14 @@ def _shown(outcome: Outcome, request: Request) -> dict[str, str]:
 
 
 def scope(made: Mapping[str, Any]) -> str:
-    """What the verdict is about, in a few words: the families, and of how many rows where some abstained."""
+    """What the verdict is about, in a few words: the families, and how many rows were decided if some abstained."""
     own = made["subject"]["kind"] != "policy"
     verdicts = [row["verdict"] for row in made["items"].values() if own or PROMISES in row["families"]]
     decided = sum(verdict not in ABSTAINED for verdict in verdicts)
     named = ", ".join(name for name in made["families"] if own or name == PROMISES) or "no family"
-    return named if decided == len(verdicts) else f"{named} ({decided} of {len(verdicts)})"
+    if decided == len(verdicts):
+        return named
+    return f"{named} ({decided} of {len(verdicts)})" if own else _many(decided, "promise")
 
 
 def entries_of(exceptions: Path | None) -> list[dict[str, Any]]:

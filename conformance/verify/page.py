@@ -83,9 +83,20 @@ def summary(made: Mapping[str, Any]) -> Iterator[str]:
     if made["unneeded_exceptions"]:
         yield f"\nexceptions no longer needed: {', '.join(made['unneeded_exceptions'])}"
     yield f"\n{headline(made)}"
+    yield from _promises(made)
     if made["judged"].endswith(COMPARED) and made["verdict"] in PASSED:
         yield "a promise does not test the score: a wrong SnapKV keeps its promises too. Add --as METHOD to compare the"
         yield "kept tokens with a published method, as in --as snapkv"
+
+
+def _promises(made: Mapping[str, Any]) -> Iterator[str]:
+    """Which properties a policy promises and keeps, and which it does not promise."""
+    own = {item: row["verdict"] for item, row in made["items"].items() if PROMISES in row["families"]}
+    kept = [item for item, verdict in own.items() if verdict == "pass"]
+    others = [item for item, verdict in own.items() if verdict in ABSTAINED]
+    if others and made["verdict"] in PASSED:
+        yield f"properties that the policy promises and keeps: {', '.join(kept)}"
+        yield f"properties that the policy does not promise, or that do not apply: {', '.join(others)}"
 
 
 def _failing(item: str, row: Mapping[str, Any], shown: dict[str, str]) -> Iterator[str]:

@@ -29,9 +29,10 @@ PROFILE = "ci"
 _METHODS = re.compile(r",(?![^(]*\))\s*")
 """Between two methods, and not between two constants."""
 
-_ABOUT = """Judge an engine by the items of the specification, a policy by its promises, or a cache by masking:
-eviction must equal masking. With --as a policy or an engine is compared with published methods.
-The verdict is written as a certificate (spec/certificate.md).
+_ABOUT = """Test an engine, a policy or a cache, and write the verdict as a certificate (spec/certificate.md).
+An engine must compute the items of the specification. A policy must keep its promises, such as an exact budget.
+A cache must give the logits of the full cache with the evicted tokens masked.
+With --as METHOD the kept tokens of an engine or a policy must also be those of a published method.
 
 Exit codes:
 
@@ -40,7 +41,7 @@ Exit codes:
     2         nothing was judged (one line has the reason)
     130, 143  the run was stopped
 
-Arguments after -- are passed to pytest, and the output of pytest is shown. A selection of tests gets no certificate."""
+Arguments after -- are passed to pytest, and pytest's output is shown. Such a run writes no certificate."""
 
 
 @dataclass(frozen=True)
@@ -104,37 +105,47 @@ def parser() -> argparse.ArgumentParser:
         prog="kvspec verify", description=_ABOUT, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
     )
     who = made.add_mutually_exclusive_group(required=True)
-    who.add_argument("--backend", metavar="NAME", help="engine in Python: a name, or module:ATTRIBUTE of a Backend")
-    who.add_argument("--command", metavar="TEXT", help="engine in any language: the command that starts it")
-    who.add_argument("--policy", metavar="NAME", help="module:ATTRIBUTE of a Policy, judged by its promises")
-    who.add_argument("--cache", metavar="NAME", help="module:ATTRIBUTE of a function of logits after eviction")
+    who.add_argument("--backend", metavar="NAME",
+                     help="engine in Python: name of a backend, or module:ATTRIBUTE of a spec.backend.Backend")
+    who.add_argument("--command", metavar="TEXT", help="engine in any language: the command that starts the engine")
+    who.add_argument("--policy", metavar="NAME", help="policy in Python: module:ATTRIBUTE of a spec.policy.Policy")
+    who.add_argument("--cache", metavar="NAME",
+                     help="cache in Python: module:ATTRIBUTE of a function that returns logits after eviction")
     made.add_argument("--as", dest="method", action="append", metavar="METHOD",
-                      help='published method to compare kept tokens with, as in "snapkv(W=16, kernel=5)";\n'
-                           "several for an engine, as in snapkv,h2o. kvspec policies NAME lists the constants")
+                      help='published method to compare the kept tokens with, as in "snapkv(W=16, kernel=5)".\n'
+                           "An engine can have several methods, as in snapkv,h2o. `kvspec policies NAME`\n"
+                           "lists the constants of a method")
     who.add_argument("--check", type=Path, metavar="CERTIFICATE.toml",
-                     help="certificate to check. Files are compared, then the run is repeated,\n"
-                          "with the seed of the certificate and with a new one (--seed). Any\n"
-                          "difference is printed (exit code 1). This runs code that the\n"
-                          "certificate names: the command is shown first")
-    made.add_argument("--yes", action="store_true", help="with --check: run without asking")
-    made.add_argument("--model", metavar="FOLDER", help="transformers model for --cache. Default: tiny random models")
+                     help="certificate to check. First the files that the certificate names are\n"
+                          "compared. Then the tests run with the seed of the certificate and with a\n"
+                          "new seed (--seed). A difference is printed, and the exit code is 1. The\n"
+                          "certificate names the code to run. The command is shown before it runs")
+    made.add_argument("--yes", action="store_true", help="run the command of --check without confirmation")
+    made.add_argument("--model", metavar="FOLDER",
+                      help="folder of a transformers model, for --cache. Default: tiny random models")
     made.add_argument("--positions", choices=POSITIONS,
-                      help="positions of kept tokens with --cache: absolute (default), or renumbered\n"
-                           "from 0 in each KV head. Renumbered keys are rotated to the new positions")
-    made.add_argument("--timeout", type=float, metavar="S", help="seconds that --command may take for an answer")
+                      help="positions of the kept tokens, for --cache: absolute (default), or renumbered\n"
+                           "from 0 in each KV head. A cache that renumbers also rotates the keys to\n"
+                           "the new positions")
+    made.add_argument("--timeout", type=float, metavar="S",
+                      help="number of seconds that the engine of --command may take for an answer")
     made.add_argument("--precision", choices=PRECISIONS,
-                        help="precision of S1. Default: float32, for numpy float64, and for\n"
-                             "--command the answer of the engine")
+                        help="precision of stage S1 (co-attention). The default is float32, but float64 for\n"
+                             "the numpy backend. An engine of --command reports a precision itself")
     made.add_argument("--profile", choices=PROFILES,
-                        help="number of examples of each property. Default: KVSPEC_PROFILE, else ci")
+                        help="profile, which sets the number of examples of each test. The default is the\n"
+                             "environment variable KVSPEC_PROFILE, or ci if the variable is not set")
     made.add_argument("--seed", type=int, metavar="N",
-                      help="seed of the examples, 0 or more. Default: a new seed, which is recorded")
+                      help="random seed of the examples, 0 or more. Default: a new seed, which the\n"
+                           "certificate records")
     made.add_argument("--quick", action="store_true",
-                      help="use profile few without full sizes; writes quick.toml, no certificate")
+                      help="run few examples, without full-size inputs. Writes quick.toml instead of a\n"
+                           "certificate")
     made.add_argument("--fail-fast", action="store_true",
-                      help="stop at the first failure, without a certificate")
+                      help="stop at the first failed test. A stopped run writes no certificate")
     made.add_argument("--exceptions", type=Path, metavar="FILE.toml",
-                        help="known failures, each with reason, issue and expiry\n(see docs/guide/judge.md)")
+                        help="TOML file of known failures. Each entry has a reason, an issue and an expiry\n"
+                             "date (see docs/guide/judge.md)")
     made.add_argument("--out", type=Path, default=Path("results/verify"), metavar="FOLDER",
                         help="folder for certificate.toml, certificate.html, badge.svg, summary.md,\n"
                              "junit.xml and log.txt. Default: results/verify")

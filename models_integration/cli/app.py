@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from models_integration.cli.archive import archive
 from models_integration.cli.models import models
@@ -16,6 +15,7 @@ from models_integration.cli.options import (
     Backend,
     Bare,
     BatchSize,
+    Budget,
     Device,
     Dtype,
     Engine,
@@ -24,6 +24,8 @@ from models_integration.cli.options import (
     Model,
     Models,
     Placements,
+    Prompt,
+    Results,
     Seeds,
     TableFile,
     Tasks,
@@ -31,22 +33,21 @@ from models_integration.cli.options import (
     names_of,
 )
 from models_integration.cli.paper import paper
+from models_integration.cli.passed_on import PassedOn, lm_eval, verify
 from spec import SPEC_VERSION
 
 __all__ = ["app"]
 
-_YOURS = "Your own: 'module:ATTRIBUTE', or the name of an entry point."
+_YOURS = "For your own policy write 'module:ATTRIBUTE' or the name of an entry point."
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
-    help="Evict tokens from the KV cache of transformers models, compare policies, and judge implementations.",
+    help="Evict tokens from the KV cache of transformers models, compare eviction policies, and test implementations.",
 )
 
 app.add_typer(archive, name="archive")
 app.add_typer(models, name="models")
 app.command()(paper)
-
-_OUT = "Folder for study.jsonl (one line per sample) and report.html. A stopped run continues from study.jsonl."
 
 _OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model")
 """Options of a sweep over parameters; a file of rules has its own."""
@@ -69,9 +70,11 @@ def _common(
 
 @app.command()
 def policies(
-    name: Annotated[str, typer.Argument(help="Name of a policy: print paper, constants and an example call.")] = "",
+    name: Annotated[
+        str, typer.Argument(help="Policy to describe: paper, constants and an example. Default: list all policies.")
+    ] = "",
 ) -> None:
-    """List the policies, with kept tokens, passes over the prompt, peak memory and supported uses."""
+    """List the policies. For each policy show kept tokens, passes over the prompt, peak memory and supported uses."""
     from models_integration.cli.policies import show_policies, show_policy
 
     if name:
@@ -82,7 +85,7 @@ def policies(
 
 @app.command()
 def tasks() -> None:
-    """List the tasks, with question, metric, source of the contexts, placements and constants."""
+    """List the tasks. For each task show the question, source of the text, metric, placements and constants."""
     from models_integration.cli.policies import show_tasks
 
     show_tasks()
@@ -92,33 +95,38 @@ def tasks() -> None:
 def compare(
     policies: Annotated[
         str,
-        typer.Option(help="Comma-separated names of `kvspec policies`. snapkv(W=16) sets a constant. diverse-NAME adds"
-                     f" set-conditioned selection. h2o@prompt evicts after the prompt only. {_YOURS}"),
+        typer.Option(help="Comma-separated policies. `kvspec policies` lists the names. snapkv(W=16) sets a constant."
+                     " diverse-NAME adds set-conditioned selection. h2o@prompt evicts after the prompt only."
+                     f" {_YOURS}"),
     ] = "crystalcache,streamingllm,fullcache",
     budgets: Annotated[
-        str, typer.Option(help="Comma-separated budgets: fractions (0.3, 30%) or numbers of tokens (512).")
+        str, typer.Option(help="Comma-separated budgets: fractions of the prompt (0.3, 30%) or tokens (512).")
     ] = "0.3,0.5",
     tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
-    samples: Annotated[int, typer.Option(help="Samples per cell and seed.")] = 20,
+    samples: Annotated[int, typer.Option(help="Number of samples for each task, context length and seed.")] = 20,
     seed: Seeds = "42", placement: Placements = "after",
-    controls: Annotated[bool, typer.Option(help="Also run controls: kept sets that must answer or must fail.")] = True,
+    controls: Annotated[
+        bool, typer.Option(help="Also run controls: kept tokens with which the model must answer, or must fail.")
+    ] = True,
     calibration: Annotated[
         Path | None, typer.Option(help="Calibration file of the model, written by kvspec calibrate.")
     ] = None,
     write_rules: Annotated[
-        Path | None, typer.Option(help="Rules file to write from these options, without a run.")
+        Path | None, typer.Option(help="Write these options to a rules file, and run nothing.")
     ] = None,
     model: Models = "pocket", bare: Bare = False, backend: Backend = "auto", device: Device = "cpu",
     dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
     engine: Engine = "processes", address: Address = "", again: Again = False, table: TableFile = None,
-    figure: Figure = None, out: Annotated[Path, typer.Option(help=_OUT)] = Path("results"),
+    figure: Figure = None, out: Results = Path("results"),
 ) -> None:
-    """Compare policies at several budgets on tasks, print tables and write a page. A second run skips stored results.
+    """Compare policies at several budgets on tasks. Print tables and write an HTML report.
 
-    Each policy scores the prompt of a sample once, for all budgets. Every policy gets the same budget.
-    Exit code 1 if a control fails, because then the comparison does not measure retention.
+    Each policy scores a prompt once, and selects the tokens of every budget by these scores. All policies get the same
+    budgets. The exit code is 1 if a control fails. A failed control means that the task does not measure what the cache
+    keeps.
 
-    --write-rules writes the options as a rules file for kvspec sweep and study.
+    A second run skips the results that are stored in --out. With --write-rules the command only writes a rules file.
+    kvspec sweep and kvspec study read rules files.
     """
     from models_integration.cli.compare import study_of
 
@@ -144,14 +152,14 @@ def compare(
 @app.command()
 def demo(
     model: Model = "pocket",
-    samples: Annotated[int, typer.Option(help="Samples per cell. Fewer are faster and less certain.")] = 20,
+    samples: Annotated[int, typer.Option(help="Number of samples for each task. Fewer samples are less certain.")] = 20,
     backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
-    batch_size: BatchSize = 12, out: Annotated[Path, typer.Option(help=_OUT)] = Path("results"),
+    batch_size: BatchSize = 12, out: Results = Path("results"),
 ) -> None:
     """Compare CrystalCache, StreamingLLM and the full cache on the pocket model, with controls.
 
-    This is `kvspec compare` without options. It takes a minute on two CPU cores and downloads nothing. Models other
-    than the pocket models are asked for facts in running text.
+    `kvspec compare` without options runs the same comparison. The demo takes a minute on two CPU cores and downloads
+    nothing. If --model is neither 'pocket' nor 'chat', the tasks hide facts in English prose.
     """
     shipped = "the small model that comes with kvspec" if model == "pocket" else f"the model {model}"
     print(
@@ -177,26 +185,26 @@ def sweep(
     context: typer.Context,
     rules: Annotated[
         Path | None,
-        typer.Argument(metavar="SWEEP.toml", help="File of models, policies, budgets and tasks, as for kvspec study."),
+        typer.Argument(metavar="SWEEP.toml", help="Rules file with models, policies, budgets and tasks."),
     ] = None,
     grid: Annotated[
-        str, typer.Option(help="Parameters: appendix-a (T_max, s, alpha) or extensions (essay, tiers, coverage, ...).")
+        str, typer.Option(help="Varied parameters: appendix-a (T_max, s, alpha) or extensions (essay, tiers, ...).")
     ] = "appendix-a",
-    budget: Annotated[str, typer.Option(help="Budget: a fraction (0.3, 30%) or a number of tokens (512).")] = "0.3",
+    budget: Budget = "0.3",
     tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
-    samples: Annotated[int, typer.Option(help="Samples per variant and task, equal for all variants.")] = 10,
+    samples: Annotated[int, typer.Option(help="Number of samples for each task, the same for all variants.")] = 10,
     seed: Seeds = "42", model: Models = "pocket", bare: Bare = False, backend: Backend = "auto",
     device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12,
     workers: Workers = 1, engine: Engine = "processes", address: Address = "", again: Again = False,
     table: TableFile = None, figure: Figure = None,
     status: Annotated[
-        Path | None, typer.Option(help="Print the progress of all runs in this folder and exit.")
+        Path | None, typer.Option(help="Folder of runs. Print the progress of each run, and run nothing.")
     ] = None,
-    out: Annotated[Path, typer.Option(help=_OUT)] = Path("results"),
+    out: Results = Path("results"),
 ) -> None:
-    """Run all cells of SWEEP.toml on all contexts. Without a file, vary one parameter of CrystalCache at a time.
+    """Run a rules file on all samples. Without a rules file, vary one parameter of CrystalCache at a time.
 
-    With the defaults this takes a minute on two CPU cores. A second run skips stored results.
+    The default sweep takes a minute on two CPU cores. Stored results are not computed again.
     """
     if status is not None:
         from models_integration.studies.status import status as lines
@@ -228,21 +236,27 @@ def sweep(
 
 @app.command()
 def study(
-    rules: Annotated[Path | None, typer.Option(help="TOML file with claims, model, tasks, policies, budgets.")] = None,
-    out: Annotated[Path | None, typer.Option(help=_OUT)] = None,
-    part: Annotated[str, typer.Option(help="Contexts: dev (a fifth), then confirm (for claims), or all.")] = "dev",
-    audit: Annotated[Path | None, typer.Option(help="Folder of studies: print if git has rules before rows.")] = None,
+    rules: Annotated[Path | None, typer.Option(help="Rules file: claims, model, tasks, policies, budgets.")] = None,
+    out: Results | None = None,
+    part: Annotated[
+        str, typer.Option(help="Samples to run: dev (a fifth of all), confirm (the rest, to decide claims), or all.")
+    ] = "dev",
+    audit: Annotated[
+        Path | None, typer.Option(help="Folder of studies: print whether git has the rules before the results.")
+    ] = None,
     bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
     again: Again = False, table: TableFile = None, figure: Figure = None,
 ) -> None:
-    """Measure kept evidence, likelihood of the gold answer, attention on evicted keys and answers, and decide claims.
+    """Run the study that a rules file describes, and decide the claims of the study.
 
-    Each policy scores the prompt of a sample once, for all budgets. A second run continues a stopped one. A task is a
-    name, 'module:ATTRIBUTE', or a file of a benchmark as 'KIND:PATH'. The kinds are ruler-file, ruler-lm-eval-file,
-    scbench-file, scbench-turns-file, longbench-file, loogle-file, infinitebench-file and math-file.
+    A study measures how much evidence each policy keeps, the likelihood of the gold answer, the attention on evicted
+    keys, and the answers. Each policy scores a prompt once, and selects the tokens of every budget by these scores.
+    In a rules file a task is a name, 'module:ATTRIBUTE', or 'KIND:PATH' for a benchmark file. KIND is ruler-file,
+    ruler-lm-eval-file, scbench-file, scbench-turns-file, longbench-file, loogle-file, infinitebench-file or math-file.
 
-    If the rules have claims, commit the rules and the calibration, run dev, and run confirm last.
+    If the rules file has claims, first commit the rules file and the calibration file to git. Then run --part dev. Run
+    --part confirm last.
     """
     from models_integration.cli.study import Running, print_audit, run
     from models_integration.studies.evidence.rules import load_rules
@@ -264,17 +278,17 @@ def study(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of results, --out of compare or study.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that compare, sweep or study wrote.")],
     rules: Annotated[
-        list[Path] | None, typer.Option(help="Rules file of a study in the folder, for claims and stages. Repeatable.")
+        list[Path] | None, typer.Option(help="Rules file of a study in FOLDER, to show the claims. Repeatable.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Page to write. Default: report.html in the folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="HTML file to write. Default: report.html in FOLDER.")] = None,
     table: TableFile = None, figure: Figure = None,
 ) -> None:
-    """Write the page of a folder of results: one file that any browser opens without network.
+    """Write a report of a folder of results: one HTML file that needs no network.
 
-    The page begins with claims and the best policy by task and budget. Pictures with tables, controls, costs, warnings
-    and the tables of the papers follow. Study, compare and sweep write this page too.
+    The report first shows the claims, and the best policy for each task and budget. Figures, tables, controls, costs
+    and warnings follow. kvspec compare, sweep and study write this report too.
     """
     from models_integration.cli.report import run
 
@@ -283,21 +297,26 @@ def report(
 
 @app.command()
 def calibrate(
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text, rules of a study (.toml), .pt or .tsv.")],
-    out: Annotated[Path, typer.Option(help="File to write.")] = Path("calibration.npz"),
-    tokens: Annotated[int, typer.Option(help="Largest number of tokens to read.")] = 4096,
-    threshold: Annotated[float | None, typer.Option(help="Least value of a full head in a .tsv.")] = None,
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), .pt or .tsv file.")],
+    out: Annotated[Path, typer.Option(help="Calibration file to write.")] = Path("calibration.npz"),
+    tokens: Annotated[int, typer.Option(help="Largest number of tokens to read from the text.")] = 4096,
+    threshold: Annotated[float | None, typer.Option(help="Smallest value of a full head in a .tsv file.")] = None,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
 ) -> None:
-    """Calibrate a model: compute average queries (for triattention) and KVzip scores of its heads (for kvzip-heads).
+    """Measure a model for two policies: average queries for triattention, and KVzip scores of heads for kvzip-heads.
 
     The model runs three forward passes over the text. In one pass the model repeats the text.
 
-    For a study run `kvspec calibrate rules.toml`, then write calibration = "calibration.npz" in the rules. This reads
-    the first dev context only. The file records the context, so the study can check that no confirming text was used.
-    TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv) are converted, without a check of weights.
-    With --out stats.pt the file has TriAttention's format; else it stores a hash of the model and the rotation.
-    Then: kvspec compare --policies triattention --calibration calibration.npz
+    To calibrate for a study, run `kvspec calibrate rules.toml`. Then write calibration = "calibration.npz" in the rules
+    file. The command reads only the first context of the dev part, and the calibration file records this context. A
+    study refuses a calibration on a context of the confirm part.
+
+    kvspec also converts TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv). Such a file does not
+    name a model, so kvspec cannot check whether the file belongs to this model. With --out stats.pt the calibration
+    file has TriAttention's format. A calibration file with a different suffix stores a hash of the model and the
+    rotation.
+
+    To use the file, run kvspec compare --policies triattention --calibration calibration.npz
     """
     from models_integration.cli.calibrate import run
     from models_integration.studies.subject import Loading
@@ -307,12 +326,12 @@ def calibrate(
 
 @app.command()
 def compress(
-    prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file to read.")],
-    budget: Annotated[str, typer.Option(help="Budget: a fraction (0.3, 30%) or a number of tokens (512).")] = "0.5",
+    prompt: Prompt,
+    budget: Budget = "0.5",
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto",
 ) -> None:
-    """Compact one prompt with CrystalCache and print the kept text."""
+    """Compact one prompt with CrystalCache, and print the number of kept tokens and the freed memory."""
     from models_integration.cli.compress import run
     from models_integration.studies.subject import Loading
 
@@ -321,23 +340,23 @@ def compress(
 
 @app.command()
 def keep(
-    prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file to read.")],
-    budget: Annotated[str, typer.Option(help="Budget: a fraction (0.3, 30%) or a number of tokens (512).")] = "0.3",
-    policy: Annotated[str, typer.Option(help="Policy that reads the first layer only, as for kvspec compare.")] = (
-        "crystalcache"
-    ),
+    prompt: Prompt,
+    budget: Budget = "0.3",
+    policy: Annotated[
+        str, typer.Option(help="Policy that reads at most the first layer, as in --policies of kvspec compare.")
+    ] = "crystalcache",
     form: Annotated[
-        str, typer.Option("--format", help="Output: ranges, one per line (first, last + 1), or json.")
+        str, typer.Option("--format", help="Output format: ranges (a line per range, end excluded) or json.")
     ] = "ranges",
     model: Annotated[
-        str, typer.Option(help="Model: 'pocket', 'chat', 'smollm2', or a folder of safetensors.")
+        str, typer.Option(help="Model: 'pocket', 'chat', 'smollm2', or a folder with safetensors files.")
     ] = "pocket",
     backend: Backend = "auto", dtype: Dtype = "auto",
 ) -> None:
-    """Print the tokens of a prompt that a policy keeps, without a forward pass of the model.
+    """Print the positions of the tokens that a policy keeps of a prompt, without a forward pass of the model.
 
-    CrystalCache needs queries and keys of the first layer. Only the embeddings and the tensors of this layer are read
-    from the file of the model. A session keeps the same tokens.
+    CrystalCache needs only the queries and keys of the first layer. kvspec loads the embeddings and the first layer
+    from the model file. `with policy(model)` keeps the same tokens.
     """
     from models_integration.cli.keep import run
 
@@ -346,20 +365,20 @@ def keep(
 
 @app.command()
 def explain(
-    prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file of at most 8192 tokens.")],
-    out: Annotated[Path, typer.Option(help="Page to write.")] = Path("explain.html"),
-    budget: Annotated[str, typer.Option(help="Budget: a fraction (0.3, 30%) or a number of tokens (512).")] = "0.3",
+    prompt: Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file with a prompt of at most 8192 tokens.")],
+    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("explain.html"),
+    budget: Budget = "0.3",
     beside: Annotated[
-        str | None, typer.Option(help="Second policy on the page, as the share of kept sets that contain a token.")
+        str | None, typer.Option(help="Second policy to show: the share of layers and heads that keep each token.")
     ] = None,
-    calibration: Annotated[Path | None, typer.Option(help="Calibration file, if --beside needs one.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Calibration file for the policy of --beside.")] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto",
 ) -> None:
-    """Write a page that shows which tokens of a prompt CrystalCache keeps, and why.
+    """Write an HTML page that shows which tokens of a prompt CrystalCache keeps, and why.
 
-    Any browser opens the page without network. Sliders change the budget and the parameters, and the page computes the
-    kept tokens again.
+    The page needs no network. The page has sliders for the budget and the parameters. If you move a slider, the page
+    computes the kept tokens again.
     """
     from models_integration.cli.explain.page import run
     from models_integration.studies.subject import Loading
@@ -367,28 +386,5 @@ def explain(
     run(prompt, out, budget, Loading(model, backend, device, dtype, attn), beside, calibration)
 
 
-class _PassedOn(TyperCommand):
-    """A command whose whole line is read by another process, `--` and `--help` included."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.args = list(args)
-        return []
-
-
-@app.command(cls=_PassedOn)
-def verify(context: typer.Context) -> None:
-    """Judge your engine, policy or cache, and write a certificate. See kvspec verify --help."""
-    from models_integration.cli.verify import run
-
-    raise typer.Exit(run(context.args))
-
-
-@app.command("lm-eval", cls=_PassedOn)
-def lm_eval(context: typer.Context) -> None:
-    """Run the command line of lm-evaluation-harness with a model that evicts.
-
-    kvspec lm-eval run --model_args pretrained=pocket,policy=snapkv,budget=0.3 --tasks ...
-    """
-    from models_integration.studies.harness import command
-
-    command(context.args)
+app.command(cls=PassedOn)(verify)
+app.command("lm-eval", cls=PassedOn)(lm_eval)

@@ -13,15 +13,16 @@ __all__ = ["archive"]
 
 archive = typer.Typer(
     no_args_is_help=True,
-    help="Store the keys and values of a text, and insert them into other sessions without reading the text again.\n\n"
-    "Begin with `kvspec archive put note.txt`, then `kvspec archive inject KEY --ask 'What is the code?'`.",
+    help="Store the attention keys and values of texts, and insert the stored tensors into later sessions.\n\n"
+    "First run `kvspec archive put note.txt`. Then run `kvspec archive inject KEY --ask 'What is the code?'`.",
 )
 
-Folder = Annotated[Path, typer.Option("--archive", help="Folder of the archive. put creates it.")]
-Tenant = Annotated[str, typer.Option(help="Owner of the chunks. A tenant cannot read chunks of different tenants.")]
+Folder = Annotated[Path, typer.Option("--archive", help="Folder of the archive. `kvspec archive put` creates it.")]
+Tenant = Annotated[str, typer.Option(help="Tenant that owns the chunks. No tenant can read chunks of another tenant.")]
 MasterKey = Annotated[
     Path | None,
-    typer.Option(help="File of 32 random bytes outside the archive, mode 600. Objects are then encrypted per tenant."),
+    typer.Option(help="Master key: a file of 32 random bytes with mode 600, outside the archive. With a master key the"
+                 " chunks of each tenant are encrypted with a separate key."),
 ]
 FOLDER = Path("archive")
 
@@ -31,33 +32,34 @@ def put(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file to store as one chunk.")],
     wrapper: Annotated[
         str,
-        typer.Option(help=f"Tokens of the chat template around the text: auto, {', '.join(FORMS)}. Default: auto, the"
-                     " shortest wrapper with markers of the model. A model without markers gets raw."),
+        typer.Option(help=f"Tokens of the chat template to store around the text: {', '.join(FORMS)} or auto. With auto"
+                     " the wrapper is the shortest with role markers of the model, or raw if the model has none."),
     ] = "auto",
     codec: Annotated[
         str,
-        typer.Option(help=f"Codec: {', '.join(CODECS)}. All except none store 8-bit integers. per_head: the values of a"
-                     " head share a scale."),
+        typer.Option(help=f"Codec of the stored keys and values: {', '.join(CODECS)}. All codecs except none store"
+                     " 8-bit integers. With per_head all numbers of a head share one scale."),
     ] = "none",
-    upper: Annotated[bool, typer.Option("--upper", help="Store the upper half of the layers only.")] = False,
+    upper: Annotated[bool, typer.Option("--upper", help="Store only the upper half of the layers.")] = False,
     policy: Annotated[
         str | None,
-        typer.Option(help="Policy that selects the stored tokens, see `kvspec policies`. Markers are always kept."),
+        typer.Option(help="Policy that selects the tokens to store. `kvspec policies` lists the names. Role markers are"
+                     " always stored. Default: store all tokens."),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(help="Budget of --policy: a fraction (0.5, 50%) or a number of tokens. Default: 0.5."),
+        typer.Option(help="Budget of --policy: a fraction of the text (0.5, 50%) or a number of tokens. Default: 0.5."),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="Calibration file of `kvspec calibrate`, if --policy needs one.")
+        Path | None, typer.Option(help="Calibration file for the policy of --policy, written by `kvspec calibrate`.")
     ] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Compute keys and values of a text at positions from 0, store them, and print the key of the chunk.
+    """Store the attention keys and values of a text as one chunk, and print the KEY of the chunk.
 
-    The key is a hash of tokens, wrapper, weights, rotation, codec, tenant and kept set. If you put a text twice, it is
-    stored once.
+    The model reads the text at positions from 0. KEY is a hash of the tokens, wrapper, weights, rotary embedding,
+    codec, tenant and kept tokens. If you store a text twice, the archive has one chunk.
     """
     from models_integration.cli.archive_runs import run_put
     from models_integration.studies.subject import Loading
@@ -68,13 +70,14 @@ def put(
 
 @archive.command()
 def get(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="Key of a chunk, as put and list print it.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="KEY of the chunk. `kvspec archive list` prints the KEYs.")],
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Read a chunk, check its hash, and print its description and text.
+    """Read a chunk, check the hash, and print the text and a description of the chunk.
 
-    A damaged chunk is moved to the quarantine and counts as missing. A chunk of a different model raises an error.
+    If the chunk is damaged, the command moves the chunk to the quarantine folder and reports that the chunk is missing.
+    If the chunk was made by a different model, the command fails.
     """
     from models_integration.cli.archive_runs import run_get
     from models_integration.studies.subject import Loading
@@ -84,12 +87,13 @@ def get(
 
 @archive.command(name="list")
 def list_chunks(
-    tenant: Annotated[str | None, typer.Option(help="Tenant whose chunks are listed. Default: all.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant to list. Default: all tenants.")] = None,
     folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """List key, bytes, tokens and tenant of each chunk. Tokens and tenant of an encrypted chunk need its key.
+    """List the KEY, bytes, tokens and tenant of each chunk.
 
-    Only headers are read. Use `verify` to check the chunks.
+    For an encrypted chunk the tokens and the tenant are shown only with --master-key. The command reads only the
+    headers of the chunks. `kvspec archive verify` checks the chunks.
     """
     from models_integration.cli.archive_runs import run_list
 
@@ -98,22 +102,23 @@ def list_chunks(
 
 @archive.command()
 def find(
-    query: Annotated[str, typer.Argument(metavar="QUERY", help="Question or words to look for.")],
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="Question or words to search for.")],
     top: Annotated[int, typer.Option(help="Number of chunks to print.")] = 3,
     dense: Annotated[
-        str, typer.Option(help="Sentence encoder whose ranking is fused with that of BM25: 'wordllama' (pip install"
-                          " 'kvspec[wordllama]'), or a folder with a model. Default: BM25 alone.")
+        str, typer.Option(help="Sentence encoder that ranks the chunks in addition to BM25: 'wordllama' (pip install"
+                          " 'kvspec[wordllama]'), or a folder with a model. Default: rank by BM25 only.")
     ] = "",
     rerank: Annotated[
-        Path | None, typer.Option(help="Folder with a cross-encoder, which orders the best 50 chunks again.")
+        Path | None, typer.Option(help="Folder with a cross-encoder model that reorders the best 50 chunks.")
     ] = None,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Print keys and texts of the chunks that answer a question best, by BM25, an encoder and a cross-encoder.
+    """Search the chunks for a question, and print the KEYs and texts of the best chunks.
 
-    Rankings are fused by reciprocal ranks (k = 60). Chunks that share no word with the query come last. Chunks of other
-    models are left out. The search reads all chunks and does not count as a use of them.
+    The search ranks the chunks by BM25, and also by a sentence encoder with --dense. Reciprocal rank fusion (k = 60)
+    combines the two rankings. Chunks that share no word with the query come last. Chunks of a different model are
+    skipped. `kvspec archive gc` does not count a search as a use of a chunk.
     """
     from models_integration.cli.archive_runs import run_find
     from models_integration.studies.subject import Loading
@@ -124,20 +129,20 @@ def find(
 
 @archive.command()
 def inject(
-    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of the chunks, in the order of insertion.")],
-    ask: Annotated[str, typer.Option(help="Text to read after the chunks.")],
-    session: Annotated[str, typer.Option(help="Text to read before the chunks.")] = "",
-    new_tokens: Annotated[int, typer.Option(help="Largest number of tokens to generate, greedily.")] = 24,
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="KEYs of the chunks to insert, in this order.")],
+    ask: Annotated[str, typer.Option(help="Text that the model reads after the chunks, such as a question.")],
+    session: Annotated[str, typer.Option(help="Text that the model reads before the chunks.")] = "",
+    new_tokens: Annotated[int, typer.Option(help="Largest number of tokens to generate. Decoding is greedy.")] = 24,
     text: Annotated[
-        bool, typer.Option("--text", help="Also answer with the chunks read as text, and print the time to the first"
-                           " token of both answers.")
+        bool, typer.Option("--text", help="Also let the model read the texts of the chunks and answer. Print the time"
+                           " to the first token of both answers.")
     ] = False,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
     """Insert stored chunks into a session, ask a question, and print the answer of the model.
 
-    The chunks are not read again: their keys are rotated to the new positions.
+    The model does not read the texts of the chunks again. kvspec rotates the stored keys to the new positions.
     """
     from models_integration.cli.archive_runs import run_inject
     from models_integration.studies.subject import Loading
@@ -148,11 +153,12 @@ def inject(
 
 @archive.command()
 def verify(folder: Folder = FOLDER, master_key: MasterKey = None) -> None:
-    """Check the hash of every chunk. Exit code 1 if there is a problem.
+    """Check the hash of every chunk. The exit code is 1 if the command finds a problem.
 
-    Problems are damaged, truncated and misnamed chunks, chunks of a different version or without a key, foreign files,
-    and files in the quarantine. Unencrypted chunks in an encrypted archive are a problem too. Deleted chunks cannot be
-    detected. The hash of an unencrypted chunk does not show who wrote the chunk.
+    The command reports chunks that are damaged, truncated, misnamed, of a different version, or encrypted with a
+    missing key. The command also reports files that are not chunks, files in the quarantine folder, and unencrypted
+    chunks in an encrypted archive. The command cannot detect deleted chunks. The hash of an unencrypted chunk does not
+    prove who wrote the chunk.
     """
     from models_integration.cli.archive_runs import run_verify
 
@@ -163,12 +169,12 @@ def verify(folder: Folder = FOLDER, master_key: MasterKey = None) -> None:
 def gc(
     limit: Annotated[
         int,
-        typer.Option(help="Largest size of chunks and quarantine in bytes. The quarantine is removed first, then the"
-                     " least recently used chunks."),
+        typer.Option(help="Largest total size of chunks and quarantine in bytes. The command first removes the"
+                     " quarantined files, then the least recently used chunks."),
     ],
     folder: Folder = FOLDER,
 ) -> None:
-    """Remove unfinished files older than an hour, and the least recently used chunks beyond a size."""
+    """Remove unfinished files that are older than an hour. Then remove chunks until their size fits --limit."""
     from models_integration.cli.archive_runs import run_gc
 
     run_gc(limit, folder)
@@ -176,13 +182,13 @@ def gc(
 
 @archive.command()
 def forget(
-    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Tenant to erase.")],
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Tenant to delete.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Destroy the key of a tenant and overwrite all objects of the tenant. This cannot be undone.
+    """Delete the key of a tenant, and overwrite all chunks of the tenant. The deletion cannot be undone.
 
-    For an encrypted archive give --master-key: without it the objects of a tenant cannot be found.
+    For an encrypted archive give --master-key. Without the master key kvspec cannot find the chunks of the tenant.
     """
     from models_integration.cli.archive_runs import run_forget
 

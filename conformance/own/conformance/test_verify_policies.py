@@ -258,7 +258,7 @@ def test_a_right_policy_is_certified_for_what_it_promises_and_the_check_notices_
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert asked(monkeypatch, "--policy", "promisers:KNORM", "--as", "knorm") == 0
-    assert "promisers:KNORM conforms to knorm and keeps its promises (3 of 7)" in capsys.readouterr().out
+    assert "promisers:KNORM conforms to knorm and keeps its 3 promises" in capsys.readouterr().out
     made = certificate()
     assert (made["verdict"], made["judged"], made["run"]["methods"], made["items"]["PO-KNORM"]["verdict"]) == (
         "certified", "the equations of methods, and its promises", ["knorm"], "pass",
@@ -267,8 +267,10 @@ def test_a_right_policy_is_certified_for_what_it_promises_and_the_check_notices_
     assert asked(monkeypatch, "--check", "found/certificate.toml", "--yes") == 0
     assert "the certificate is true" in capsys.readouterr().out
     assert asked(monkeypatch, "--policy", "promisers:RIGHT") == 0
-    said, shown = "promisers:RIGHT keeps its promises (4 of 7); not compared with any method", capsys.readouterr().out
+    said, shown = "promisers:RIGHT keeps its 4 promises; not compared with any method", capsys.readouterr().out
     assert said in shown
+    assert "properties that the policy promises and keeps: budget exact, " in shown
+    assert "properties that the policy does not promise, or that do not apply: row independence, " in shown
     assert "a promise does not test the score" in shown
     made = certificate()
     assert (made["verdict"], made["judged"]) == (
@@ -356,7 +358,7 @@ def test_the_function_returns_what_the_command_says(
     right = kvspec.verify(policy="promisers:RIGHT", quick=True, out="found")
     assert right.passed
     assert right.failing == ()
-    assert right.headline.startswith("promisers:RIGHT keeps its promises")
+    assert right.headline.startswith("promisers:RIGHT keeps its 4 promises")
     assert [path.name for path in right.files] == ["quick.toml", "summary.md", "junit.xml", "log.txt"]
     assert tomllib.loads(right.files[0].read_text("utf-8")) == right.certificate
     other = kvspec.verify(policy="promisers:RIGHT", method="vatp", quick=True, seed=7, fail_fast=True, out="found")
