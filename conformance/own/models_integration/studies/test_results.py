@@ -274,23 +274,11 @@ def test_figures_in_sentences_are_those_of_the_rows() -> None:
     heads, nested = (right("advice", "after", name, "0.3") for name in ("kvzip-heads", "nestedkv"))
     assert f"{heads} and {nested} of 82 answers" in erratum
     guide = (evidence_pages.ROOT / "docs" / "guide" / "choose.md").read_text(encoding="utf-8")
-    form = 'crystalcache(observed_layer=-3, graph="zero")'
-    kvzip, best, nested, paper, whole = (
-        right("facts", "after", name, at) for name, at in (
-            ("kvzip", "0.3"), (form, "0.3"), ("nestedkv", "0.3"), ("crystalcache", "0.3"), ("fullcache", "1.0"),
-        )
-    )
-    said = " ".join(guide.split())
-    assert f"KVzip answered {kvzip}, `{form}` {best}, NestedKV {nested}, CrystalCache as the paper has it {paper}," in (
-        said
-    )
-    assert f"the full cache {whole}. With 15 % KVzip answered {right('facts', 'after', 'kvzip', '0.15')}" in said
-    kvzip, best, nested, whole = (
-        right("facts-2048", "after", name, at) for name, at in (
-            ("kvzip", "0.3"), (form, "0.3"), ("nestedkv", "0.3"), ("fullcache", "1.0"),
-        )
-    )
-    n = sum(row["part"] == "confirm" for row in rows_of("facts-2048"))
-    assert f"KVzip answered {kvzip} of {n}, `{form}` {best}, NestedKV {nested}, the full cache {whole}." in said
+    policies = ("kvzip", 'crystalcache(observed_layer=-3, graph="zero")', "nestedkv", "crystalcache")
+    for study, size, budget in (("facts", "1 024", "0.3"), ("facts", "1 024", "0.15"), ("facts-2048", "2 048", "0.3")):
+        n = sum(row["part"] == "confirm" for row in rows_of(study))
+        of_policies = [right(study, "after", one, budget) for one in policies]
+        counts = [n, right(study, "after", "fullcache", "1.0"), *of_policies]
+        assert f"| {size} tokens, {budget} | {' | '.join(map(str, counts))} |" in guide
     chunks, snap = (right("rules", "in_prompt", name, "0.3") for name in ("chunkkv", "snapkv"))
-    assert f"ChunkKV answered {chunks} of 243, SnapKV {snap}, the full cache" in said
+    assert f"ChunkKV answers {chunks} of 243 questions at budget 0.3, SnapKV {snap}, and" in " ".join(guide.split())
