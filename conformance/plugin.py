@@ -22,11 +22,12 @@ loaded earlier than that.
 import os
 import platform
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import numpy as np
@@ -77,19 +78,19 @@ def profile_of(config: pytest.Config) -> str:
 
 
 def _register_profiles() -> None:
-    # The first call of a shape pays for imports and compilation, so a deadline would fail at random.
-    settings.register_profile("dev", max_examples=50, deadline=None)
+    # The first call of a shape pays for imports and compilation, so a limit on time would fail at random.
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=slow)
     # The same cases on every run; nothing is stored; a failure prints what reproduces it.
     settings.register_profile(
         "ci", max_examples=CI_EXAMPLES, derandomize=True, database=None, deadline=None, print_blob=True,
-        phases=(Phase.explicit, Phase.generate, Phase.shrink), suppress_health_check=[HealthCheck.too_slow],
+        phases=(Phase.explicit, Phase.generate, Phase.shrink), suppress_health_check=slow,
     )
     # The same, cut to what kernels can afford.
     settings.register_profile("few", settings.get_profile("ci"), max_examples=FEW_EXAMPLES)
     # Fresh cases, many of them; failures stay in the database.
     settings.register_profile(
-        "nightly", max_examples=20_000, deadline=None, print_blob=True,
-        suppress_health_check=[HealthCheck.too_slow],
+        "nightly", max_examples=20_000, deadline=None, print_blob=True, suppress_health_check=slow,
     )
 
 
@@ -149,6 +150,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     exceptions.apply(found, items)
     if not any("::" in argument for argument in config.args):
         exceptions.refuse_unknown(found, items)
+
+
+def pytest_collection_finish() -> None:
+    """Draw from the constants of the modules that are here now.
+
+    Hypothesis draws from those of all imported modules, so that one that a test imports would change all later draws,
+    and two workers, or two runs, would see other examples of one seed.
+    """
+    # Private, and in no older version.
+    providers: Any = sys.modules.get("hypothesis.internal.conjecture.providers")
+    if hasattr(providers, "_get_local_constants"):
+        found = providers._get_local_constants()
+        providers._get_local_constants = lambda: found
 
 
 def judges(item: pytest.Item, backend: str) -> bool:

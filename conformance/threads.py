@@ -10,7 +10,7 @@ from conformance.calls import traced
 
 Stage = Callable[..., Any]
 Call = tuple[Any, ...]
-PATIENCE = 0.1  # seconds that a thread waits for its turn: the other one may wait for a lock that this one holds
+PATIENCE = 1.0  # seconds that a thread waits for its turn: the other one may wait for a lock that this one holds
 TURNS = 20_000  # after so many a call runs on by itself
 SWITCH = 1e-6  # seconds after which the interpreter asks a thread to let another one run
 

@@ -281,6 +281,33 @@ def test_a_failure_says_the_sentences_of_its_own_laws(tmp_path: Path) -> None:
         assert [name for name in LAWS if f"{name}: {LAWS[name]}" in failure] == [name for name in LAWS if name in named]
 
 
+DRAWS = """
+import importlib
+from hypothesis import given, settings, strategies as st
+
+def draws():
+    found = []
+    @settings(derandomize=True, database=None)
+    @given(st.lists(st.floats(0, 100)), st.integers(0, 10**5))
+    def drawn(x, n):
+        found.append((x, n))
+    drawn()
+    return found
+
+def test_draws():
+    before = draws()
+    assert importlib.import_module("imported_late").NUMBERS
+    assert draws() == before
+"""
+
+
+def test_what_a_test_imports_changes_no_later_draw(tmp_path: Path) -> None:
+    """Workers take tests as they come, and Hypothesis draws constants of all imported modules."""
+    (tmp_path / "imported_late.py").write_text(f"NUMBERS = {[at / 8 for at in range(99)]}", encoding="utf-8")
+    (tmp_path / "test_draws.py").write_text(DRAWS, encoding="utf-8")
+    assert "1 passed" in run(tmp_path).stdout
+
+
 def test_what_stands_elsewhere_needs_neither(tmp_path: Path) -> None:
     (tmp_path / "inside").mkdir()
     outcome(tmp_path / "inside", LAW)

@@ -25,7 +25,7 @@ if __name__ == "__main__":
             print("a last word", file=sys.stderr)
             sys.exit(7)
         if said in ("child", "orphan"):
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(8)"], start_new_session=True)
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(40)"], start_new_session=True)
         if said == "orphan":
             sys.exit(0)
         if said in ("hang", "child"):

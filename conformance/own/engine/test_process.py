@@ -98,24 +98,32 @@ def test_a_failure_is_named_with_its_request(
 
 @pytest.mark.parametrize(("answer", "words"), [("child", "no answer within 0.5 s"), ("orphan", "exit code 0")])
 def test_a_child_that_holds_the_output_holds_nobody_up(started: list[Engine], answer: str, words: str) -> None:
-    """It is in a session of its own, which no signal to the engine reaches."""
-    backend, before = subject(started, answer, seconds=0.5), time.monotonic()
+    """It is in a session of its own, which no signal to the engine reaches, and lives for 40 seconds."""
+    backend, before = subject(started, answer, seconds=0.5 if answer == "child" else 20.0), time.monotonic()
     with pytest.raises(EngineFailure, match=words):
         ask(backend)
     started[-1].stop()
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 30
 
 
-def test_an_operation_that_hangs_costs_few_timeouts(started: list[Engine]) -> None:
+def test_an_operation_that_hangs_costs_few_timeouts(
+    started: list[Engine], monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """All are one failure to Hypothesis, of one type and line; the first request is told; other operations go on."""
-    backend, before = subject(started, "hang", seconds=0.3), time.monotonic()
-    lines = set()
+    backend, exchange = subject(started, "hang", seconds=0.3), process.Process.exchange
+    lines, waits = set(), list[float]()
+
+    def counted(self: process.Process, line: str, seconds: float) -> bytes:
+        waits.append(seconds)
+        return exchange(self, line, seconds)
+
+    monkeypatch.setattr(process.Process, "exchange", counted)
     for n in range(3, 23):
         with pytest.raises(EngineTimeout) as caught:
             ask(backend, n)
         lines.add(traceback.extract_tb(caught.value.__traceback__)[-1].lineno)
         assert caught.value.__context__ is None
-    assert time.monotonic() - before < 6
+    assert waits.count(0.3) == 3
     assert len(lines) == 1
     assert "3 requests of diversity.diverse, which is not asked again" in str(caught.value)
     assert '"retained": [false, false, false], "k": 2' in str(caught.value)
@@ -168,7 +176,7 @@ def test_a_signal_to_the_judge_ends_the_engine(tmp_path: Path) -> None:
     try:
         assert _becomes(lambda: (tmp_path / "asked").exists())
         judge.terminate()
-        assert judge.wait(timeout=20) == -signal.SIGTERM
+        assert judge.wait(timeout=120) == -signal.SIGTERM
     finally:
         judge.kill()
     engine = int((tmp_path / "pid").read_text(encoding="utf-8"))
@@ -176,16 +184,16 @@ def test_a_signal_to_the_judge_ends_the_engine(tmp_path: Path) -> None:
 
 
 def _runs(number: int) -> bool:
+    stat = Path(f"/proc/{number}/stat")
     try:
         os.kill(number, 0)
-    except ProcessLookupError:
+        return not stat.exists() or ") Z " not in stat.read_text(encoding="utf-8")
+    except (ProcessLookupError, FileNotFoundError):  # also between two of these calls
         return False
-    stat = Path(f"/proc/{number}/stat")
-    return not stat.exists() or ") Z " not in stat.read_text(encoding="utf-8")
 
 
 def _becomes(so: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while not so() and time.monotonic() < until:
         time.sleep(0.05)
     return so()

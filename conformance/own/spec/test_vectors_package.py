@@ -18,7 +18,7 @@ MOST_LINES = 60
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, env={"PATH": "/usr/bin:/bin"})
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600, env={"PATH": "/usr/bin:/bin"})
 
 
 def compiled(folder: Path) -> list[str]:

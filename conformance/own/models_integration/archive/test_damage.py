@@ -52,7 +52,7 @@ def test_what_is_no_file_is_a_miss_and_nobody_waits(tmp_path: Path, make: Callab
         archive.forget("alice")
         archive.gc()
         assert os.path.lexists(tmp_path / "catalogue.lock") == (make is Path.mkdir)
-        assert time.monotonic() < started_at + 5
+        assert time.monotonic() < started_at + 60
 
 
 @pytest.mark.law("an-object-proves-itself")

@@ -382,5 +382,5 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:
             refused = list[str]()
             attempt = threading.Thread(target=_attempt, args=(act, refused), daemon=True)
             attempt.start()
-            attempt.join(20)
+            attempt.join(120)
             assert refused == ["must be a file, and is a folder, FIFO, socket or device"]

@@ -100,7 +100,7 @@ policies = ["snapkv", "streamingllm"]
 budgets = ["0.5", "0.8"]
 """
 ROWS = 8
-PATIENCE = 1.0
+PATIENCE = 1.5
 SLOW = """
 import time
 from pathlib import Path
@@ -111,7 +111,7 @@ from models_integration.studies import leases
 from reference.policies import policy_from_score
 from spec.policy import Needs
 
-leases._BEAT, leases._PATIENCE, leases._PAUSE = 0.1, 1.0, 0.05
+leases._BEAT, leases._PATIENCE, leases._PAUSE = 0.1, 1.5, 0.05
 
 def newest(observation):
     while Path("wait").exists():
@@ -132,7 +132,7 @@ def patient(hours: int) -> None:
         now = time.time()
         os.utime(lease, (now, now))
 
-    leases._BEAT, leases._PATIENCE, leases._PAUSE = PATIENCE / 10, PATIENCE, PATIENCE / 20
+    leases._BEAT, leases._PATIENCE, leases._PAUSE = PATIENCE / 15, PATIENCE, PATIENCE / 30
     time.time = lambda: here() + 3600 * hours
     Path.touch = touched  # type: ignore[assignment, method-assign]
 

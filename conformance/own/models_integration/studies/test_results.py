@@ -14,13 +14,14 @@ import signal
 import time
 from collections import Counter
 from functools import cache
+from itertools import count
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import SimpleNamespace
 
 from conformance.measure import evidence_pages
-from conformance.own.models_integration.studies.experiments import PATIENCE
 from conformance.own.processes import started
 from models_integration.studies import leases
 from models_integration.studies.evidence.rules import load_rules
@@ -187,15 +188,19 @@ def test_who_lost_a_unit_stores_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_lease_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "_PATIENCE", 0.3)
-    monkeypatch.setattr(leases, "_BEAT", 0.05)
+    """A touch in each 40 seconds of the other's clock, which this test sets."""
+    monkeypatch.setattr(leases, "_BEAT", 0.01)
     path = tmp_path / "rows.jsonl"
     with Leases(path, unit_of) as alive, Leases(path, unit_of) as other:
         assert alive.take("a")
-        until = time.monotonic() + 4 * PATIENCE / 5
-        while time.monotonic() < until:
+        (lease,) = tmp_path.glob(".*.lease")
+        clock = count(step=40)
+        monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime))
+        for _ in range(10):
             assert not other.take("a")
-            time.sleep(0.02)
+            touched = lease.stat().st_mtime_ns
+            while lease.stat().st_mtime_ns == touched:
+                time.sleep(0.01)
 
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")

@@ -193,7 +193,7 @@ def test_only_what_failed_and_nobody_holds_is_made_again(tmp_path: Path) -> None
 
 def test_the_status_names_who_is_at_work_and_who_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that is not touched while the status looks is silent, whatever the clocks say."""
-    monkeypatch.setattr(leases, "_BEAT", 0.1)
+    monkeypatch.setattr(leases, "_BEAT", 0.6)
     path = tmp_path / "study.jsonl"
     names = ("rules", "model", "sample", "placement")
     rows = [{**dict.fromkeys(names, "x"), "sample": at, "seconds": {"prefill": 60, "reading": 40}} for at in range(4)]
