@@ -1,13 +1,11 @@
 """`with run.reading():` reads and decides nothing: what it leaves is the full cache under the masks of before."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from conformance.own.models_integration.session.families import (
@@ -17,81 +15,24 @@ from conformance.own.models_integration.session.families import (
     build,
     greedy,
     prompt,
-    relative,
     states_of,
 )
-from conformance.own.models_integration.session.masked import Masked
 from conformance.own.models_integration.session.sessions import (
-    ONE_SEGMENT,
     PROMPT,
-    PUBLISHED,
     SHORT,
-    TOLERANCE,
     T,
     breathing,
     live_sets,
     now,
-    published,
     tokens,
 )
-from models_integration import CrystalCache, CustomPolicy, RetainedCache, RetentionPolicy, Session
+from models_integration import CrystalCache, CustomPolicy, RetainedCache, Session
 from models_integration.cache.crystal_states import Pending
 from reference.policies import h2o, rkv, tova
-from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import TINY
 
 pytestmark = pytest.mark.law("eviction-equals-masking")
-
-# Tokens, seed, and whether they are only read: questions of one and more tokens, before steps and turns.
-PIECES = ((5, 11, True), (1, 12, True), (1, 13, False), (9, 14, False), (3, 15, True), (1, 16, False), (4, 17, False))
-
-
-def life(
-    model: PreTrainedModel, policy: RetentionPolicy, pieces: tuple[tuple[int, int, bool], ...],
-) -> tuple[list[Tensor], list[dict[int, list[list[int]]]]]:
-    """Logits of each piece, and what each head stores after the prompt and after each of them."""
-    logits, sets = [], []
-    with policy(model) as run:
-        cache = RetainedCache(model.config)
-        at_once(model, prompt(PROMPT), cache)
-        decided = run.retention
-        sets.append(live_sets(cache))
-        for n, seed, reads in pieces:
-            around: AbstractContextManager[None] = run.reading() if reads else nullcontext()
-            with around:
-                logits.append(at_once(model, prompt(n, seed=seed), cache))
-            sets.append(live_sets(cache))
-            assert (run.retention is decided) == (reads or n == 1)
-            decided = run.retention
-    return logits, sets  # type: ignore[return-value]
-
-
-@pytest.mark.spec("PO-TURN")
-@pytest.mark.law("eviction-equals-masking")
-@pytest.mark.parametrize("name", [
-    *METHODS, *PUBLISHED, "diverse-adakv", "diverse-keydiff", "diverse-triattention", "diverse-rkv",
-])
-def test_reading_and_what_follows_equal_the_full_cache_under_masks(name: str) -> None:
-    """At every granularity, under every policy: no token is evicted by reading, none is lost afterwards, and after a
-    turn the cache is at its budget.
-    """
-    model = build("llama")
-    policy = METHODS[name]() if name in METHODS else published(name, model)
-    pieces = tuple(piece for piece in PIECES if name not in ONE_SEGMENT or piece[0] == 1 or piece[2])
-    logits, sets = life(model, policy, pieces)
-    oracle, seen = Masked(model, prompt(PROMPT), sets[0]), PROMPT
-    for (n, seed, reads), found, before, after in zip(pieces, logits, sets[:-1], sets[1:], strict=True):
-        assert relative(found, oracle.read(prompt(n, seed=seed))) < TOLERANCE
-        for layer, heads in after.items():
-            grown = [[*own, *range(seen, seen + n)] for own in before[layer]]
-            assert heads == grown if reads else all(set(a) <= set(b) for a, b in zip(heads, grown, strict=True))
-        oracle.keep(list(after.values()))
-        seen += n
-        if not reads and n > 1 and name not in METHODS:
-            stored = [len(own) for heads in after.values() for own in heads]
-            assert sum(stored) == parse_budget(0.3).tokens(seen) * len(stored)
-
 
 @pytest.mark.spec("PO-READ")
 def test_read_tokens_are_no_steps() -> None:

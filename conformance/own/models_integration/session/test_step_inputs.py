@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
-from transformers.masking_utils import eager_mask, sdpa_mask, sliding_window_causal_mask_function
+from transformers.masking_utils import sdpa_mask
 
 from conformance.own.models_integration.session.families import ENDS, METHODS, VOCABULARY, build, prompt
 from conformance.own.models_integration.session.sessions import live_sets, method
@@ -284,57 +282,6 @@ def test_no_name_that_transformers_deprecates_is_used(policy: str, monkeypatch: 
         text = model.generate(prompt(N), max_new_tokens=2, do_sample=False)
         model.generate(text, past_key_values=run.cache, max_new_tokens=2, do_sample=False)
         model(torch.tensor([[7]]), **{CACHE: run.cache})
-
-
-def sees(query: int, key: int, window: int | None, hidden: set[int]) -> bool:
-    """The rule, in words: a stored token of the past, inside the window, not hidden."""
-    return key != EMPTY and key <= query and (window is None or key > query - window) and key not in hidden
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int]:
-    """Kept positions per row, tokens seen per row, queries."""
-    seen = draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
-    kept = [sorted(draw(st.sets(st.integers(0, n - 1), min_size=1))) for n in seen]
-    return kept, seen, draw(st.integers(1, 4))
-
-
-@pytest.mark.law("a-cache-like-any-other")
-@given(layouts(), st.integers(0, 3), st.none() | st.integers(1, 6), st.booleans(), st.data())
-def test_the_mask_is_the_rule_over_positions(
-    layout: tuple[list[list[int]], list[int], int], grown: int, window: int | None, eager: bool, data: st.DataObject,
-) -> None:
-    kept, seen, q = layout
-    width, columns = max(map(len, kept)), max(seen)
-    rows = StoredRows(
-        torch.tensor([[EMPTY] * (width - len(row)) + row for row in kept]), torch.tensor(seen)
-    )
-    padding = torch.ones(len(seen), columns + grown + q, dtype=torch.bool)
-    hidden: list[set[int]] = []
-    for row, n in enumerate(seen):
-        padding[row, : columns - n] = False
-        hidden.append(data.draw(st.sets(st.integers(0, n - 1), max_size=2)))
-        for position in hidden[-1]:
-            padding[row, position + columns - n] = False
-    kv_length = width + grown + q
-    options = {}
-    if window is not None:
-        options = {"mask_function": sliding_window_causal_mask_function(window), "local_size": window}
-    mask = retained_mask(eager_mask if eager else sdpa_mask)(
-        batch_size=len(seen), q_length=q, kv_length=kv_length, q_offset=columns + grown,
-        kv_offset=SlotOffset(columns - width, rows), attention_mask=padding, allow_is_causal_skip=True,
-        device=torch.device("cpu"), dtype=torch.float32, **options,
-    )
-    found = torch.ones(len(seen), 1, q, kv_length, dtype=torch.bool) if mask is None else _boolean(mask)
-    for row, n in enumerate(seen):
-        slots = rows.kept[row].tolist() + list(range(n, n + grown + q))
-        for i in range(q):
-            expected = [sees(n + grown + i, key, window, hidden[row]) for key in slots]
-            assert found[row, 0, i].tolist() == expected
-
-
-def _boolean(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask == 0
 
 
 @pytest.mark.law("a-cache-like-any-other")
