@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,24 @@ pytestmark = pytest.mark.law("one-line-with-the-way-out")
 SHORT = ("--length", "200", "--samples", "1", "--tasks", "needle", "--budgets", "0.9", "--backend", "numpy")
 
 
-def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that the command says, and nothing else; exit code 2."""
-    monkeypatch.setattr(sys, "argv", ["kvspec", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    said = capsys.readouterr()
-    assert stopped.value.code == 2, said
-    assert said.out == ""
-    assert said.err.count("\n") == 1, said.err
-    assert said.err.startswith("kvspec: ")
-    return said.err
+Refusal = Callable[[list[str]], str]
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Run a command that must fail with exit code 2, and return the one line that it says."""
+    def run(arguments: list[str]) -> str:
+        monkeypatch.setattr(sys, "argv", ["kvspec", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        said = capsys.readouterr()
+        assert stopped.value.code == 2, said
+        assert said.out == ""
+        assert said.err.count("\n") == 1, said.err
+        assert said.err.startswith("kvspec: ")
+        return said.err
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -69,10 +77,9 @@ def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
     ],
 )
 def test_compare_refuses_before_any_work(
-    arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, refusal: Refusal,
 ) -> None:
-    said = refusal(["compare", *SHORT, "--out", str(tmp_path / "new" / "out"), *arguments], monkeypatch, capsys)
+    said = refusal(["compare", *SHORT, "--out", str(tmp_path / "new" / "out"), *arguments])
     assert all(word in said for word in words), said
     assert not list(tmp_path.iterdir())
 
@@ -88,19 +95,16 @@ def test_compare_refuses_before_any_work(
     ],
 )
 def test_a_mistake_in_the_call_is_one_line_too(
-    words: str, said: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, said: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal,
 ) -> None:
     (tmp_path / "x.txt").write_text("Some words.", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    found = refusal(words.split(), monkeypatch, capsys)
+    found = refusal(words.split())
     assert all(part in found for part in said), found
 
 
 @pytest.mark.parametrize("command", ["sweep", "compress", "calibrate", "keep", "archive put"])
-def test_a_text_beyond_the_models_positions_is_refused(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_text_beyond_the_models_positions_is_refused(command: str, tmp_path: Path, refusal: Refusal) -> None:
     text, out = tmp_path / "long.txt", str(tmp_path / "out")
     text.write_text("The river runs past the old mill. " * 1200, encoding="utf-8")
     arguments = {
@@ -108,7 +112,7 @@ def test_a_text_beyond_the_models_positions_is_refused(
         "calibrate": [str(text), "--tokens", "9000", "--out", out], "keep": [str(text), "--policy", "streamingllm"],
         "archive put": [str(text), "--archive", out],
     }
-    said = refusal([*command.split(), *arguments[command]], monkeypatch, capsys)
+    said = refusal([*command.split(), *arguments[command]])
     assert re.search(r"(lengths|PROMPT|tokens|token_ids|TEXT) = \d+: tokens are more than the 8192 positions", said)
     assert not list(tmp_path.glob("out/objects/*"))
     assert not (tmp_path / "out").is_file()
@@ -129,9 +133,7 @@ def test_a_stretched_rotation_reaches_further() -> None:
 
 
 @pytest.mark.law("as-it-is-described")
-def test_a_policy_is_held_to_its_own_floor_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_policy_is_held_to_its_own_floor_alone(tmp_path: Path, refusal: Refusal) -> None:
     """One without a floor, at fewer tokens than CrystalCache protects, gets them; one with another is told that."""
     asked = ["--length", "200", "--samples", "1", "--tasks", "needle", "--out", str(tmp_path), "--budgets", "0.1"]
     ran = CliRunner().invoke(app, ["compare", *asked, "--policies", "knorm,streamingllm"])
@@ -139,7 +141,7 @@ def test_a_policy_is_held_to_its_own_floor_alone(
     rows = load_rows(tmp_path / "study.jsonl")
     kept = {cell["policy"]: cell["kept"] for row in rows for cell in row["cells"]}
     assert (kept["knorm"], kept["streamingllm"], kept["window holds needle"]) == (20, 20, 132)
-    said = refusal(["compare", *asked, "--policies", "knorm,snapkv"], monkeypatch, capsys)
+    said = refusal(["compare", *asked, "--policies", "knorm,snapkv"])
     assert "budgets = '0.1': is 20 of 200 tokens, and snapkv keeps 32 at least" in said
 
 
@@ -161,38 +163,32 @@ def test_an_out_that_cannot_be_made_is_refused_first(
     assert (tmp_path / "file").read_text(encoding="utf-8") == "x"
 
 
-def test_a_file_of_results_that_is_none_is_named_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_file_of_results_that_is_none_is_named_first(tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "study.jsonl").write_text("no row\n", encoding="utf-8")
-    said = refusal(["compare", *SHORT, "--out", str(tmp_path), "--model", "/nowhere"], monkeypatch, capsys)
+    said = refusal(["compare", *SHORT, "--out", str(tmp_path), "--model", "/nowhere"])
     assert "study.jsonl:1" in said
 
 
 @pytest.mark.parametrize("text", ["", " \n\t"])
-def test_calibrating_on_nothing_keeps_the_old_statistics(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_calibrating_on_nothing_keeps_the_old_statistics(text: str, tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "empty.txt").write_text(text, encoding="utf-8")
     (tmp_path / "c.npz").write_bytes(b"old")
-    said = refusal(["calibrate", str(tmp_path / "empty.txt"), "--out", str(tmp_path / "c.npz")], monkeypatch, capsys)
+    said = refusal(["calibrate", str(tmp_path / "empty.txt"), "--out", str(tmp_path / "c.npz")])
     assert "TEXT" in said
     assert "must hold some text" in said
     assert (tmp_path / "c.npz").read_bytes() == b"old"
 
 
-def test_files_that_cannot_be_written_are_refused_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, refusal: Refusal) -> None:
     text = tmp_path / "a.txt"
     text.write_text("Some words. And more of them.", encoding="utf-8")
     for arguments in (
         ["calibrate", str(text), "--out", str(tmp_path)], ["calibrate", str(text), "--out", str(text / "x.npz")],
         ["explain", str(text), "--out", str(tmp_path)],
     ):
-        said = refusal([*arguments, "--model", "/nowhere"], monkeypatch, capsys)
+        said = refusal([*arguments, "--model", "/nowhere"])
         assert re.search("is a folder; name a file|cannot be made a folder", said)
-    assert "must be a readable text file" in refusal(["compress", str(tmp_path / "b.txt")], monkeypatch, capsys)
+    assert "must be a readable text file" in refusal(["compress", str(tmp_path / "b.txt")])
 
 
 @pytest.mark.law("figures-are-counted-right")

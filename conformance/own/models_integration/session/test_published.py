@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -112,74 +113,48 @@ def test_a_policy_as_text_is_its_name_and_constants(text: str, name: str, consta
     assert spelled(text) == (name, constants)
 
 
-@pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("snapkw", "policy = 'snapkw'"),
-        ("snapkv(W=16", "must be a name, or a name and its constants"),
-        ("snapkv(16)", "must be a name, or a name and its constants"),
-        ("snapkv(W=16}\nmore={)", "must be a name, or a name and its constants"),
-        ("snapkv(W=16, W=8)", "must be a name, or a name and its constants"),
-        ("snapkv(V=16)", "V = 16: snapkv has the constants"),
-    ],
-)
-def test_a_text_that_is_no_policy_is_refused(text: str, words: str) -> None:
-    with pytest.raises(SpecError, match=words):
-        spelled(text)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_policy_with_a_class_of_its_own_has_no_second_one(name: str) -> None:
-    with pytest.raises(SpecError, match=f"name = '{name}': has a class of its own; policy_from_name takes every name"):
-        Published(name)
-
-
-@pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize(
-    ("name", "constants", "words"),
-    [
-        ("epicache", {}, "name = 'epicache'"),
-        ("crystalcache", {}, "sentence_ends = None"),
-        ("crystalcache", {"T": 3}, "T = 3: crystalcache has the constants C, D_c, M_max"),
-        ("fullcache", {"N_sink": 4}, "fullcache has the constants none"),
-        ("snapkv(W=16)", {}, r"must be a name; give constants as arguments, .*\('snapkv', constant=value\)"),
-    ],
-)
-def test_a_name_with_bad_constants_is_refused(name: str, constants: dict[str, Any], words: str) -> None:
-    with pytest.raises(SpecError, match=words):
-        policy_from_name(name, 0.3, **constants)
+NO_POLICY = "must be a name, or a name and its constants"
+BY_NAME = partial(policy_from_name, budget=0.3)
+# What is called, its arguments and constants, words of the error.
+REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]] = [
+    (spelled, ("snapkw",), {}, "policy = 'snapkw'"),
+    *((spelled, (text,), {}, NO_POLICY) for text in (
+        "snapkv(W=16", "snapkv(16)", "snapkv(W=16}\nmore={)", "snapkv(W=16, W=8)",
+    )),
+    (spelled, ("snapkv(V=16)",), {}, "V = 16: snapkv has the constants"),
+    (BY_NAME, ("epicache",), {}, "name = 'epicache'"),
+    (BY_NAME, ("crystalcache",), {}, "sentence_ends = None"),
+    (BY_NAME, ("crystalcache",), {"T": 3}, "T = 3: crystalcache has the constants C, D_c, M_max"),
+    (BY_NAME, ("fullcache",), {"N_sink": 4}, "fullcache has the constants none"),
+    (BY_NAME, ("snapkv(W=16)",), {}, r"must be a name; give constants as arguments, .*\('snapkv', constant=value\)"),
+    *((Published, (name,), {}, f"name = '{name}': has a class of its own; policy_from_name takes every name")
+      for name in CLASSES),
+    *((Published, (name,), {}, f"name = '{name}'") for name in ("epicache", "scissorhands", "diverse-h2o")),
+    (Published, ("snapkv",), {"window": 8}, "snapkv has the constants W, backend, block, kernel"),
+    (Published, ("snapkv", 1.5), {}, "budget"),
+    (Published, ("expected-attention",), {"inv_freq": [1.0]}, "inv_freq"),
+    (Published, ("defensivekv",), {"W_o": {}}, "W_o"),
+    (Published, ("keydiff",), {"diversity": 0.5}, "keydiff has the constants backend, block"),
+    (Published, ("chunkkv",), {"block": 16}, "block = 16: chunkkv has the constants"),
+    (Published, ("diverse-keydiff",), {"block": 16}, "block = 16: diverse-keydiff has the constants"),
+    (Published, ("diverse-keydiff",), {"diversity": -1.0}, r"diversity = -1\.0"),
+    (Published, ("diverse-streamingllm",), {"signature": "head"}, "mode = 'head'"),
+    (Published, ("diverse-keydiff",), {"rule": "variant_a"}, "rule"),
+    (Published, ("kvzip",), {}, "template = None"),
+    (Published, ("kvzip",), {"template": [[1], [2]]}, "template = "),
+    *((Published, (name,), {}, "calibration = None") for name in ("triattention", "diverse-triattention")),
+    (Published, ("triattention",), {"calibration": "nowhere.npz"}, "path = 'nowhere.npz'"),
+    *((Published, ("triattention",), {name: given}, name) for name, given in (("served", None), ("mode", "head"))),
+]
 
 
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize(
-    ("arguments", "constants", "words"),
-    [
-        (("epicache",), {}, "name = 'epicache'"),
-        (("scissorhands",), {}, "name = 'scissorhands'"),
-        (("snapkv",), {"window": 8}, "snapkv has the constants W, backend, block, kernel"),
-        (("snapkv", 1.5), {}, "budget"),
-        (("expected-attention",), {"inv_freq": [1.0]}, "inv_freq"),
-        (("defensivekv",), {"W_o": {}}, "W_o"),
-        (("diverse-h2o",), {}, "name = 'diverse-h2o'"),
-        (("keydiff",), {"diversity": 0.5}, "keydiff has the constants backend, block"),
-        (("chunkkv",), {"block": 16}, "block = 16: chunkkv has the constants"),
-        (("diverse-keydiff",), {"block": 16}, "block = 16: diverse-keydiff has the constants"),
-        (("diverse-keydiff",), {"diversity": -1.0}, r"diversity = -1\.0"),
-        (("diverse-streamingllm",), {"signature": "head"}, "mode = 'head'"),
-        (("diverse-keydiff",), {"rule": "variant_a"}, "rule"),
-        (("kvzip",), {}, "template = None"),
-        (("kvzip",), {"template": [[1], [2]]}, "template = "),
-        (("triattention",), {}, "calibration = None"),
-        (("diverse-triattention",), {}, "calibration = None"),
-        (("triattention",), {"calibration": "nowhere.npz"}, "path = 'nowhere.npz'"),
-        (("triattention",), {"served": None}, "served"),
-        (("triattention",), {"mode": "head"}, "mode"),
-    ],
-)
-def test_bad_arguments_are_named_at_once(arguments: Any, constants: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(("act", "arguments", "constants", "words"), REFUSED)
+def test_a_name_with_bad_constants_is_refused(
+    act: Callable[..., object], arguments: tuple[Any, ...], constants: dict[str, Any], words: str,
+) -> None:
     with pytest.raises(SpecError, match=words):
-        Published(*arguments, **constants)
+        act(*arguments, **constants)
 
 
 @pytest.mark.law("refused-before-anything-changes")
