@@ -14,7 +14,10 @@ from accelerated.torch_device.device import default_device, download, upload
 from spec.arrays import IntVector, Matrix, Vector
 from spec.policy import DeviceArray
 
-__all__ = ["expected_attention", "expected_weights", "largest_attention", "received", "received_attention", "softmax"]
+__all__ = [
+    "expected_attention", "expected_weights", "largest", "largest_attention", "received", "received_attention",
+    "softmax",
+]
 
 FLOATS = 2**26  # of a block's logits: 256 MiB
 
@@ -48,14 +51,23 @@ def largest_attention(
 
     Implements: PO-KVZIP, PO-KVZIP-PLUS
     """
-    q, keys, least = _on_device(q), _on_device(k), float(norms.min())
-    shares = upload(least / norms, np.float32, q.device)[:, None]
-    largest = torch.zeros(len(q), keys.shape[1], device=q.device)
-    for rows, weights in _blocks(q, keys, scaling, softcap, sinks):
-        found = largest[:, : weights.shape[-1]]
+    q = _on_device(q)
+    found: Matrix = download(
+        largest(q, _on_device(k), upload(norms, np.float64, q.device), scaling, softcap, sinks), np.float64
+    )
+    return found
+
+
+def largest(
+    q: Tensor, k: Tensor, norms: Tensor, scaling: float, softcap: float | None, sinks: DeviceArray | None = None,
+) -> Tensor:
+    """The same where the keys are."""
+    shares = (norms.min() / norms).float()[:, None]
+    most = torch.zeros(len(q), k.shape[1], device=q.device)
+    for rows, weights in _blocks(q, k, scaling, softcap, sinks):
+        found = most[:, : weights.shape[-1]]
         torch.maximum(found, (weights * shares[rows]).amax(dim=2).view_as(found), out=found)
-    each: Matrix = download(largest, np.float64)
-    return each / least
+    return most.double() / norms.min()
 
 
 def _blocks(

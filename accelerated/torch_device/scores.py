@@ -4,7 +4,7 @@ A score is computed where the keys are, in float32 (in float64 if the keys are),
 than a window are float64. Workspace: the weights of a window, (H, W, n), or FLOATS numbers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
-from accelerated.torch_device.attention import expected_weights, softmax
+from accelerated.torch_device.attention import expected_weights, largest, softmax
 from accelerated.torch_device.attention import received as attention_received
 from accelerated.torch_device.device import download, on_device, upload
 from spec.arrays import Matrix, Vector
@@ -197,14 +197,19 @@ def output_size(v: DeviceArray, W_o: DeviceArray) -> Tensor:
 
     Implements: PO-CRITICALKV, PO-DEFENSIVEKV
     """
-    values = on_device(v)
-    total = torch.zeros(values.shape[:2], dtype=torch.float64, device=values.device)
+    v = on_device(v)
+    total = torch.zeros(v.shape[:2], dtype=torch.float64, device=v.device)
+    for head, rows, output in outputs(v, W_o):
+        total[head // (len(W_o) // len(v)), rows] += output.abs_().sum(dim=1)
+    return total * len(v) / len(W_o)
+
+
+def outputs(v: Tensor, W_o: DeviceArray) -> Iterator[tuple[int, slice, Tensor]]:
+    """By query head, what some of the tokens' values (H_kv, n, d) give the output, (rows, hidden)."""
     for head, weights in enumerate(W_o):
-        KV, own = head // (len(W_o) // len(values)), on_device(weights, values.device).to(values.dtype)
-        for first in range(0, values.shape[1], size := max(1, FLOATS // own.shape[1])):
-            rows = slice(first, first + size)
-            total[KV, rows] += torch.matmul(values[KV, rows], own).abs_().sum(dim=1)
-    return total * len(values) / len(W_o)
+        own, values = on_device(weights, v.device).to(v.dtype), v[head // (len(W_o) // len(v))]
+        for first in range(0, len(values), size := max(1, FLOATS // own.shape[1])):
+            yield head, slice(first, first + size), torch.matmul(values[first : first + size], own)
 
 
 def defensive_score(view: LayerView, W_o: DeviceArray, B: int, W: int, kernel: int) -> Tensor:
@@ -264,6 +269,48 @@ def largest_z_scores(
     score = score - score.mean(dim=2, keepdim=True)
     deviation = (score * score).mean(dim=2, keepdim=True).sqrt().clamp(min=LEAST_DEVIATION)
     return pad((score / deviation).amax(dim=1), (keys.shape[1] - parts.shape[1], 0), value=torch.nan)
+
+
+def rehearsed(view: LayerView, N_sink: int, plus: bool, size: Tensor | float = 1.0) -> Tensor:
+    """The largest weight in each chunk's repeat, over the norms of what asks or not, times a size (H, n), (H_kv, n)."""
+    k = on_device(view.k)
+    scores = torch.full(k.shape[:2], torch.nan, dtype=torch.float64, device=k.device)
+    for repeat in view.repeats or ():
+        chunk, norms = slice(repeat.start, repeat.stop), torch.as_tensor(repeat.norms, device=k.device)
+        keys = torch.cat([k[:, :N_sink], k[:, chunk], on_device(repeat.k, k.device).to(k.dtype)], dim=1)
+        norms = norms if plus else torch.ones_like(norms)
+        A = largest(on_device(repeat.q, k.device), keys, norms, view.scaling, view.softcap, view.sinks)
+        A = A[:, N_sink : N_sink + repeat.stop - repeat.start] * (size if isinstance(size, float) else size[:, chunk])
+        scores[:, chunk] = torch.fmax(scores[:, chunk], groups(A, len(k)).amax(dim=1))
+    return scores
+
+
+def kvzip_score(view: LayerView, N_sink: int, largest: object = None) -> Tensor:
+    """Implements: PO-KVZIP
+
+    Raises:
+        SpecError: where the prompt was not rehearsed.
+    """
+    if view.repeats is None:
+        raise SpecError("repeats", None, "KVzip scores prompts that were rehearsed")
+    return rehearsed(view, N_sink, plus=False)
+
+
+def kvzip_plus_score(view: LayerView, N_sink: int, W_o: DeviceArray, largest: object = None) -> Tensor:
+    """NaN in a chunk of which a norm is 0.
+
+    Implements: PO-KVZIP-PLUS
+
+    Raises:
+        SpecError: when the values were not captured.
+    """
+    if view.v is None:
+        raise SpecError("v", None, "KVzip+ weighs by values, and by norms above 0")
+    v = on_device(view.v)
+    size = torch.zeros(len(W_o), v.shape[1], dtype=torch.float64, device=v.device)
+    for head, rows, output in outputs(v, W_o):
+        size[head, rows] = torch.linalg.vector_norm(output, dim=1, dtype=torch.float64)
+    return rehearsed(view, N_sink, plus=True, size=size)
 
 
 def host_score(score: Callable[P, Tensor]) -> Callable[P, Matrix]:
@@ -327,6 +374,7 @@ SCORES_OF_LAYERS: Mapping[str, Callable[..., Any]] = {
 """By name: scores of a layer that stay on the device."""
 SCORES: Mapping[str, Callable[..., Any]] = {
     **{name: score for name, score in SCORES_OF_LAYERS.items() if not name.startswith("expected")},
-    "keydiff_score": directed, "defensive_score": shared,
+    "keydiff_score": directed, "defensive_score": shared, "kvzip_score": kvzip_score,
+    "kvzip_plus_score": kvzip_plus_score,
 }
 """By name: twins of the functions of `reference.policies`, of which some read their result on the host."""

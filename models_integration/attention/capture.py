@@ -92,9 +92,11 @@ class Repeated(NamedTuple):
     norms: Tensor
     """Of the hidden states that it read, (rows, r)."""
 
-    def of_row(self, row: int) -> Repeat:
-        """One row's, on the host."""
-        return Repeat(self.start, self.stop, *(on_host(part[row]) for part in (self.q, self.k, self.norms)))
+    def of_row(self, row: int, accepts_tensor: Callable[[Tensor], bool] | None) -> Repeat:
+        """One row's, on the host unless a scorer takes such tensors."""
+        parts = [part[row] for part in (self.q, self.k, self.norms)]
+        taken = accepts_tensor is not None and all(map(accepts_tensor, parts))
+        return Repeat(self.start, self.stop, *(parts if taken else map(on_host, parts)))
 
 
 @dataclass
@@ -198,7 +200,7 @@ class Recorder:
         view = self._shown(seen, self._asked(seen.q[row], queries), shown_columns(seen.k[row], slots), v, lse)
         if self.needs.rehearsal is None or seen.repeats is None:
             return view
-        return replace(view, repeats=tuple(each.of_row(row) for each in seen.repeats))
+        return replace(view, repeats=tuple(each.of_row(row, self.needs.takes) for each in seen.repeats))
 
     def view(
         self, index: int, row: int, heads: slice, layer: RetainedLayer, kv_heads: slice, queries: Tensor | None = None,

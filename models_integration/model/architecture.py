@@ -263,7 +263,7 @@ def restored_rotation(model: nn.Module) -> Iterator[None]:
     ]
     found = [(module, dict(vars(module)), dict(module._buffers)) for module in embeddings]
     copies = [
-        (buffer, buffer.clone()) for _, _, buffers in found for buffer in buffers.values()
+        (buffer, buffer.clone(), _version(buffer)) for _, _, buffers in found for buffer in buffers.values()
         if buffer is not None and not buffer.is_meta
     ]
     try:
@@ -275,9 +275,14 @@ def restored_rotation(model: nn.Module) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(buffers)
         with torch.no_grad():
-            for buffer, copy in copies:
-                if not torch.equal(buffer, copy):
+            for buffer, copy, version in copies:
+                if _version(buffer) != version or (version is None and not torch.equal(buffer, copy)):
                     buffer.copy_(copy)
+
+
+def _version(buffer: Tensor) -> int | None:
+    """How often a tensor was written to, which needs no host read; torch does not count this for inference tensors."""
+    return None if buffer.is_inference() else buffer._version
 
 
 def _layer_index(name: str, module: nn.Module) -> int | None:

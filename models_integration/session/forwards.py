@@ -71,7 +71,7 @@ def reading(method: Method, architecture: Architecture, cache: object, arguments
         raise SpecError("attention_mask", "zeros", "padding is not served inside reading()")
     rule.before_reading(method.policy, cache)
     observed = ObservedSegment(rule.step_needs, architecture, cache)
-    observed.read(arguments["input_ids"], span.is_token)
+    observed.read(span.ids, span.is_token, arguments["input_ids"].device)
 
     def end() -> None:
         with unusable_after_failure(cache, "reading() failed"):

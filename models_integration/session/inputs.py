@@ -138,6 +138,8 @@ class ForwardSpan:
 
     padded_seen: int
     segment_end: int
+    ids: Tensor
+    """The forward's tokens, (rows, n): on the host, except in a decode step on a device."""
     is_token: Tensor
     """Which columns of the forward hold a token, (rows, n)."""
     defaults: dict[str, Tensor]
@@ -168,16 +170,15 @@ def first_span(
         SpecError: for tokens that cannot follow, with the argument that differs.
     """
     ids = arguments["input_ids"]
-    _check_ids(vocabulary, ids)
-    is_token = _tokens_of_mask(arguments.get("attention_mask"), ids, before)
+    own, is_token, given = _read_tokens(vocabulary, arguments, arguments.get("attention_mask"), before)
     all_columns = torch.cat([before, is_token], dim=1)
     if bool((all_columns.int().diff(dim=1) < 0).any()):
         reason = "must be left of all ones: pad on the left, right padding and holes are not served"
         raise SpecError("attention_mask", "zeros", reason)
     if segment_end == ONE_FORWARD:
         check_tokens(all_columns)
-    positions = _positions(arguments.get("position_ids"), is_token, before.sum(dim=1))
-    return ForwardSpan(before.shape[1], segment_end, is_token, {"position_ids": positions.to(ids.device)})
+    positions = _positions(given, is_token, before.sum(dim=1))
+    return ForwardSpan(before.shape[1], segment_end, own, is_token, {"position_ids": positions.to(ids.device)})
 
 
 def later_span(
@@ -194,8 +195,7 @@ def later_span(
     mask = arguments.get("attention_mask", defaults.get("attention_mask"))
     rows = len(ids)
     before = torch.ones(rows, 0, dtype=torch.bool, device="cpu") if mask is None else cache.is_token.expand(rows, -1)
-    _check_ids(vocabulary, ids)
-    is_token = _tokens_of_mask(mask, ids, before)
+    own, is_token, given = _read_tokens(vocabulary, arguments, mask, before)
     if segment_end == ONE_FORWARD:
         check_tokens(is_token)
     if (cache.beside or len(cache.full_layers) < len(cache.layers)) and not bool(is_token.all()):
@@ -203,9 +203,9 @@ def later_span(
             "attention_mask", "zeros", "a padded turn is not served beside sliding-window or recurrent layers: their "
             "windows and states would include the padding"
         )
-    positions = _positions(arguments.get("position_ids"), is_token, cache.tokens.expand(rows))
+    positions = _positions(given, is_token, cache.tokens.expand(rows))
     defaults["position_ids"] = positions.to(ids.device)
-    return ForwardSpan(cache.get_seq_length(), segment_end, is_token, defaults)
+    return ForwardSpan(cache.get_seq_length(), segment_end, own, is_token, defaults)
 
 
 def step_span(vocabulary: int, arguments: Arguments, cache: RetainedCache) -> ForwardSpan:
@@ -243,7 +243,7 @@ def device_step(vocabulary: int, arguments: Arguments, cache: RetainedCache) -> 
         wrong |= (mask != is_token.to(ids.device)).any()
     defaults["position_ids"] = expected.to(ids.device)
     is_token = torch.ones(ids.shape, dtype=torch.bool, device="cpu")
-    return rest, ForwardSpan(cache.get_seq_length(), OPEN, is_token, defaults), wrong
+    return rest, ForwardSpan(cache.get_seq_length(), OPEN, ids, is_token, defaults), wrong
 
 
 def check_rows(cache: RetainedCache, ids: Tensor) -> None:
@@ -283,24 +283,41 @@ def check_tokens(is_token: Tensor) -> None:
         raise SpecError("attention_mask", "zeros", "right padding is not served: the last column decides what follows")
 
 
-def _check_ids(vocabulary: int, ids: Tensor) -> None:
+def _read_tokens(
+    vocabulary: int, arguments: Arguments, mask: object, before: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Ids and positions on the host, and which columns of a forward hold a token, (rows, n): one host read for all."""
+    ids, positions = arguments["input_ids"], arguments.get("position_ids")
     if ids.numel() == 0:
         raise SpecError("input_ids", tuple(ids.shape), "must not be empty")
+    shape, read = (len(before), before.shape[1] + ids.shape[1]), {"ids": ids}
+    if mask is not None:
+        mask = _check_width(mask, shape)
+        read["mask"] = torch.where(mask == 0, 0, torch.where(mask == 1, 1, 2))
+    if positions is not None:
+        read["positions"] = positions
+    flat = torch.cat([one.to(ids.device, torch.int64).flatten() for one in read.values()]).cpu()
+    parts = torch.split(flat, [one.numel() for one in read.values()])
+    own = {name: part.view(one.shape) for (name, one), part in zip(read.items(), parts, strict=True)}
+    _check_ids(vocabulary, own["ids"])
+    marks = own.get("mask", torch.ones(shape, dtype=torch.int64, device="cpu"))
+    return own["ids"], _tokens_of_mask(marks, before), own.get("positions")
+
+
+def _check_ids(vocabulary: int, ids: Tensor) -> None:
     low, high = torch.stack(ids.aminmax()).tolist()
     if low < 0 or high >= vocabulary:
         raise SpecError("input_ids", low if low < 0 else high, f"must lie in [0, {vocabulary})")
 
 
-def _tokens_of_mask(mask: object, ids: Tensor, before: Tensor) -> Tensor:
-    """Which columns of a forward hold a token, (rows, n), by a 2D mask that agrees with what was seen before."""
-    rows, columns = before.shape
-    width = columns + ids.shape[1]
-    if mask is None:
-        mask = torch.ones(rows, width, device="cpu")
-    mask = _check_width(mask, (rows, width)).to("cpu")
-    hidden, is_token = mask == 0, mask == 1
+def _tokens_of_mask(marks: Tensor, before: Tensor) -> Tensor:
+    """Which columns of a forward hold a token, (rows, n), by a 2D mask that agrees with what was seen before.
+
+    A mark is 0 or 1 as the mask, or 2 if the mask has a different number.
+    """
+    columns, hidden, is_token = before.shape[1], marks == 0, marks == 1
     if not bool((hidden | is_token).all()):
-        raise SpecError("attention_mask", mask.dtype, "must hold zeros and ones only")
+        raise SpecError("attention_mask", "other numbers", "must hold zeros and ones only")
     if not torch.equal(is_token[:, :columns], before):
         reason = f"the prompt's padding so far was {(~before).sum(dim=1).tolist()}"
         raise SpecError("attention_mask", hidden[:, :columns].sum(dim=1).tolist(), reason)
@@ -318,7 +335,7 @@ def _positions(given: Tensor | None, is_token: Tensor, tokens: Tensor) -> Tensor
     """Positions (rows, n) of columns that follow `tokens` (rows,) others; those that were given must agree."""
     expected = tokens[:, None] + is_token.cumsum(dim=1) - 1
     if given is not None:
-        _check_positions(given.to("cpu"), expected, is_token)
+        _check_positions(given, expected, is_token)
     return expected.clamp(min=0)
 
 

@@ -46,7 +46,7 @@ class _Watcher:
 
 
 def rehearse(
-    architecture: Architecture, cache: RetainedCache, input_ids: Tensor, rehearsal: Rehearsal,
+    architecture: Architecture, cache: RetainedCache, input_ids: Tensor, rehearsal: Rehearsal, device: torch.device,
 ) -> dict[int, tuple[Repeated, ...]]:
     """Read each chunk's repeat behind the prompts that a cache holds, whose tensors stay as they are.
 
@@ -54,20 +54,21 @@ def rehearse(
 
     Args:
         cache: of all tokens of the prompts.
-        input_ids: (rows, n), without padding.
+        input_ids: (rows, n), without padding, on the host.
+        device: of the model's inputs.
 
     Returns:
         What each full-attention layer attended with, chunk by chunk.
     """
     found: dict[int, list[Repeated]] = {layer: [] for layer in architecture.full_layers}
-    rows = [rehearsal_chunks(ids, rehearsal) for ids in input_ids.to("cpu", torch.int64).numpy()]
+    rows = [rehearsal_chunks(ids, rehearsal) for ids in input_ids.numpy()]
     for parts in zip(*rows, strict=True):
         (start, stop, _), watcher = parts[0], _Watcher(cache)
         hooks = [
             architecture.attention[layer].register_forward_pre_hook(watcher.reads(layer), with_kwargs=True)
             for layer in found
         ]
-        ids = torch.from_numpy(np.stack([one for _, _, one in parts])).to(input_ids.device)
+        ids = torch.from_numpy(np.stack([one for _, _, one in parts])).to(device)
         try:
             with (
                 torch.no_grad(), restored_rotation(architecture.decoder),

@@ -19,7 +19,7 @@ from models_integration.cache.scorer_records import join_layers
 from models_integration.model.architecture import Architecture
 from models_integration.model.layer_kinds import of_layer
 from models_integration.session.device_choice import DeviceChoices
-from models_integration.session.inputs import ONE_FORWARD, check_tokens
+from models_integration.session.inputs import ONE_FORWARD, ForwardSpan, check_tokens
 from models_integration.session.method import Method
 from models_integration.session.rehearsal import rehearse
 from models_integration.session.segment_tokens import SegmentTokens
@@ -105,10 +105,14 @@ class ObservedSegment:
         """Whether it goes on from what earlier segments left."""
         self._lse = lse
 
-    def read(self, input_ids: Tensor, is_token: Tensor) -> None:
-        """These columns (rows, n) come next, and where a token stands in them, (rows, n)."""
-        self.text.add(input_ids, is_token)
-        self.watch.device = input_ids.device
+    def read(self, ids: Tensor, is_token: Tensor, device: torch.device | None = None) -> None:
+        """These columns (rows, n) come next, and where a token stands in them.
+
+        Args:
+            device: of the forward; default: that of ids.
+        """
+        self.text.add(ids, is_token)
+        self.watch.device = device or ids.device
         if self.later:
             self.recorder.hidden = int((~self.text.is_token).sum(dim=1).max())
 
@@ -117,7 +121,8 @@ class ObservedSegment:
         rehearsal = self.recorder.needs.rehearsal
         if rehearsal is not None:
             with self.watch.stage("rehearsal"):
-                self.recorder.rehearsed(rehearse(self.architecture, self.cache, self.text.input_ids, rehearsal))
+                repeats = rehearse(self.architecture, self.cache, self.text.input_ids, rehearsal, self.watch.device)
+                self.recorder.rehearsed(repeats)
 
     @property
     def columns(self) -> int:
@@ -322,11 +327,11 @@ class Segment:
         if len(ids) != rows:
             raise SpecError("input_ids", tuple(ids.shape), f"the prompt that is open has {rows} rows")
 
-    def read(self, input_ids: Tensor, is_token: Tensor) -> None:
-        """These columns (rows, n) come next, and where a token stands in them, (rows, n)."""
-        self.observed.read(input_ids, is_token)
-        if self.observed.later and not bool(is_token.all()):
-            self.cache.expect(is_token)
+    def read(self, span: ForwardSpan, device: torch.device) -> None:
+        """A forward's columns come next; its tensors are on this device."""
+        self.observed.read(span.ids, span.is_token, device)
+        if self.observed.later and span.padded:
+            self.cache.expect(span.is_token)
 
     def wants_lse(self, layer: int) -> bool:
         """As what is observed."""

@@ -41,5 +41,5 @@ class SegmentTokens:
 
     def token_ids(self, row: int) -> IntVector:
         """The tokens of one row, without padding."""
-        ids: IntVector = self.input_ids[row].to("cpu", torch.int64)[self.is_token[row]].numpy()
+        ids: IntVector = self.input_ids[row][self.is_token[row]].numpy()
         return ids

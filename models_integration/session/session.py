@@ -276,7 +276,7 @@ class Session:
                 rows_per_prompt = max(1, len(ids) // self._call.rows)
             segment = Segment(self._method, self._architecture, cache, rows_per_prompt, span.segment_end)
             self._segment = segment
-        segment.read(ids, span.is_token)
+        segment.read(span, ids.device)
         return Forward(segment.cache, segment, arguments, span.defaults, partial(self._end_piece, segment))
 
     def _end_piece(self, segment: Segment) -> None:

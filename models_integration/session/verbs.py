@@ -77,7 +77,7 @@ def observe(
     check_rehearsed(needs, span)
     cache = RetainedCache(architecture.config)
     observed = ObservedSegment(needs, architecture, cache, lse=True)
-    observed.read(input_ids, span.is_token)
+    observed.read(span.ids, span.is_token, input_ids.device)
     observed.logits = _forward(model, observed, input_ids, span, 1, attention_mask)[:, -1:]
     observed.rehearse()
     return observed
@@ -131,7 +131,7 @@ def read(
     check_recurrence(architecture, {"input_ids": input_ids}, cache)
     span = later_span(architecture.vocabulary, {"input_ids": input_ids}, cache, OPEN)
     observed = ObservedSegment(needs, architecture, cache)
-    observed.read(input_ids, span.is_token)
+    observed.read(span.ids, span.is_token, input_ids.device)
     observed.logits = _forward(model, observed, input_ids, span, last)[:, -last:]
     return observed
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -11,7 +11,7 @@ from reference.policies.attention import average_pool, group_mean, observed_atte
 from reference.policies.budgets import largest_remainder, spread
 from reference.policies.named import named
 from reference.policies.protections import SinkAndRecent
-from reference.policies.scorers import check_odd, check_positive, host_rows, stacked, with_window
+from reference.policies.scorers import check_odd, check_positive, host_tables, stacked, with_window
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, Cube, Float64, Int64, IntVector, Matrix
 from spec.errors import SpecError
@@ -78,9 +78,10 @@ class Cake:
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         constants = self.W, self.kernel, self.gamma, self.tau1, self.tau2
         found = [self.layer(view, *constants) for view in observation.layers.values()]
-        scores = stacked(observation, [rows for rows, _ in found])
-        preferences = host_rows([preference for _, preference in found])[:, 0]
-        return Scores(scores.values, scores.offsets, heads=scores.heads, preferences=preferences)
+        if not found:
+            return stacked(observation, [])
+        rows, preferences = host_tables(*zip(*found, strict=True))
+        return replace(stacked(observation, np.split(rows, len(found))), preferences=preferences[:, 0])
 
 
 def preferred_targets(preferences: list[Fraction], total: Fraction, most: int) -> list[Fraction]:

@@ -83,9 +83,11 @@ def kvzip_score(
 
 
 def kvzip_plus_score(
-    view: LayerView, N_sink: int, W_o: Float64[Cube, "H d hidden"], largest: Largest = largest_attention,
+    view: LayerView, N_sink: int, W_o: DeviceArray, largest: Largest = largest_attention,
 ) -> Float64[Matrix, "H_kv n"]:
     """The same of the weights times ||W_o v_i||_2 of the query head, over the norm of what the query was made of.
+
+    W_o is the layer's output projection (H, d, hidden).
 
     Implements: PO-KVZIP-PLUS
 
@@ -96,7 +98,7 @@ def kvzip_plus_score(
     """
     if view.v is None or any((repeat.norms <= 0).any() for repeat in _repeats(view)):
         raise SpecError("v" if view.v is None else "norms", None, "KVzip+ weighs by values, and by norms above 0")
-    size = np.linalg.norm(np.matmul(np.repeat(wide(view.v), len(W_o) // len(view.v), axis=0), W_o), axis=2)
+    size = np.linalg.norm(np.matmul(np.repeat(wide(view.v), len(W_o) // len(view.v), axis=0), wide(W_o)), axis=2)
     scores = np.full(view.k.shape[:2], np.nan)
     for chunk, A in _attended(view, _repeats(view), N_sink, largest):
         scores[:, chunk] = np.fmax(scores[:, chunk], group_maximum(A * size[:, None, chunk], len(scores))[:, 0])
@@ -111,13 +113,19 @@ class KVzipPlus:
     W_o: Mapping[int, DeviceArray]
     N_sink: int
     largest: Largest = largest_attention
+    score: Callable[..., DeviceArray] = kvzip_plus_score
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        rows = [
-            kvzip_plus_score(view, self.N_sink, wide(self.W_o[layer]), self.largest)
-            for layer, view in observation.layers.items()
-        ]
-        return stacked(observation, rows)
+        """Raises:
+        SpecError: as `kvzip_plus_score`; where a rehearsed token has no score, as a norm on a device may be 0.
+        """
+        scores = stacked(observation, [
+            self.score(view, self.N_sink, self.W_o[layer], self.largest) for layer, view in observation.layers.items()
+        ])
+        for repeat in next(iter(observation.layers.values())).repeats or ():
+            if np.isnan(scores.values[:, repeat.start : repeat.stop]).any():
+                raise SpecError("norms", None, "KVzip+ weighs by values, and by norms above 0")
+        return scores
 
 
 @named(

@@ -11,8 +11,8 @@ from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView, Needs, Observation, Scores
 
 __all__ = [
-    "LayerScorer", "Received", "Score", "check_odd", "check_positive", "check_weighable", "host_rows", "recency",
-    "stacked", "with_window",
+    "LayerScorer", "Received", "Score", "check_odd", "check_positive", "check_weighable", "host_rows", "host_tables",
+    "recency", "stacked", "with_window",
 ]
 
 
@@ -50,15 +50,21 @@ class LayerScorer:
 
 def host_rows(rows: Sequence[DeviceArray]) -> Float64[Matrix, "g n"]:
     """The rows (h, n) of all layers, one below the other; tensors leave their device in one transfer."""
-    if isinstance(rows[0], np.ndarray):
-        return np.concatenate(rows)
-    whole = rows[0].new_empty((sum(map(len, rows)), rows[0].shape[1]))
-    at = 0
-    for own in rows:
-        whole[at : at + len(own)] = own
-        at += len(own)
-    found: Matrix = whole.double().cpu().numpy()
-    return found
+    return host_tables(rows)[0]
+
+
+def host_tables(*tables: Sequence[DeviceArray]) -> list[Matrix]:
+    """The same of several tables, whose widths may differ: one transfer for all."""
+    if any(isinstance(rows[0], np.ndarray) for rows in tables):
+        return [np.concatenate(rows) if isinstance(rows[0], np.ndarray) else host_rows(rows) for rows in tables]
+    flat = [own.reshape(-1) for rows in tables for own in rows]
+    whole, at = flat[0].new_empty(sum(map(len, flat))).double(), 0
+    for part in flat:
+        whole[at : at + len(part)] = part
+        at += len(part)
+    ends = np.cumsum([sum(own.shape[0] * own.shape[1] for own in rows) for rows in tables])
+    found = np.split(whole.cpu().numpy(), ends[:-1])
+    return [part.reshape(-1, rows[0].shape[1]) for part, rows in zip(found, tables, strict=True)]
 
 
 def stacked(observation: Observation, rows: Sequence[DeviceArray], carry: object = None) -> Scores:

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from reference.policies.attention import wide
-from reference.policies.h2o import h2o
+from reference.policies.h2o import HeavyHitters, h2o
 from reference.policies.named import named
 from reference.policies.protections import protecting
-from reference.policies.scorers import check_weighable, host_rows
+from reference.policies.scorers import LayerScorer, check_weighable, host_rows, host_tables
 from spec.arrays import BoolVector, Float64, Int64, IntMatrix, Matrix
 from spec.backend import Backend
 from spec.errors import SpecError
@@ -62,20 +63,32 @@ class ValueWeighted:
         return isinstance(self.host, LayerwiseScorer) and self.host.layerwise
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        return self.weighed(self.host(observation, protected), observation)
+        host, sizes = self.read(observation)
+        return _weighed(host(observation, protected), sizes)
 
-    def weighed(self, scores: Scores, observation: Observation) -> Scores:
-        """Implements: PO-VATP
-
-        Source: VATP, Section 3.
+    def read(self, observation: Observation) -> tuple[Any, Float64[Matrix, "g n"]]:
+        """The host, which has read its scores if it has some by layer, and the norms: one transfer for both.
 
         Raises:
             SpecError: when the values were not captured.
         """
-        if any(view.v is None for view in observation.layers.values()):
+        views = observation.layers.values()
+        if any(view.v is None for view in views):
             raise SpecError("v", None, "VATP weighs scores by values")
-        sizes = host_rows([self.size(view.v) for view in observation.layers.values()])
-        return replace(scores, values=check_weighable(scores).values * sizes)
+        sizes = [self.size(view.v) for view in views]
+        if not isinstance(self.host, LayerScorer | HeavyHitters):
+            return self.host, host_rows(sizes)
+        scores, norms = host_tables([self.host.score(view) for view in views], sizes)
+        rows = iter(np.split(scores, len(views)))
+        return replace(self.host, score=lambda _: next(rows)), norms
+
+
+def _weighed(scores: Scores, sizes: Float64[Matrix, "g n"]) -> Scores:
+    """Implements: PO-VATP
+
+    Source: VATP, Section 3.
+    """
+    return replace(scores, values=check_weighable(scores).values * sizes)
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,8 @@ class RunningValueWeighted(ValueWeighted):
     host: RunningScorer
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        return self.weighed(self.host.step(records, observation), observation)
+        host, sizes = self.read(observation)
+        return _weighed(host.step(records, observation), sizes)
 
     def keep(self, records: object, slots: Int64[IntMatrix, "g kept"], /) -> object:
         return self.host.keep(records, slots)

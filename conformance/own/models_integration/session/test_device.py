@@ -27,7 +27,7 @@ from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
 L, N = 2, 126
-IDS_AND_MASK = 2
+IDS_AND_MASK = 1
 """Host reads of a prompt before its first layer."""
 ROWS = [row.strip("|").split("|") for row in Path(DOCS, "results/device.md").read_text().splitlines() if "| " in row]
 COMMITTED = {name.strip(): [int(count) for count in counts] for name, _, *counts in ROWS if counts[0].strip().isdigit()}
