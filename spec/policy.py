@@ -56,20 +56,20 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Needs:
-    """Tensors that a score reads. kvspec captures nothing else.
+    """Tensors that the score of a policy reads. kvspec captures only these tensors.
 
         needs = kvspec.Needs("all", query_rows=32, values=True)     # keys, values and the last 32 queries of all layers
 
     Attributes:
-        layers: full-attention layers whose keys and queries are read: "none", "observed" (one layer) or "all".
-        query_rows: number of last tokens of the prompt whose queries are read. None for all tokens.
-        observed: index of the observed full-attention layer. -1 is the last layer.
-        values: True if values are read.
-        token_ids: True if token ids are read.
-        takes: function that returns True for tensors that the score reads on their device. None if the score reads
-            NumPy arrays only.
+        layers: full-attention layers that give keys and queries to the score: "none", "observed" (one layer) or "all".
+        query_rows: number of queries that the score reads, counted from the end of the prompt. None for all queries.
+        observed: if `layers` is "observed", index of the layer among the full-attention layers. -1 is the last layer.
+        values: True if the score reads the values of the cache.
+        token_ids: True if the score reads the ids of the prompt tokens.
+        takes: function of a tensor that returns True if the score accepts the tensor on its device. None if the score
+            accepts only NumPy arrays.
         budget: True if the scores depend on the budget.
-        rehearsal: how the model repeats the prompt, for KVzip. None if it does not.
+        rehearsal: how the model repeats the prompt, for KVzip. None if the model does not repeat the prompt.
     """
 
     layers: Literal["none", "observed", "all"] = "none"

@@ -17,12 +17,12 @@ class Verdict:
     """Result of `verify`.
 
     Attributes:
-        passed: True if `kvspec verify` would exit with code 0.
-        headline: the verdict as one sentence.
-        failing: names of the spec items, or of the promises of a policy, that fail.
-        certificate: the content of certificate.toml, or of quick.toml, as a dictionary.
-        files: the files of the run, in the folder `out`.
-        text: the lines that `kvspec verify` prints.
+        passed: True if every test passed. `kvspec verify` then exits with code 0.
+        headline: result of the run in one sentence.
+        failing: names of the failing items of the specification, or of the promises that the policy breaks.
+        certificate: content of certificate.toml as a dictionary. If `quick` is set, the content of quick.toml.
+        files: paths of the files that the run wrote to the folder `out`.
+        text: output that `kvspec verify` prints.
     """
 
     passed: bool
@@ -43,39 +43,39 @@ def verify(
     precision: str | None = None, profile: str | None = None, seed: int | None = None, quick: bool = False,
     fail_fast: bool = False, exceptions: str | Path | None = None, out: str | Path = "results/verify",
 ) -> Verdict:
-    """Test a backend, an engine, a policy or a cache as `kvspec verify` does, and return the verdict.
+    """Run the tests of `kvspec verify` on a backend, an engine, a policy or a cache, and return the verdict.
 
-    The tests run in a separate process. The process imports the subject by name, so the subject must be in a module.
+    The tests run in a separate process, which imports the tested object by name. The object must be in a module.
+    Give exactly one of `backend`, `command`, `policy` and `cache`.
 
         verdict = kvspec.verify(policy="mine:POLICY", method="snapkv", quick=True)
         assert verdict.passed, verdict.failing
 
     Args:
-        backend: name of a backend, or `module:ATTRIBUTE` of a `spec.backend.Backend`. Exactly one of `backend`,
-            `command`, `policy` and `cache` must be given.
-        command: command that starts an engine in any language.
-        policy: `module:ATTRIBUTE` of a `spec.policy.Policy`, tested on its promises.
-        cache: `module:ATTRIBUTE` of a function that returns logits after eviction.
-        method: published method that `policy` must be, as in "snapkv" or "snapkv(W=16, kernel=5)"; a list of methods
-            for `backend` and `command`. Default: none.
-        model: folder of a transformers model, for `cache`. Default: tiny random models.
-        positions: "absolute" or "renumbered", for `cache`. Default: "absolute".
-        timeout: seconds that `command` may take for an answer.
-        precision: "float32" or "float64", the precision of S1. Default: "float32", for numpy "float64".
-        profile: number of examples, "few", "dev", "ci" or "nightly". Default: "ci".
-        seed: seed of the examples, 0 or more. Default: a new seed, which the certificate records.
-        quick: use the profile "few" without full sizes. No certificate is written.
-        fail_fast: stop at the first failure.
-        exceptions: TOML file of known failures.
+        backend: backend to test: a name, or `module:ATTRIBUTE` of a `spec.backend.Backend`.
+        command: engine to test, in any language: the command that starts the engine.
+        policy: policy to test: `module:ATTRIBUTE` of a `spec.policy.Policy`.
+        cache: cache to test: `module:ATTRIBUTE` of a function that returns logits after eviction.
+        method: published method to compare the kept tokens with, as in "snapkv" or "snapkv(W=16, kernel=5)". For
+            `backend` and `command`, `method` can be a list. Default: no comparison.
+        model: folder of the transformers model to test `cache` with. Default: tiny random models.
+        positions: positions of the kept tokens in `cache`, "absolute" or "renumbered". Default: "absolute".
+        timeout: number of seconds that the engine of `command` may take for an answer.
+        precision: precision of stage S1 (co-attention). Default: "float64" for the numpy backend, otherwise "float32".
+        profile: how many examples each test runs: "few", "dev", "ci" or "nightly". Default: "ci".
+        seed: random seed of the examples, 0 or more. Default: a new seed, which the certificate records.
+        quick: run few examples, without full-size inputs. No certificate is written.
+        fail_fast: stop at the first failed test.
+        exceptions: TOML file that lists known failures.
         out: folder for the certificate, the log and the reports.
 
     Returns:
-        The verdict. A failing subject is a verdict too, and raises nothing.
+        The verdict. If a test fails, `verify` returns a verdict and raises no error.
 
     Raises:
-        SpecError: if an option is wrong, or if the subject does not exist.
-        BackendUnavailable: if the subject cannot be loaded.
-        pytest.UsageError: if pytest stops before the verdict.
+        SpecError: if an argument is invalid, or if the tested object does not exist.
+        BackendUnavailable: if the tested object cannot be loaded.
+        pytest.UsageError: if pytest stops before there is a verdict.
     """
     for needed in ("pytest", "hypothesis"):
         if find_spec(needed) is None:

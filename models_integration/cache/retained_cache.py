@@ -31,22 +31,23 @@ __all__ = ["RetainedCache", "check_adoptable", "failing_whole", "side_by_side", 
 
 
 class RetainedCache(StatefulCache):
-    """DynamicCache whose full-attention layers can be compacted. Sliding windows and recurrent states are not changed.
+    """Cache of a session: a DynamicCache that can evict tokens from its full-attention layers.
 
         model(input_ids=next_token, cache=run.cache)    # past_key_values before transformers 5.24
 
-    Outside the context manager the cache only grows, and default position ids and masks are right. 2D attention masks
-    count all tokens seen, also evicted tokens. If rows, layers or heads store different positions, the cache can be
-    read inside the context manager only.
+    Sliding windows and recurrent states are not compacted. Outside `with policy(model)` no token is evicted, and you do
+    not need to pass position ids or masks. A 2D attention mask needs a column for each token seen, also for evicted
+    tokens. If rows, layers or heads store different positions, the model can read the cache only inside
+    `with policy(model)`.
 
     Args:
-        config: the (text) config of the model.
+        config: config of the model. For a model that also reads images, pass the text config.
 
     Attributes:
-        failure: reason why the cache cannot be used, or None.
+        failure: reason why the cache can no longer be used, or None.
         layers_differ: True if layers or heads store different positions.
-        continuation: states of the policy for decode steps and later segments.
-        bytes_freed: bytes of keys and values that were freed so far.
+        continuation: state of the policy that later eviction needs.
+        bytes_freed: bytes of keys and values that eviction has freed so far.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -66,7 +67,7 @@ class RetainedCache(StatefulCache):
 
     @staticmethod
     def adopt(cache: Cache, config: PretrainedConfig) -> "RetainedCache":
-        """Change the class of an empty cache to RetainedCache, and return the cache.
+        """Convert an empty DynamicCache to a RetainedCache in place, and return the cache.
 
         Raises:
             SpecError: if the cache is not an empty DynamicCache.
@@ -81,29 +82,29 @@ class RetainedCache(StatefulCache):
 
     @property
     def full_layers(self) -> list[RetainedLayer]:
-        """The layers that can be compacted."""
+        """Layers of the cache that can be compacted. They belong to the full-attention layers of the model."""
         return [layer for layer in self.layers if isinstance(layer, RetainedLayer)]
 
     @property
     def stored_length(self) -> int:
-        """Slots of the first full-attention layer."""
+        """Number of slots in the first full-attention layer."""
         return self.full_layers[0].stored_length
 
     @property
     def uniform(self) -> bool:
-        """True if all rows and layers store the same positions. Then the cache can be read outside the context too."""
+        """True if all rows, layers and heads store the same positions."""
         return not self.layers_differ and self.full_layers[0].uniform
 
     @property
     def mean_length(self) -> float:
-        """Mean number of slots of a full-attention layer and KV head."""
+        """Number of slots per KV head, on average over the full-attention layers."""
         return sum(layer.mean_length for layer in self.full_layers) / len(self.full_layers)
 
     def stored_positions(self, row: int = 0) -> Tensor:
-        """Return the stored absolute positions of one row, ascending, (stored,).
+        """Return the absolute positions that the cache stores of one row, ascending, (stored,).
 
-        If layers or heads store different positions, the first layer and head count. `head_positions` of a layer
-        returns the positions of any head.
+        If layers or heads store different positions, the positions are those of KV head 0 in the first full-attention
+        layer. `full_layers[i].head_positions(row, head)` returns the positions of a different head.
         """
         return self.full_layers[0].head_positions(row, 0)
 
@@ -113,33 +114,33 @@ class RetainedCache(StatefulCache):
 
     @property
     def tokens(self) -> Tensor:
-        """Number of tokens seen by each row, (rows,). One entry if all rows agree."""
+        """Number of tokens that each row has seen, (rows,). If the number is equal in all rows, the shape is (1,)."""
         return self.full_layers[0].next_positions(1)[:, 0]
 
     @property
     def is_token(self) -> Tensor:
-        """Mask of the columns that hold a token, (rows, columns). One row if all rows agree."""
+        """Mask that is True for tokens and False for padding, (rows, columns). Equal rows: (1, columns)."""
         return self.full_layers[0].rows.is_token(self.get_seq_length(), self.tokens)
 
     @property
     def nbytes(self) -> int:
-        """Size of keys, values and recurrent states in bytes."""
+        """Size of the cache in bytes: keys, values and recurrent states."""
         return storage_bytes([*self.layers, *self.beside.values()])
 
     @property
     def state_bytes(self) -> int:
-        """Size of the recurrent states in bytes: the part of `nbytes` that eviction cannot free."""
+        """Size of the recurrent states in bytes. Eviction cannot free these bytes of `nbytes`."""
         return storage_bytes(self.recurrent)
 
     def note_ids(self, ids: Tensor) -> None:
-        """Record the ids (rows, n) of the last columns that were read."""
+        """Record the token ids that the model has just read, (rows, n)."""
         self._read = self._read.extended(self.get_seq_length() - ids.shape[1], ids)
 
     def check_history(self) -> None:
-        """Check that generate was called with the ids that the cache has read.
+        """Check that the prompt passed to generate begins with the tokens that the cache has read.
 
         Raises:
-            SpecError: if the text was changed.
+            SpecError: if a token differs.
         """
         call = call_into(self)
         if call is not None and call["generation_config"] is not self._call:
@@ -148,7 +149,7 @@ class RetainedCache(StatefulCache):
             self._call = call["generation_config"]
 
     def expect(self, is_token: Tensor) -> None:
-        """Record the mask (rows, n) of tokens for the next columns."""
+        """Record which of the next columns are tokens and which are padding, as a mask (rows, n)."""
         for layer in self.full_layers:
             # `session` refuses such columns where heads differ.
             assert isinstance(layer, DenseLayer)
@@ -157,7 +158,7 @@ class RetainedCache(StatefulCache):
     def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
         """Return position ids and a 2D mask for the next tokens of padded rows.
 
-        Return {} if transformers computes the right ones by default.
+        If the defaults of transformers are correct, return an empty dictionary.
         """
         first = self.full_layers[0]
         if first.uniform:
@@ -168,7 +169,7 @@ class RetainedCache(StatefulCache):
 
     @contextmanager
     def in_context(self) -> Iterator[None]:
-        """Allow reads with the masks of kvspec inside the block."""
+        """Context manager inside which the model reads the cache with attention masks of kvspec."""
         self._in_context = True
         try:
             yield
@@ -176,16 +177,17 @@ class RetainedCache(StatefulCache):
             self._in_context = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens seen, also evicted tokens."""
+        """Return the number of tokens seen, including evicted tokens."""
         self.check_usable()
         layer = self.layers[layer_idx]
         return (layer if isinstance(layer, RetainedLayer) else self.full_layers[0]).get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return length and offset of the mask of a layer.
+        """Return the length and the offset of the attention mask of a layer.
 
         Raises:
-            SpecError: if rows store different positions outside the context manager, or if the text was changed.
+            SpecError: if rows store different positions outside `with policy(model)`, or if the prompt does not begin
+                with the tokens that the cache has read.
         """
         self.check_usable()
         if not self._in_context and not self.full_layers[0].uniform:
@@ -212,15 +214,15 @@ class RetainedCache(StatefulCache):
     def compact(
         self, retentions: Sequence[Retention], padding: Tensor | None = None, layers: Iterable[int] | None = None,
     ) -> None:
-        """Keep only the tokens of the retentions. A full budget changes no tensor.
+        """Evict all tokens that are not in the kept sets. If every token is kept, no tensor is changed.
 
         Args:
-            retentions: kept sets, one for each row or one for all rows; of all layers, or of `layers` alone.
-            padding: number of padding columns on the left of each row of a first prompt, (rows,).
-            layers: indices of full-attention layers. Default: all.
+            retentions: kept sets for `layers`, with one entry for each row or one entry for all rows.
+            padding: number of padding columns on the left of each row, for a first prompt, (rows,).
+            layers: indices of the layers to compact. Default: all full-attention layers.
 
         Raises:
-            SpecError: if a retention does not match the tokens, layers or heads of the cache. Nothing has changed.
+            SpecError: if a kept set does not match the tokens, layers or heads of the cache. The cache is unchanged.
         """
         full = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, RetainedLayer)}
         chosen = full if layers is None else {index: full[index] for index in layers}
@@ -242,10 +244,10 @@ class RetainedCache(StatefulCache):
         self.layers_differ |= differ
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row i by row beam_idx[i].
+        """Replace each row i by row beam_idx[i].
 
         Raises:
-            SpecError: if a row does not exist. Nothing has changed.
+            SpecError: if an index does not name a row of the cache. The cache is unchanged.
         """
         self._choose("beam_idx", beam_idx)
 
@@ -253,7 +255,7 @@ class RetainedCache(StatefulCache):
         """Repeat every row `repeats` times.
 
         Raises:
-            SpecError: if `repeats` is less than 1. Nothing has changed.
+            SpecError: if `repeats` is less than 1. The cache is unchanged.
         """
         if repeats < 1:
             raise SpecError("repeats", repeats, "must be at least 1")
@@ -261,10 +263,10 @@ class RetainedCache(StatefulCache):
             self._choose("repeats", torch.arange(self.full_layers[0].batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows, given by index or by a mask.
+        """Keep only some rows of the batch, given by index or by a mask.
 
         Raises:
-            SpecError: if a row does not exist. Nothing has changed.
+            SpecError: if an index does not name a row of the cache. The cache is unchanged.
         """
         self._choose("indices", indices)
 
@@ -276,13 +278,13 @@ class RetainedCache(StatefulCache):
                 self.continuation, self._read = self.continuation.select(rows), self._read.select(rows)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens seen, stored or evicted.
+        """Remove the last tokens that the cache has seen. If `tokens_to_remove` is -3, three tokens are removed.
 
-        States of the policy that include a removed token are dropped. The cache then grows without eviction.
+        If a state of the policy includes a removed token, the state is deleted, and nothing is evicted afterwards.
 
         Raises:
-            SpecError: if a layer cannot be cropped, such as a sliding layer past its window or a recurrent layer.
-                Nothing has changed.
+            SpecError: if a layer cannot remove tokens, such as a recurrent layer, or a sliding-window layer that has
+                freed tokens. The cache is unchanged.
         """
         if tokens_to_remove and self.recurrent:
             reason = "recurrent layers cannot remove a token from their states: read the text into a new cache"
@@ -315,15 +317,15 @@ class RetainedCache(StatefulCache):
         self.layers_differ, self.continuation, self._read = False, Nothing(), ReadIds()
 
     def fail(self, reason: str) -> None:
-        """Remove all tokens and refuse any further use."""
+        """Remove all tokens. Any later use of the cache raises `SpecError` with this reason."""
         self.reset()
         self.failure = reason
 
     def check_usable(self) -> None:
-        """Raise if a failure has made the cache unusable.
+        """Check that the cache can still be used.
 
         Raises:
-            SpecError: if a failure has made the cache unusable.
+            SpecError: if an earlier failure has made the cache unusable.
         """
         if self.failure is not None:
             raise SpecError("past_key_values", "an unusable cache", f"{self.failure}; start again with a new one")

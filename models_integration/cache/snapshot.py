@@ -42,22 +42,23 @@ _ROWS = tuple(field.name for field in fields(StoredRows))
 def save_cache(
     cache: RetainedCache, model: PreTrainedModel, path: str | Path, identity: ModelIdentity | None = None,
 ) -> None:
-    """Write a cache to a file.
+    """Save a compacted cache to a file.
 
         kvspec.save_cache(run.cache, model, "document.cache")
 
-    The write is atomic: the path has the old file or the whole new file.
+    The write is atomic: if the write fails, an old file at `path` is unchanged. The file includes the state of
+    CrystalCache.
 
     Args:
-        cache: a cache that has read tokens, outside `with run.prompt():`.
+        cache: a cache that has read tokens, such as `run.cache`, outside of a `with run.prompt():` block.
         model: the model that computed the cache.
-        path: file to write or replace.
-        identity: identity of the model, if known. Default: computed from all parameters.
+        path: file to write. An existing file is replaced.
+        identity: `ModelIdentity` of the model. Default: the identity is computed from all parameters.
 
     Raises:
-        SpecError: if the cache is empty or unusable, if keys or values are not finite, or if the path is not a file.
-            Also if the policy evicts in each step, such as H2O. CrystalCache states are saved.
-        OSError: from the file system. Nothing has changed.
+        SpecError: if the cache is empty or unusable, if keys or values are not finite, or if `path` is not a file.
+            A cache cannot be saved if the policy evicts in each decoding step, as H2O does.
+        OSError: if the file cannot be written. The file at `path` is unchanged.
     """
     path = _file(path)
     seen = cache.get_seq_length()
@@ -97,18 +98,19 @@ def save_cache(
 
 
 def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity | None = None) -> RetainedCache:
-    """Read a saved cache onto the device of the model. You can use it like the cache that was saved.
+    """Load a saved cache onto the device of the model. The loaded cache can be used like the saved cache.
 
         cache = kvspec.load_cache("document.cache", model)
 
     Args:
-        path: a file written by `save_cache`.
+        path: file that `save_cache` wrote.
         model: the model that computed the cache.
-        identity: identity of the model, if known. Default: computed from all parameters.
+        identity: `ModelIdentity` of the model. Default: the identity is computed from all parameters.
 
     Raises:
-        SpecError: if the file is missing or damaged, or belongs to a different model, format or specification version.
-        OSError: from the file system.
+        SpecError: if the file is missing or damaged, or was saved with a different model, format or specification
+            version.
+        OSError: if the file cannot be read.
     """
     path, architecture = _file(path), describe(model)
     manifest, tensors = _read(path)

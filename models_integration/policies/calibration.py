@@ -61,24 +61,25 @@ def calibrate(
     model: PreTrainedModel, input_ids: Tensor, identity: ModelIdentity | None = None,
     template: Sequence[Sequence[int]] | None = None,
 ) -> Calibration:
-    """Measure the statistics of a model that `triattention` and `kvzip-heads` need, on any text.
+    """Measure the statistics of a model that the policies `triattention` and `kvzip-heads` need.
 
         found = kvspec.calibrate(model, input_ids, template=kvspec.repeat_template(tokenizer))
         policy = kvspec.policy_from_name("triattention", 0.3, calibration=found)
 
-    `reference.calibration.save_calibration(found, path)` writes the file that `kvspec calibrate` writes.
+    To save the result as `kvspec calibrate` does, call `reference.calibration.save_calibration(found, path)`.
 
     Args:
         model: a causal language model.
-        input_ids: text, (1, n), in the language of the model.
-        identity: identity of the model, if known. Default: computed from all parameters.
-        template: `repeat_template(tokenizer)`, to measure the head scores of `kvzip-heads` too.
+        input_ids: token ids of any text in a language of the model, (1, n).
+        identity: `ModelIdentity` of the model. Default: the identity is computed from all parameters.
+        template: `repeat_template(tokenizer)`. If given, the head scores of `kvzip-heads` are also measured.
 
     Returns:
-        Statistics of the queries before rotation, and head scores if a template was given.
+        Statistics of the queries before rotary embedding. If `template` is given, the result also has head scores.
 
     Raises:
-        SpecError: if the ids are not one row, or if the model has no supported rotation and no template was given.
+        SpecError: if `input_ids` does not have one row, or if the rotary embedding of the model is not supported and no
+            template is given.
     """
     if input_ids.ndim != 2 or len(input_ids) != 1 or input_ids.shape[1] < 1:
         raise SpecError("input_ids", tuple(input_ids.shape), "must be one row of at least one token")

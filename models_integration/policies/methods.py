@@ -52,7 +52,7 @@ def _parse(budget: float | int | str | Budget) -> Budget:
 
 
 class RetentionPolicy(ABC):
-    """Policy with a budget. Call it with a model to get a context manager.
+    """Policy with a budget. `policy(model)` returns a context manager.
 
         with policy(model) as run:
             output = model.generate(**inputs, max_new_tokens=200)
@@ -60,7 +60,7 @@ class RetentionPolicy(ABC):
 
     @abstractmethod
     def on(self, model: PreTrainedModel) -> Method:
-        """Return the form of the policy for this model, as `decide` needs it.
+        """Prepare the policy for a model. Pass the result to `decide`.
 
         Raises:
             SpecError: if the model does not support the policy.
@@ -83,17 +83,17 @@ def method_of(policy: Policy, budget: Budget, backend: str = "numpy", engine: Ba
 
 @dataclass(frozen=True, init=False)
 class CustomPolicy(RetentionPolicy):
-    """Policy made from a `spec.policy.Policy`, yours or one of `reference.policies`.
+    """Policy with a budget, made from a `spec.policy.Policy`.
 
         policy = kvspec.CustomPolicy(kvspec.policy_from_score(score), budget=0.3)
 
     Args:
-        policy: scorer, budgets, selector, protection and cadence.
-        budget: a fraction of the prompt as a float or text (0.3, "30%"), or a number of tokens as an int.
-        backend: name of the backend of the policy, for reports.
+        policy: the policy without a budget, such as the result of `policy_from_score`.
+        budget: tokens to keep: a fraction of the prompt (0.3 or "30%"), or a number of tokens as an int.
+        backend: name that reports show as the backend of the policy.
 
     Raises:
-        SpecError: if the budget is invalid.
+        SpecError: if the budget is not a valid fraction or number of tokens.
     """
 
     method: Method
@@ -110,30 +110,32 @@ class CustomPolicy(RetentionPolicy):
         return self.method.backend
 
     def on(self, model: PreTrainedModel) -> Method:
-        """Return the same policy for every model."""
+        """Return the policy, which is the same for every model."""
         return self.method
 
 
 class CrystalCache(CustomPolicy):
-    """CrystalCache: keep the best trunks, runs of tokens up to a sentence, by co-attention and impact.
+    """CrystalCache policy: score trunks (runs of tokens within a sentence) by co-attention and impact, keep the best.
 
         policy = kvspec.CrystalCache(budget=0.4, sentence_ends=kvspec.sentence_ends(tokenizer))
 
     Args:
-        budget: a fraction of the prompt as a float or text (0.3, "30%"), or a number of tokens as an int.
-        sentence_ends: ids of the tokens that end a sentence, from `sentence_ends(tokenizer)`.
+        budget: tokens to keep: a fraction of the prompt (0.3 or "30%"), or a number of tokens as an int.
+        sentence_ends: ids of the tokens that end a sentence: `kvspec.sentence_ends(tokenizer)`.
         parameters: constants of the policy.
-        backend: "auto", a name, "module:ATTRIBUTE" or a Backend. "auto" is triton on CUDA if its kernels give what
-            the reference gives there, else numba, else numpy.
-        decode: evict every T_breath generated tokens too. Default: evict after prompts and later turns only.
-        stream: evict every C tokens of one endless prompt. Requires an integer budget.
-        breath_protection: tokens that decode-time eviction keeps: "sink+recent" or "none". With "none", as in the
-            paper, the newest tokens can be evicted first.
+        backend: backend that selects the tokens: "auto", a name, "module:ATTRIBUTE" or a Backend. "auto" uses triton on
+            a CUDA device, if a test on this device gives the results of the reference. Otherwise "auto" uses numba, or
+            numpy if numba is not installed.
+        decode: if True, also evict during decoding, after every T_breath generated tokens. Default: evict only after
+            prompts and later turns.
+        stream: if True, read one endless prompt, and evict after every C tokens. Requires a budget in tokens.
+        breath_protection: tokens that are never evicted during decoding: "sink+recent" or "none". The paper has
+            "none". With "none" the newest tokens can be evicted first.
 
     Raises:
-        SpecError: if the budget, the ends, the parameters or the backend are invalid, or if a stream has no integer
-            budget.
-        BackendUnavailable: if the backend cannot run here.
+        SpecError: if the budget, `sentence_ends`, the parameters or the backend are invalid, or if `stream` is True
+            and the budget is a fraction.
+        BackendUnavailable: if the backend cannot run on this machine.
     """
 
     def __init__(
@@ -161,14 +163,14 @@ class CrystalCache(CustomPolicy):
 
 
 class StreamingLLM(CustomPolicy):
-    """StreamingLLM: keep the first N_sink tokens and the most recent tokens.
+    """StreamingLLM policy: keep the first N_sink tokens and the most recent tokens.
 
         policy = kvspec.StreamingLLM(budget=512)
 
     Args:
-        budget: a fraction of the prompt as a float or text (0.3, "30%"), or a number of tokens as an int.
-        N_sink: number of attention sinks.
-        block: size of the blocks to keep, for caches in pages. Default: single tokens.
+        budget: tokens to keep: a fraction of the prompt (0.3 or "30%"), or a number of tokens as an int.
+        N_sink: number of attention sinks, the first tokens of the prompt.
+        block: number of tokens in a block of a paged cache. Whole blocks are kept or evicted. Default: single tokens.
 
     Raises:
         SpecError: if the budget, N_sink or block is invalid.
@@ -182,7 +184,7 @@ class StreamingLLM(CustomPolicy):
 
 
 class FullCache(CustomPolicy):
-    """Policy that evicts nothing, `kvspec.FullCache()`: the upper bound of every comparison."""
+    """Full cache: a policy that evicts nothing. Comparisons use the full cache as the upper bound."""
 
     def __init__(self) -> None:
         super().__init__(full_cache(), 1.0)
@@ -200,7 +202,7 @@ _PARAMETERS = frozenset(field.name for field in fields(CrystalCacheParameters)) 
 
 @dataclass(frozen=True, init=False)
 class Published(RetentionPolicy):
-    """Published policy with a budget. `policy_from_name` accepts more names.
+    """Policy of a paper, with a budget. Use `policy_from_name` for any other policy.
 
         kvspec.Published("snapkv", 0.25, W=16)
         kvspec.Published("snapkv", 0.3, block=16)               # keep whole blocks of 16 tokens
@@ -208,13 +210,14 @@ class Published(RetentionPolicy):
         kvspec.Published("triattention", 0.3, calibration="calibration.npz")
 
     Args:
-        name: a name of `kvspec policies`, except crystalcache, streamingllm and fullcache.
-        budget: a fraction of the prompt as a float or text (0.3, "30%"), or a number of tokens as an int.
-        constants: constants of the policy by name, see `describe_policy(name)`; and `backend`, "auto" by default.
+        name: name of a policy that `kvspec policies` lists, except crystalcache, streamingllm and fullcache.
+        budget: tokens to keep: a fraction of the prompt (0.3 or "30%"), or a number of tokens as an int.
+        constants: constants of the policy as keyword arguments. `describe_policy(name)` lists the constants. `backend`
+            is also accepted.
 
     Raises:
         SpecError: if the name, a constant, the calibration file or the budget is invalid.
-        BackendUnavailable: if the backend cannot run here, or does not support the policy.
+        BackendUnavailable: if the backend cannot run on this machine, or does not support the policy.
     """
 
     name: str
@@ -237,16 +240,16 @@ class Published(RetentionPolicy):
             object.__setattr__(self, field, given)
 
     def knowing(self, identity: ModelIdentity) -> "Published":
-        """Return a copy for a model with a known identity, so that a calibration is checked without a new hash."""
+        """Return a copy that checks the calibration against this identity, without a new hash of the model."""
         told = copy(self)
         object.__setattr__(told, "identity", identity)
         return told
 
     def on(self, model: PreTrainedModel) -> Method:
-        """Return the form of the policy for this model, as `decide` needs it.
+        """Prepare the policy for a model. Pass the result to `decide`.
 
         Raises:
-            SpecError: if kvspec does not support the model, if the model does not support the policy, or if the
+            SpecError: if kvspec does not support the model, if the policy does not support the model, or if the
                 calibration belongs to a different model.
         """
         engine = resolve(self.constants.get("backend", "numpy"))
@@ -264,22 +267,22 @@ def _fastest(name: str) -> str:
 
 
 def policy_from_name(name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> RetentionPolicy:
-    """Return a policy by name.
+    """Make a policy from a name, a budget and constants.
 
         kvspec.policy_from_name("snapkv", budget=0.3)
         kvspec.policy_from_name("crystalcache", 0.3, sentence_ends=ends, alpha=0)
         kvspec.policy_from_name("mine:POLICY", 512)
 
     Args:
-        name: a name of `kvspec policies`, `module:ATTRIBUTE` of your own Policy, or an entry point of
-            `kvspec.policies`.
-        budget: a fraction of the prompt as a float or text (0.3, "30%"), or a number of tokens as an int. The full
-            cache ignores the budget.
-        constants: constants of the policy by name, see `describe_policy(name)`.
+        name: name of a policy that `kvspec policies` lists, `module:ATTRIBUTE` of your own Policy, or the name of an
+            entry point in the group `kvspec.policies`.
+        budget: tokens to keep: a fraction of the prompt (0.3 or "30%"), or a number of tokens as an int.
+            "fullcache" ignores the budget.
+        constants: constants of the policy as keyword arguments. `describe_policy(name)` lists the constants.
 
     Raises:
         SpecError: if the name, a constant or the budget is invalid.
-        BackendUnavailable: if the backend cannot run here.
+        BackendUnavailable: if the backend cannot run on this machine.
     """
     check_constants(name, constants)
     if name not in _CLASSES:
@@ -345,21 +348,22 @@ class Prefilled(NamedTuple):
 
 
 def prefill(model: PreTrainedModel, policy: RetentionPolicy, input_ids: Tensor) -> Prefilled:
-    """Read a prompt under a policy, for your own generation loop.
+    """Read a prompt, evict tokens, and return what your own generation loop needs.
 
         logits, cache, run = kvspec.prefill(model, kvspec.StreamingLLM(512), input_ids)
         output = model(input_ids=logits.argmax(-1), cache=cache)  # past_key_values before transformers 5.24
 
-    Default position ids and masks are right. For `generate`, pass the prompt again before the new tokens.
+    Your loop does not need to pass position ids or masks. If you call `generate`, pass the prompt again before the new
+    tokens.
 
     Args:
         model: a causal language model.
-        policy: a policy with one kept set for the whole model. If layers or heads keep different tokens, the cache can
-            be read inside `with policy(model)` only.
+        policy: a policy with one kept set for the whole model. If layers or heads keep different tokens, use
+            `with policy(model)` instead, because only the context manager can read such a cache.
         input_ids: one prompt, (1, n).
 
     Returns:
-        The logits after the prompt, the compacted cache, and the session. The logits come from the full cache.
+        The logits of the next token, computed with the full cache. The compacted cache. The session.
 
     Raises:
         SpecError: if kvspec does not support the model or the prompt.

@@ -17,7 +17,7 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with "
 
 
 def repeat_template(tokenizer: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the `template` of KVzip: token ids of two requests to repeat the prompt, and of the start of an answer.
+    """Make the `template` of KVzip: token ids of two requests to repeat the prompt, and of the start of an answer.
 
         kvspec.policy_from_name("kvzip", 0.3, template=kvspec.repeat_template(tokenizer))
 
@@ -27,7 +27,7 @@ def repeat_template(tokenizer: Any) -> tuple[tuple[int, ...], ...]:
         tokenizer: a tokenizer of transformers.
 
     Raises:
-        SpecError: if the chat template changes the text of messages.
+        SpecError: if the chat template of the tokenizer changes the text of a message.
     """
     answer = "\n" if getattr(tokenizer, "chat_template", None) is None else chat(tokenizer).closing
     return tuple(tuple(encode(tokenizer, text)) for text in (FIRST, LATER, answer))
@@ -38,14 +38,14 @@ def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
         policy = kvspec.CrystalCache(0.4, kvspec.sentence_ends(tokenizer))
 
-    A token ends a sentence if its text, without spaces around it, ends in `.`, `!` or `?` or contains a newline.
+    A token ends a sentence if its text contains a newline, or ends in `.`, `!` or `?` apart from spaces.
     Special tokens never end a sentence.
 
     Args:
         tokenizer: a tokenizer of transformers.
 
     Raises:
-        SpecError: if this is not a tokenizer, or if no token ends a sentence.
+        SpecError: if `tokenizer` is not a tokenizer of transformers, or if no token ends a sentence.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise SpecError("tokenizer", type(tokenizer).__name__, "must be a tokenizer of transformers")

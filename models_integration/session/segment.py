@@ -249,20 +249,20 @@ def _seen(cache: RetainedCache, row: int) -> int:
 
 
 def decide(method: Method, observed: ObservedSegment) -> Decision:
-    """Select the tokens that a policy keeps of each observed prompt. One observation serves many policies.
+    """Select the tokens that a policy keeps of each prompt. Many policies can use the same observation.
 
         decision = kvspec.decide(policy.on(model), observed)
         decision.retentions[0].group(0)     # kept positions of the first kept set
 
     Args:
-        method: `policy.on(model)`.
+        method: policy for the model, `policy.on(model)`.
         observed: result of `observe`.
 
     Returns:
-        The kept sets, one entry for each prompt, for `compact`.
+        Decision with the kept sets of each prompt. Pass the decision to `compact`.
 
     Raises:
-        SpecError: if the policy reads a tensor that was not captured, or does not support the prompt.
+        SpecError: if the policy needs a tensor that `observe` did not capture, or does not support the prompt.
     """
     policy, budget, rule = method.policy, method.budget, method.continuation
     shown = observed.narrowed(policy.scorer.needs)

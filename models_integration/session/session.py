@@ -46,34 +46,34 @@ __all__ = ["Session"]
 
 
 class Session:
-    """Context manager that applies a policy to a model. After the block its attributes describe the last eviction.
+    """Context manager that applies a policy to a model. The attributes of a session describe the last eviction.
 
-    A policy called with a model returns a session:
+    `policy(model)` returns a session:
 
         with policy(model) as run:
             output = model.generate(**inputs, max_new_tokens=200)
         print(run.bytes_freed)
 
-    The policy evicts after each segment: a prompt, or a later turn of more than one token. A segment is one forward
-    pass, the block of `with run.prompt():`, or all chunks of `prefill_chunk_size`. In a stream a segment has C tokens.
-    The policy evicts nothing from text that is read inside `with run.reading():`. Pad rows of a first prompt on the
-    left, with a 2D mask.
+    The policy evicts tokens at the end of each segment. A segment is a prompt, or a later turn of more than one token.
+    The model can read a segment in one forward pass, in all forward passes inside `with run.prompt():`, or in chunks of
+    `prefill_chunk_size`. In a stream a segment has C tokens. The policy does not evict text that the model reads inside
+    `with run.reading():`. If the prompts of a batch have different lengths, pad on the left and pass a 2D mask.
 
-    One thread at a time reads under a policy, and a second generate waits. A thread that starts generate inside the
-    block stays under the policy until generate returns. Join the thread before you read the attributes.
+    If two threads call generate on the model, the second call waits for the first. If a thread starts generate inside
+    the block, the policy applies until generate returns. Join the thread before you read the attributes.
 
     Attributes:
         backend: name of the backend that selects the tokens.
-        seen: number of tokens that the model has read so far, in prompts and answers. Nothing has read the last
-            generated token.
-        stored: number of tokens that the cache holds now, on average over layers and heads. Generated tokens count too.
-        retention: kept positions and scores of the last segment; `retention.group(i)` is the i-th kept set. After a
-            batch, a tuple with one entry for each prompt. None before a prompt.
-        kept: kept positions of the last prompt. `SpecError` if layers or heads keep different tokens.
-        cache: the compacted cache, also after the block. `cache.nbytes` is the size. None before a prompt.
-        timings: seconds of capture, decision, compaction and rehearsal of the last segment.
-        bytes_freed: bytes of keys and values freed so far, in all rows, segments and decode steps.
-        over_budget: tokens that the last segment keeps beyond the budget, because protected tokens exceed the budget.
+        seen: number of tokens that the model has read so far, in prompts and answers. The last generated token is not
+            included, because the model has not read it.
+        stored: number of tokens in the cache now, on average over layers and heads. Generated tokens are included.
+        retention: kept positions of the last segment. `retention.group(i)` returns the i-th kept set. For a batch,
+            `retention` is a tuple with one entry for each prompt. Before a prompt, `retention` is None.
+        kept: kept positions of the last prompt. Raises `SpecError` if layers or heads keep different tokens.
+        cache: compacted cache, which you can also use after the block. Before a prompt, `cache` is None.
+        timings: seconds for each step of the last eviction: capture, decision, compaction and rehearsal.
+        bytes_freed: bytes of keys and values that the session has freed so far.
+        over_budget: number of tokens kept beyond the budget, because more tokens are protected than the budget allows.
 
     Raises:
         SpecError: if kvspec does not support the model.
@@ -111,7 +111,7 @@ class Session:
 
     @property
     def stored(self) -> float:
-        """Number of tokens that the cache holds now, on average over layers and heads."""
+        """Number of tokens in the cache now, on average over layers and heads."""
         return self._usable_cache.mean_length if self._usable_cache is not None and self.seen else 0.0
 
     @property
@@ -120,10 +120,10 @@ class Session:
 
     @property
     def kept(self) -> IntVector | None:
-        """Kept absolute positions of the last prompt, ascending. None before a prompt.
+        """Absolute positions of the kept tokens of the last prompt, ascending. Before a prompt, None.
 
         Raises:
-            SpecError: after a batch, or if layers or heads keep different tokens.
+            SpecError: if the last prompt was a batch, or if layers or heads keep different tokens.
         """
         if isinstance(self.retention, tuple):
             reason = "a batch has no single kept set: type run.retention[row].kept"
@@ -361,10 +361,11 @@ class Session:
 
     @contextmanager
     def prompt(self) -> Iterator[None]:
-        """Group the forward passes inside the block into one prompt, and evict when the block ends.
+        """Context manager that makes one prompt of several forward passes. The policy evicts when the block ends.
 
         Raises:
-            SpecError: inside a different block, in generate or a stream, or outside the context.
+            SpecError: if the block is inside a different block, inside generate or a stream, or outside
+                `with policy(model)`.
         """
         with self._inside("prompt()"):
             yield
@@ -373,16 +374,18 @@ class Session:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read tokens after a prompt without eviction, such as a question.
+        """Context manager inside which the model reads text without eviction, such as a question after a document.
 
             with run.reading():
                 output = model.generate(context_and_question, past_key_values=run.cache, max_new_tokens=50)
 
-        Every policy supports this. Generated tokens are decode steps as usual. The text must have no padding.
+        Every policy supports `reading()`. Tokens that are generated inside the block are decoded as usual. The
+        text must have no padding.
 
         Raises:
-            SpecError: inside a different block, in generate or a stream, or outside the context. A forward pass raises
-                the error if the cache has read no prompt, or if the policy cannot continue from the cache.
+            SpecError: if the block is inside a different block, inside generate or a stream, or outside
+                `with policy(model)`. Inside the block, a forward pass raises the error if the cache has read no prompt,
+                or if the policy cannot continue from the cache.
         """
         with self._inside("reading()"):
             yield

@@ -47,21 +47,21 @@ NOTHING = Needs()
 def observe(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None, needs: Needs = EVERYTHING,
 ) -> ObservedSegment:
-    """Read prompts without eviction, and capture the tensors that policies read.
+    """Read prompts into a full cache, and capture the tensors that policies need.
 
         observed = kvspec.observe(model, input_ids)
         decision = kvspec.decide(kvspec.policy_from_name("snapkv", 0.3).on(model), observed)
         cache = kvspec.compact(observed.cache, decision)
 
     Args:
-        model: a causal language model, outside any context.
+        model: a causal language model, outside `with policy(model)`.
         input_ids: prompts, (rows, n).
-        attention_mask: 2D mask (rows, n) with zeros left of the first token of a row. Default: no padding.
-        needs: tensors to capture and hold in memory. Default: q and k after RoPE and v of every full-attention layer.
-            KVzip needs the second pass too: `replace(EVERYTHING, rehearsal=method.policy.scorer.needs.rehearsal)`.
+        attention_mask: 2D mask (rows, n) with zeros for padding on the left. Default: no padding.
+        needs: tensors to capture. Default: queries and keys after RoPE, and values, of all full-attention layers. KVzip
+            also needs a second pass: `replace(EVERYTHING, rehearsal=method.policy.scorer.needs.rehearsal)`.
 
     Returns:
-        The captured tensors, with the full `cache` and the `logits` of the last column.
+        The captured tensors. The attributes `cache` and `logits` are the full cache and the logits after the prompt.
 
     Raises:
         SpecError: if kvspec does not support the model or the prompt.
@@ -137,15 +137,15 @@ def read(
 
 
 def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
-    """Return a new cache with only the kept tokens. The given cache is not changed.
+    """Make a new cache that has only the kept tokens. The full cache is not changed.
 
         cache = kvspec.compact(observed.cache, kvspec.decide(policy.on(model), observed))
 
-    If nothing is evicted, both caches share tensors, and no cache writes to them.
+    If no token is evicted, the new cache shares tensors with the full cache. Neither cache changes these tensors.
 
     Args:
-        cache: the cache that the decision is about, such as the full cache of `observe`.
-        decision: result of `decide`.
+        cache: full cache, such as `observed.cache` after `observe`.
+        decision: result of `decide` for this cache.
 
     Raises:
         SpecError: if the decision does not match the tokens, rows, layers or heads of the cache.

@@ -75,25 +75,25 @@ def field_meanings(record: type) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PolicyDescription:
-    """Description of a policy: costs, supported uses and constants.
+    """Description of a policy: kept tokens, costs, supported uses and constants.
 
     Attributes:
-        name: name for `policy_from_name`, `--policies` and rules files.
-        paper: the publication, or "".
-        keeps: the kept tokens, as a noun phrase.
-        passes: number of times that the model reads the prompt.
-        layers: layers whose queries and keys are read: "none", "observed" (one layer) or "all".
-        granularity: owner of a kept set: "model", "layer" or "layer and KV head".
-        layer_by_layer: True if each layer is compacted while the prompt is read. Otherwise the peak memory is the full
-            cache.
+        name: name of the policy, in `policy_from_name`, in `--policies` and in rules files.
+        paper: publication that defines the policy, or "".
+        keeps: description of the tokens that the policy keeps.
+        passes: number of times that the model reads the prompt, 1 or 2.
+        layers: layers that give queries and keys to the policy: "none", "observed" (one layer) or "all".
+        granularity: "model", "layer" or "layer and KV head": the part of the model that has a separate kept set.
+        layer_by_layer: True if each layer is compacted while the model reads the prompt. If False, the peak memory is
+            the full cache.
         decode_time: True if the policy evicts while tokens are generated.
-        later_turns: True if the policy evicts from later turns too, that is from prompts on the same cache. If False,
-            later turns are read inside `with run.reading():`.
-        padded_batches: True if rows of a batch may have different lengths.
-        constants: constants with their defaults.
-        required: constants without a default.
-        of_model: constants that are read from the model.
-        meanings: the meaning of each constant.
+        later_turns: True if the policy also evicts from later prompts on the same cache. If False, read later prompts
+            inside `with run.reading():`.
+        padded_batches: True if the prompts of a batch may have different lengths.
+        constants: constants that have a default, with the default.
+        required: names of the constants that have no default.
+        of_model: names of the constants that kvspec reads from the model.
+        meanings: meaning of each constant, by name.
     """
 
     name: str
@@ -113,7 +113,7 @@ class PolicyDescription:
 
 
 def list_policies() -> tuple[PolicyDescription, ...]:
-    """Return the descriptions of all named policies, without the `diverse-` variants.
+    """Return the descriptions of all policies of kvspec, without the `diverse-` variants.
 
     >>> [one.name for one in list_policies() if one.passes == 2]
     ['kvzip', 'kvzip-plus', 'kvzip-uniform']
@@ -122,13 +122,13 @@ def list_policies() -> tuple[PolicyDescription, ...]:
 
 
 def describe_policy(name: str) -> PolicyDescription:
-    """Return the description of a policy.
+    """Return the description of a policy, found by name.
 
     >>> describe_policy("diverse-snapkv").constants["diversity"]
     0.5
 
     Raises:
-        SpecError: if no policy has this name, or if the policy is your own.
+        SpecError: if no policy of kvspec has this name. Your own policy has no description.
     """
     if check_name(name) not in NAMES:
         raise SpecError("name", name, "has no description: it is a policy of your own")

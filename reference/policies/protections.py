@@ -14,16 +14,16 @@ __all__ = ["Places", "SinkAndRecent", "protecting"]
 
 @dataclass(frozen=True)
 class SinkAndRecent:
-    """Protection that always keeps the first and the last tokens.
+    """Protection: the first and the last tokens are never evicted.
 
         kvspec.policy_from_score(score, protection=kvspec.SinkAndRecent(4, 32))
 
     Attributes:
-        sink: number of first tokens, the attention sinks.
-        recent: number of last tokens.
+        sink: number of first tokens (attention sinks) to keep.
+        recent: number of last tokens to keep.
 
     Raises:
-        SpecError: if a number is negative.
+        SpecError: if `sink` or `recent` is negative.
     """
 
     sink: int

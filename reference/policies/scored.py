@@ -60,7 +60,7 @@ def policy_from_score(
     granularity: Granularity = Granularity.HEAD, protection: SinkAndRecent = NOTHING,
     threshold: float | None = None, separable: bool = False,
 ) -> Policy:
-    """Return a policy that keeps the tokens with the highest scores. On a tie it keeps the lower index.
+    """Make a policy that keeps the tokens with the highest scores. If two scores are equal, the earlier token is kept.
 
         def knorm(observation):
             return np.concatenate([-np.linalg.norm(view.k, axis=2) for view in observation.layers.values()])
@@ -68,18 +68,20 @@ def policy_from_score(
         POLICY = kvspec.policy_from_score(knorm, needs=Needs("all"))
 
     Args:
-        score: function of a `spec.policy.Observation` that returns scores (kept sets, tokens). Kept sets are ordered
-            by layer, then by head. The name of the function is the name of the policy.
-        needs: tensors that `score` reads. Reading a different tensor raises `SpecError`. Fewer tensors are cheaper.
-        granularity: one kept set for the model, for each layer, or for each layer and KV head.
-        protection: attention sinks and recent tokens that are always kept. A smaller budget is raised to their number.
-        threshold: evict every token whose score is at most this number, even if the budget is not used up.
-        separable: True if the scores of a kept set depend on the layer (and head) of this set only. Then later turns
-            are evicted too.
+        score: function that takes a `spec.policy.Observation` and returns an array of scores, (kept sets, tokens). Kept
+            sets are ordered by layer, then by KV head. The policy gets the name of the function.
+        needs: tensors that `score` reads. If `score` reads a different tensor, `SpecError` is raised. Capturing fewer
+            tensors takes less time and memory.
+        granularity: part of the model that has a separate kept set: the whole model, a layer, or a KV head of a layer.
+        protection: first and last tokens that are never evicted. A budget below the number of these tokens is raised to
+            that number.
+        threshold: evict tokens with a score of at most this number, even if fewer tokens than the budget remain.
+        separable: True if the scores of a kept set depend only on the layer and KV head of this set. If True, the
+            policy also evicts from later turns.
 
     Raises:
         SpecError: if the threshold is NaN. The policy raises the error if the scores have a wrong shape or
-            dtype, or are NaN for a token that is not protected.
+            dtype, or if an unprotected token has the score NaN.
     """
     floor, name = protection.sink + protection.recent, getattr(score, "__name__", type(score).__name__)
     scorer = _Function(score, needs, granularity, separable)
