@@ -111,12 +111,13 @@ def page(reports: list[Report], number: int) -> str:
         f"| {number} | 6 to 40 (PyramidKV: to 120) | 1 to 3 | 1 or 2 |", "",
         "| Window | Pool | Chunk | Sinks | Future | Lag |", "|---|---|---|---|---|---|",
         f"| {SMALL.window} | {SMALL.kernel} | {SMALL.chunk} | {SMALL.sinks} | {SMALL.future} | {SMALL.lag} |", "",
-        f"KVzip's presses have {SMALL.layers} layers, which read chunks of {SMALL.rehearsed} tokens again after a"
-        " template of up to 8 tokens. DMS has a threshold instead of the ratio.", "",
-        "A *reading* is a named difference between the two implementations. The third column counts the inputs that"
-        " need each reading; for each input the fewest readings are used that make the kept sets equal. For"
-        " *unexplained* inputs no readings do. The command prints the smallest input for each reading."
-        " [Defects of kvpress](upstream.md) are on a separate page.", "",
+        f"The model for the KVzip presses has {SMALL.layers} layers. It repeats the prompt in chunks of"
+        f" {SMALL.rehearsed} tokens, each after a template of up to 8 tokens. DMS uses a score threshold instead of the"
+        " ratio.", "",
+        "A *reading* is a named difference between the two implementations. If the kept sets differ on an input, the"
+        " command searches for the fewest readings that make the sets equal. The third column counts the inputs for"
+        " each reading. The last column counts the inputs for which no readings make the sets equal. The command also"
+        " prints the smallest input for each reading. A separate page has the [defects of kvpress](upstream.md).", "",
         "| Press | Equal kept sets | Need a reading | Unexplained |", "|---|---|---|---|",
         *map(row, reports), "", "| Reading | kvpress | kvspec |", "|---|---|---|",
         *(f"| {name} | {theirs} | {ours} |" for name, (theirs, ours) in READINGS.items()), "",
