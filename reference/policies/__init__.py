@@ -1,4 +1,4 @@
-"""The methods of the field, each a record of five parts; `retain` runs one, `start` and `advance` while decoding."""
+"""Published eviction policies. `retain` runs a policy on a prompt, `start` and `advance` while decoding."""
 
 from reference.policies.adakv import adakv, with_adaptive_budgets
 from reference.policies.blocks import in_blocks

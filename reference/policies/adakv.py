@@ -1,4 +1,4 @@
-"""Ada-KV: heads of a layer share its budget by how concentrated their scores are. Any scorer can stand under it."""
+"""Ada-KV: the heads of a layer share a budget; heads with widely spread attention get more. Works with any scorer."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -18,11 +18,11 @@ __all__ = ["adakv", "adakv_score", "with_adaptive_budgets"]
 
 
 def adakv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv n"]:
-    """The last W queries' attention, averaged over the window and over the group, then pooled.
+    """Return the attention of the last W queries, averaged over the queries and the group, then max-pooled.
 
     Implements: PO-ADAKV
 
-    Source: Ada-KV's official code, with its option for groups.
+    Source: Ada-KV's official code, with the option for grouped-query attention.
     """
     A = observed_attention(view, W)
     past = group_mean(A[:, :, : A.shape[2] - A.shape[1]].mean(axis=1), len(view.k))
@@ -34,14 +34,14 @@ def adakv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv n
     "SnapKV's tokens; the heads of a layer share its budget by their scores",
 )
 def adakv(W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 5)) -> Policy:
-    """SnapKV's window under adaptive budgets; a fifth of each head's share is even.
+    """Return SnapKV's window with Ada-KV's adaptive head budgets. The share `safeguard` of the budget is split evenly.
 
-    The official code rounds each head by itself and so misses the sum (`official.adakv_official`), and keeps a set per
-    query head unless told otherwise; its configuration's default safeguard is 0.5, the paper's runs have 0.2. kvpress
-    reads the safeguard as a quota (`budgets.Competition`), and masks instead of evicting.
+    The official code rounds each head separately, so the sum can differ from the budget (`budgets.adakv_official`). By
+    default it keeps one set per query head. Its default safeguard is 0.5; the paper's experiments use 0.2. kvpress
+    treats the safeguard as a quota (`budgets.Competition`), and masks tokens instead of evicting them.
 
     Raises:
-        SpecError: for a window that is not positive, an even kernel, or a safeguard outside [0, 1].
+        SpecError: if the window is not positive, the kernel is even, or the safeguard is outside [0, 1].
     """
     score = partial(adakv_score, W=W, kernel=check_odd(kernel))
     host = replace(snapkv(W, kernel), name="adakv", scorer=LayerScorer(Needs("all", W), score))
@@ -49,10 +49,10 @@ def adakv(W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 
 
 
 def with_adaptive_budgets(host: Policy, safeguard: Fraction | int = Fraction(1, 5)) -> Policy:
-    """Any policy whose heads have scores of their own, under Ada-KV's budgets.
+    """Return the host policy with Ada-KV's head budgets. The host must score each KV head separately.
 
     Raises:
-        SpecError: when the host keeps one set for all heads, or for a safeguard outside [0, 1].
+        SpecError: if the host keeps one set for all heads, or if the safeguard is outside [0, 1].
     """
     if host.granularity is not Granularity.HEAD:
         raise SpecError("host", host.name, "must have a kept set per layer and KV head")

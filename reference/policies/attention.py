@@ -1,4 +1,4 @@
-"""What attention says of keys: the parts that the scorers of this folder share."""
+"""Attention weights on keys: functions that several scorers of this package share."""
 
 from collections.abc import Iterator
 
@@ -19,22 +19,22 @@ _ROWS = 32  # queries at a time: no (H, n, n) array is made, and what is made st
 
 
 def wide(array: DeviceArray) -> Float64[Cube, "H n d"]:
-    """Float64 on the host, whatever came."""
+    """Return an array or tensor as float64 on the host."""
     cube: Cube = np.asarray(array.double().cpu() if hasattr(array, "cpu") else array, dtype=np.float64)
     return cube
 
 
 def wide_sinks(sinks: DeviceArray | None) -> Float64[Vector, " H"] | None:
-    """The same of a layer's sinks, if it has some."""
+    """Return a layer's sink logits as float64 on the host, or None if the layer has none."""
     return None if sinks is None else wide(sinks[:, None, None]).ravel()
 
 
 def observed_attention(view: LayerView, W: int) -> Float64[Cube, "H w n"]:
-    """Softmax weights of the last w = min(W, n) queries on all n keys, causal inside the window.
+    """Return the softmax weights of the last w = min(W, n) queries on all n keys. Attention is causal.
 
     Implements: PO-OBSERVED-ATTENTION
 
-    Source: SnapKV, Section 4 (the observation window). The keys of the window stand in the denominator.
+    Source: SnapKV, Section 4 (the observation window). The softmax denominator includes the keys of the window.
     """
     k = wide(view.k)
     n = k.shape[1]
@@ -44,11 +44,11 @@ def observed_attention(view: LayerView, W: int) -> Float64[Cube, "H w n"]:
 
 
 def accumulated_attention(view: LayerView) -> Float64[Matrix, "H n"]:
-    """The sum over all queries that were shown of the attention on each key, per query head.
+    """Return the attention on each key per query head, summed over all captured queries.
 
     Implements: PO-OBSERVED-ATTENTION
 
-    Source: H2O, Section 4; CrystalCache, Eq. 5. An earlier key is seen by more queries, and nothing corrects that.
+    Source: H2O, Section 4; CrystalCache, Eq. 5. More queries attend to earlier keys; the sum does not correct for this.
     """
     total = np.zeros((view.q.shape[0], view.k.shape[1]))
     for _, visible, A in _blocks(view):
@@ -72,7 +72,7 @@ def _blocks(view: LayerView) -> Iterator[tuple[slice, slice, Float64[Cube, "H ro
 def received_attention(
     q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, sinks: DeviceArray | None = None,
 ) -> Float64[Matrix, "H_kv n"]:
-    """The same per KV head, summed over its query heads: the stage `received_attention`.
+    """Return the attention on each key per KV head, summed over queries and group: the stage `received_attention`.
 
     Implements: PO-OBSERVED-ATTENTION
     """
@@ -83,7 +83,7 @@ def largest_attention(
     q: DeviceArray, k: DeviceArray, norms: Float64[Vector, " m"], scaling: float, softcap: float | None,
     sinks: DeviceArray | None = None,
 ) -> Float64[Matrix, "H n"]:
-    """The largest weight that one of the m queries gives each key, over that query's norm: `largest_attention`.
+    """Return the largest attention weight / query norm that each key receives: the stage `largest_attention`.
 
     Implements: PO-KVZIP, PO-KVZIP-PLUS
     """
@@ -97,7 +97,7 @@ def largest_attention(
 def softmax(
     x: Float64[Matrix, "rows n"], sinks: Float64[Vector, " rows"] | None = None,
 ) -> Float64[Matrix, "rows n"]:
-    """Along each row, with the row's sink as one more logit."""
+    """Return the softmax along each row. A sink adds one logit to the denominator of a row."""
     logits = x if sinks is None else np.column_stack([x, sinks])
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
     weights: Matrix = (powers / powers.sum(axis=1, keepdims=True))[:, : x.shape[1]]
@@ -105,24 +105,24 @@ def softmax(
 
 
 def group_sum(X: Float64[Matrix, "H n"], H_kv: int) -> Float64[Matrix, "H_kv n"]:
-    """Query heads of one KV head, added."""
+    """Return the sum over the query heads of each KV head."""
     total: Matrix = X.reshape(H_kv, len(X) // H_kv, X.shape[1]).sum(axis=1)
     return total
 
 
 def group_mean(X: Float64[Matrix, "H n"], H_kv: int) -> Float64[Matrix, "H_kv n"]:
-    """Their mean."""
+    """Return the mean over the query heads of each KV head."""
     return group_sum(X, H_kv) / (len(X) // H_kv)
 
 
 def group_maximum(X: Float64[Cube, "H w n"], H_kv: int) -> Float64[Cube, "H_kv w n"]:
-    """Their largest."""
+    """Return the maximum over the query heads of each KV head."""
     largest: Cube = X.reshape(H_kv, len(X) // H_kv, *X.shape[1:]).max(axis=1)
     return largest
 
 
 def max_pool(x: Float64[Matrix, "rows n"], kernel: int) -> Float64[Matrix, "rows n"]:
-    """The largest of the `kernel` entries around each; what lies outside is left out.
+    """Return the maximum of the `kernel` entries around each entry. Entries beyond the edges are ignored.
 
     Implements: PO-POOL
 
@@ -133,7 +133,7 @@ def max_pool(x: Float64[Matrix, "rows n"], kernel: int) -> Float64[Matrix, "rows
 
 
 def average_pool(x: Float64[Matrix, "rows n"], kernel: int) -> Float64[Matrix, "rows n"]:
-    """The sum of the `kernel` entries around each, divided by `kernel` at the edges too.
+    """Return the sum of the `kernel` entries around each entry, divided by `kernel`, even at the edges.
 
     Implements: PO-POOL
 
@@ -152,7 +152,7 @@ def _around(x: Float64[Matrix, "rows n"], kernel: int, outside: float) -> Float6
 def tables(
     positions: Int64[IntVector, " n"], inv_freq: Float64[Vector, " half"],
 ) -> tuple[Float64[Matrix, "n half"], Float64[Matrix, "n half"]]:
-    """Cosines and sines of the angles at these positions: heads and layers of one rotation share them."""
+    """Return the cosines and sines of the RoPE angles at these positions."""
     angle = positions[:, None] * inv_freq
     return np.cos(angle), np.sin(angle)
 
@@ -160,7 +160,7 @@ def tables(
 def turned_back(
     x: Float64[Cube, "H n d"], cos: Float64[Matrix, "n half"], sin: Float64[Matrix, "n half"],
 ) -> Float64[Cube, "H n d"]:
-    """x, each token turned back by its angles."""
+    """Return x with the rotation of each token removed."""
     first, second = np.split(x, 2, axis=2)
     back: Cube = np.concatenate([first * cos + second * sin, second * cos - first * sin], axis=2)
     return back
@@ -169,14 +169,14 @@ def turned_back(
 def unrotated(
     x: Float64[Cube, "H n d"], positions: Int64[IntVector, " n"], inv_freq: Float64[Vector, " half"], factor: float,
 ) -> Float64[Cube, "H n d"]:
-    """x before its rotary embedding: turned back by its position, and divided by the attention factor."""
+    """Return x before RoPE: with the rotation removed, and divided by the attention factor."""
     return turned_back(x, *tables(positions, inv_freq)) / factor
 
 
 def mean_rotation(
     positions: Int64[IntVector, " m"], inv_freq: Float64[Vector, " half"], factor: float,
 ) -> Float64[Matrix, "d d"]:
-    """The mean over positions of the matrix that rotates a column vector."""
+    """Return the mean of the RoPE rotation matrices over these positions."""
     angle = positions[:, None] * inv_freq
     cos, sin = factor * np.cos(angle).mean(axis=0), factor * np.sin(angle).mean(axis=0)
     R: Matrix = np.block([[np.diag(cos), np.diag(-sin)], [np.diag(sin), np.diag(cos)]])

@@ -1,4 +1,4 @@
-"""Block retention: a policy that keeps or frees whole blocks, for caches in pages whose slots cannot be moved."""
+"""Block retention: a policy that keeps or evicts whole blocks, for paged caches whose slots cannot be moved."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ __all__ = ["InBlocks", "in_blocks"]
 
 @dataclass(frozen=True)
 class InBlocks:
-    """A selector of single tokens, each of whose choices is one of blocks."""
+    """Selector that selects whole blocks where its host selects single tokens."""
 
     select: Callable[..., Selection]
     choose: Choice
@@ -26,15 +26,15 @@ class InBlocks:
 
 
 def in_blocks(host: Policy, b: int) -> Policy:
-    """The host, which keeps whole blocks of b tokens; its scores, budgets, protection and cadence stay.
+    """Return the host policy with a selector that keeps whole blocks of b tokens. Its other parts are unchanged.
 
-    Blocks are runs of what is stored, from the first token on. Where all decisions are by blocks, they are those of the
-    absolute positions too: what stands before the open block is always whole.
+    Blocks are runs of b cached tokens, counted from the first cached token. If every eviction is by blocks, they are
+    also runs of absolute positions, because all blocks before the last, open block are complete.
 
     Implements: PO-BLOCKS
 
     Raises:
-        SpecError: for b below 1, or a host that does not choose single tokens by their scores.
+        SpecError: if b is below 1, or if the host does not select single tokens by their scores.
     """
     select = getattr(host.selector, "func", host.selector)
     if select not in (top_units, top_tokens, recent_half, two_stages):

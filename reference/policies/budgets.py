@@ -1,4 +1,4 @@
-"""Budgets: how a total is shared over groups. Groups of one layer stand side by side, layers one after the other."""
+"""Budgets: functions that share a total of tokens among the kept sets (groups), sorted by layer, then by head."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ __all__ = [
 
 
 def even(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-    """The same share for every group; what does not divide goes to the lower groups, one token each.
+    """Return equal shares. If the total does not divide, the first groups get one token more.
 
     Implements: PO-WHOLE-SHARES
     """
@@ -29,12 +29,12 @@ def even(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
 
 @dataclass(frozen=True)
 class Above:
-    """What scores above a threshold stays, up to an even share."""
+    """Budgets that keep the tokens with scores above a threshold, but at most an even share."""
 
     tau: float
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Each group's tokens that are protected or score more than tau, but at most its share.
+        """Return for each group the number of tokens that are protected or score above tau, but at most an even share.
 
         Implements: PO-THRESHOLD
 
@@ -46,12 +46,14 @@ class Above:
 
 
 def everything(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-    """All tokens for every group, whatever the total."""
+    """Return the number of all tokens for every group. The total is ignored."""
     return np.full(len(scores.values), scores.offsets[-1], dtype=np.int64)
 
 
 def largest_remainder(targets: Sequence[Fraction]) -> Int64[IntVector, " g"]:
-    """Whole tokens for exact targets whose sum is whole: floors, then one each by remainder, lower index first.
+    """Round fractional targets to integers with the same sum, by the largest-remainder method.
+
+    Targets are rounded down. The missing tokens go to the largest remainders, on a tie to the lower index.
 
     Implements: PO-WHOLE-SHARES
     """
@@ -63,12 +65,14 @@ def largest_remainder(targets: Sequence[Fraction]) -> Int64[IntVector, " g"]:
 
 
 def pyramid_targets(base: Fraction, past: int, L: int, beta: int) -> list[Fraction]:
-    """Tokens beyond the window for each of L layers: linear, from the most in layer 0 to base / beta in the last.
+    """Return the tokens before the window that each of L layers keeps: linear in the layer, with mean `base`.
+
+    Layer 0 keeps most. The last layer keeps base / beta.
 
     Implements: PO-PYRAMID-BUDGET
 
-    Source: PyramidKV, Section 3.2. Where layer 0 would exceed the `past` tokens that there are, it gets these, and the
-    last layer what keeps the mean at base.
+    Source: PyramidKV, Section 3.2. If layer 0 would keep more than the `past` tokens before the window, it keeps
+    `past`, and the last layer keeps more, so that the mean stays `base`.
     """
     if L == 1 or base >= past:
         return [min(base, Fraction(past))] * L
@@ -81,14 +85,14 @@ def pyramid_targets(base: Fraction, past: int, L: int, beta: int) -> list[Fracti
 
 @dataclass(frozen=True)
 class Pyramid:
-    """More for lower layers: PyramidKV's line, made whole by largest remainder. The total is met exactly."""
+    """PyramidKV's budgets, more for lower layers, rounded by largest remainder. The sum equals the total exactly."""
 
     W: int
-    """Tokens of every group that the line is drawn above."""
+    """Tokens of the window, which every group keeps in addition to the pyramid."""
     beta: int = 20
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Each head's column of layers is a pyramid of its own.
+        """Return the shares. The pyramid over layers is computed for each head index separately.
 
         Implements: PO-PYRAMID-BUDGET
         """
@@ -104,11 +108,11 @@ class Pyramid:
 
 
 def winners(values: Float64[Matrix, "h n"], k: int) -> Int64[IntVector, " h"]:
-    """How many of the k highest scores of a layer each head has; lower head, then lower position first on a tie.
+    """Return how many of a layer's k highest scores each head has. Ties go to the lower head, then the lower position.
 
     Implements: PO-ADAPTIVE-BUDGET
 
-    Source: Ada-KV, Algorithm 1. A token without a score takes no part.
+    Source: Ada-KV, Algorithm 1. Tokens without a score (NaN) are ignored.
     """
     order = np.argsort(-values.ravel(), kind="stable")[:k]
     return np.bincount(order // values.shape[1], minlength=len(values)).astype(np.int64)
@@ -116,7 +120,7 @@ def winners(values: Float64[Matrix, "h n"], k: int) -> Int64[IntVector, " h"]:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Ada-KV: heads share a layer's tokens by how many of its best scores they have; a part is shared evenly."""
+    """Ada-KV's budgets: a head gets tokens by its number of the layer's best scores; a part is shared evenly."""
 
     safeguard: Fraction | int
 
@@ -124,7 +128,9 @@ class Adaptive:
         _check_share(self.safeguard)
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Per layer: (1 - safeguard) of the wins and safeguard of the even share, whole by largest remainder.
+        """Return for each head (1 - safeguard) * wins + safeguard * even share, rounded by largest remainder per layer.
+
+        The wins of a head are its number of the layer's best scores.
 
         Implements: PO-ADAPTIVE-BUDGET
         """
@@ -140,7 +146,7 @@ class Adaptive:
 
 @dataclass(frozen=True)
 class Competition:
-    """The best scores of a layer win, whichever head they are in, once each head has a quota of its own best."""
+    """Budgets of kvpress's Ada-KV: each head first gets a quota; the layer's best remaining scores get the rest."""
 
     safeguard: Fraction | int
 
@@ -148,7 +154,7 @@ class Competition:
         _check_share(self.safeguard)
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Per layer: each head's best floor(safeguard * even share), protected ones among them; then the layer's best.
+        """Return shares: the quota of a head is floor(safeguard * even share), including the protected tokens.
 
         Implements: PO-COMPETITION-BUDGET
         """
@@ -164,7 +170,7 @@ class Competition:
 
 
 def across_layers(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-    """The best scores of all layers win, whichever layer and head they are in.
+    """Return shares by a global ranking: a group gets a token for each of its scores among the best of all layers.
 
     Implements: PO-GLOBAL-BUDGET
 
@@ -180,7 +186,7 @@ def _check_share(share: Fraction | int) -> None:
 
 
 def spread(total: int, parts: int) -> list[int]:
-    """Even shares of a total; what does not divide goes to the first parts."""
+    """Return even shares of a total. If the total does not divide, the first parts get one more."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
@@ -200,14 +206,16 @@ def _open(rows: Float64[Matrix, "h n"], share: int) -> tuple[int, int]:
 
 
 def pyramidkv_official(capacity: int, W: int, L: int, n: int, beta: int = 20) -> Int64[IntVector, " L"]:
-    """Tokens per layer, the window among them: integer steps, so that the sum exceeds L * capacity.
+    """Return the tokens per layer of the official PyramidKV code, including the window.
+
+    The official code rounds the step between layers down to an integer, so the sum exceeds L * capacity.
 
     Implements: PO-PYRAMID-OFFICIAL
 
-    Source: KVCache-Factory, `pyramidkv_utils.py`. Below 2 (capacity - W) tokens every layer gets the capacity.
+    Source: KVCache-Factory, `pyramidkv_utils.py`. If n is below 2 (capacity - W), every layer gets the capacity.
 
     Raises:
-        SpecError: for fewer than two layers (the code divides by zero), or a capacity that is not above W.
+        SpecError: if L is below 2 (the official code divides by zero), or if the capacity is not above W.
     """
     if L < 2:
         raise SpecError("L", L, "must be at least 2: the step is divided by L - 1")
@@ -226,11 +234,11 @@ def pyramidkv_official(capacity: int, W: int, L: int, n: int, beta: int = 20) ->
 
 
 def adakv_official(wins: Sequence[int], base: int, safeguard: Fraction) -> Int64[IntVector, " h"]:
-    """Tokens per head beyond the window: each blend is rounded by itself, a half to the even neighbour.
+    """Return the tokens per head of the official Ada-KV code, without the window. Halves are rounded to even.
 
     Implements: PO-ADAKV-OFFICIAL
 
-    Source: Ada-KV's official code. The sum may miss len(wins) * base on either side.
+    Source: Ada-KV's official code. It rounds each head separately, so the sum can differ from len(wins) * base.
     """
     floor = int(base * safeguard)
     return np.array([round(won * (1 - safeguard) + floor) for won in wins], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Decoding under a policy: pure functions from one step to the next. The caller owns the cache and follows them."""
+"""Decoding with a policy: pure functions that decide what to keep. The caller evicts from its cache accordingly."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,11 +25,11 @@ __all__ = ["advance", "advance_turn", "join", "start", "take_up"]
 
 
 def start(policy: Policy, budget: Budget, observation: Observation) -> tuple[Retention, Running]:
-    """The decision at the end of the prompt, as `retain` takes it, and what decoding goes on from.
+    """Return the decision of `retain` at the end of the prompt, and the state for decoding.
 
     Raises:
-        SpecError: as `retain`; or when the policy cannot go on, because its scorer has no steps or its groups keep
-            different numbers of tokens.
+        SpecError: as in `retain`; or if the policy cannot evict while decoding, because its scorer has no `step` or its
+            groups keep different numbers of tokens.
     """
     scorer = _running(policy)
     protected = policy.protection(observation.seen)
@@ -40,7 +40,7 @@ def start(policy: Policy, budget: Budget, observation: Observation) -> tuple[Ret
 
 
 def join(policy: Policy, parts: Sequence[Running]) -> Running:
-    """What decoding goes on from, where each layer was decided alone; the layers in ascending order."""
+    """Join the decoding states of single layers, given in ascending order, into the state of all layers."""
     assert isinstance(policy.scorer, JoiningScorer)
     return Running(
         np.concatenate([part.live for part in parts]), policy.scorer.join([part.records for part in parts])
@@ -50,7 +50,9 @@ def join(policy: Policy, parts: Sequence[Running]) -> Running:
 def advance(
     policy: Policy, budget: Budget, running: Running, observation: Observation,
 ) -> tuple[Retention | None, Running]:
-    """One step: the token at seen - 1 joins the cache, which `observation` shows; then, where it is due, a decision.
+    """Run one decode step. The token at position seen - 1 joins the cache; if the cadence is due, the policy decides.
+
+    `observation` holds the cache including the new token. The first result is None if no decision was due.
 
     Implements: PO-STEP
     """
@@ -64,7 +66,7 @@ def advance(
 def advance_turn(
     policy: Policy, budget: Budget, running: Running, observation: Observation, tokens: int,
 ) -> tuple[Retention, Running]:
-    """A later segment: its last `tokens` of the tokens seen join the cache, each as in a step; then a decision.
+    """Add a later segment, the last `tokens` tokens, to the cache as in single steps; then decide what to keep.
 
     Implements: PO-TURN
     """
@@ -73,7 +75,7 @@ def advance_turn(
 
 
 def take_up(policy: Policy, budget: Budget, running: Running, observation: Observation, tokens: int) -> Running:
-    """Text that is read and decided about by nobody: its `tokens` join the cache and the records, each as in a step.
+    """Add the last `tokens` tokens to the cache and the scorer's records as in single steps, without a decision.
 
     Implements: PO-READ
     """

@@ -1,4 +1,4 @@
-"""CAKE: layers share the cache by how widely their attention spreads and how much it shifts; heads keep what shifts."""
+"""CAKE: layers share the cache by the entropy and the variance of their attention over the last queries."""
 
 import math
 from collections.abc import Callable
@@ -22,9 +22,10 @@ __all__ = ["Cake", "Preferred", "cake", "cake_score", "layer_preference", "prefe
 
 
 def layer_preference(A: Float64[Cube, "H w past"], tau1: float, tau2: float) -> float:
-    """H^(1 / tau1) V^(1 / tau2): entropy of all rows before the window, and variance of each key's weight over it.
+    """Return a layer's preference H^(1 / tau1) V^(1 / tau2), from the window queries' attention on earlier keys.
 
-    Both are sums over the layer's query heads; 0 log 0 is 0, and the variance of one query is 0.
+    H is the entropy of the attention rows. V is the variance of each key's weight over the window queries. H and V are
+    summed over the layer's query heads. 0 log 0 is 0, and the variance of a single query is 0.
 
     Implements: PO-CAKE
 
@@ -36,11 +37,11 @@ def layer_preference(A: Float64[Cube, "H w past"], tau1: float, tau2: float) -> 
 
 
 def cake_score(A: Float64[Cube, "H w past"], gamma: float, kernel: int, H_kv: int) -> Float64[Matrix, "H_kv past"]:
-    """Mean plus gamma times variance over the window, pooled per query head, averaged over the group.
+    """Return mean + gamma * variance of each key's weight over the window, pooled per query head, averaged per group.
 
     Implements: PO-CAKE
 
-    Source: CAKE, Section 4.3; its official code has the pool.
+    Source: CAKE, Section 4.3. The pooling is from CAKE's official code.
     """
     indicator = A.mean(axis=1) + gamma * A.var(axis=1, ddof=min(1, A.shape[1] - 1))
     return group_mean(average_pool(indicator, kernel), H_kv)
@@ -49,7 +50,7 @@ def cake_score(A: Float64[Cube, "H w past"], gamma: float, kernel: int, H_kv: in
 def cake_layer(
     view: LayerView, W: int, kernel: int, gamma: float, tau1: float, tau2: float,
 ) -> tuple[Float64[Matrix, "H_kv n"], Float64[Matrix, "one one"]]:
-    """A layer's scores, and its preference, by the attention of the last W queries on the keys before them.
+    """Return a layer's scores and its preference, from the attention of the last W queries on the keys before them.
 
     Implements: PO-CAKE
     """
@@ -61,7 +62,7 @@ def cake_layer(
 
 @dataclass(frozen=True)
 class Cake:
-    """Not for kept sets that store different tokens: the preference is about all heads of a layer together."""
+    """CAKE's scorer. All heads of a layer must store the same tokens, because the preference combines the heads."""
 
     W: int
     kernel: int
@@ -85,9 +86,9 @@ class Cake:
 
 
 def preferred_targets(preferences: list[Fraction], total: Fraction, most: int) -> list[Fraction]:
-    """Shares of a total in proportion, at most `most` each; what a layer cannot hold goes to the others in proportion.
+    """Return shares of a total in proportion to the preferences, at most `most` each.
 
-    Layers without any preference share evenly.
+    The excess of a capped layer goes to the other layers, in proportion. If all preferences are 0, shares are even.
 
     Implements: PO-PREFERENCE-BUDGET
     """
@@ -107,12 +108,12 @@ def preferred_targets(preferences: list[Fraction], total: Fraction, most: int) -
 
 @dataclass(frozen=True)
 class Preferred:
-    """Beyond the window, layers share by their preferences; the total is met exactly."""
+    """Budgets before the window in proportion to the layers' preferences. The sum equals the total exactly."""
 
     W: int
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Each head's column of layers is shared by itself.
+        """Return the shares, computed for each head index separately.
 
         Implements: PO-PREFERENCE-BUDGET
 
@@ -135,15 +136,16 @@ class Preferred:
     "what the window attends to, in the mean and in variance; layers share the budget by preference",
 )
 def cake(W: int = 32, kernel: int = 5, gamma: float = 200.0, tau1: float = 1.0, tau2: float = 1.0) -> Policy:
-    """The last W tokens, and per KV head the best others of its layer's share, once, at the end of the prompt.
+    """Return CAKE: each KV head keeps the last W tokens and its best others, as many as its layer's share holds.
 
-    The official code divides the cache while the prompt is read, layer after layer, which ends in the same shares. It
-    floors them, gives what exceeds a layer evenly to the others, where it can exceed them again and is lost, and leaves
-    prompts alone that are W tokens above the budget. Its temperatures are tuned for each model and budget
-    (0.4 to 2.3); 1 is chosen here. While tokens are decoded it evicts by a window of queries; here the cache grows.
+    The policy decides once, at the end of the prompt, and the cache grows while tokens are decoded. The official code
+    differs. It updates the shares layer by layer while the prompt is read, with the same final shares, and rounds them
+    down. It spreads the excess of a full layer evenly; excess above a second full layer is lost. It does not evict from
+    prompts up to W tokens above the budget. It also evicts while decoding. Its temperatures are tuned per model and
+    budget (0.4 to 2.3); kvspec uses 1.
 
     Raises:
-        SpecError: for a window that is not positive, an even kernel, gamma below 0, or a temperature that is not above.
+        SpecError: if the window or a temperature is not positive, if the kernel is even, or if gamma is negative.
     """
     for name, value in (("tau1", tau1), ("tau2", tau2)):
         if not 0 < value < math.inf:

@@ -1,4 +1,4 @@
-"""CAOTE: what evicting one token would change of the attention output."""
+"""CAOTE: scores by how much the eviction of a token would change the attention output."""
 
 import numpy as np
 
@@ -17,13 +17,14 @@ __all__ = ["caote", "caote_error", "caote_score"]
 
 
 def caote_error(alpha: Float64[Matrix, "H_kv n"], v: Float64[Cube, "H_kv n d"]) -> Float64[Matrix, "H_kv n"]:
-    """alpha_j / (1 - alpha_j) ||X - v_j||, X the attention output: the change of X when j alone goes.
+    """Return alpha_j / (1 - alpha_j) ||X - v_j||: the change of the attention output X if only token j is evicted.
 
-    Infinite where alpha_j is 1: without it nothing would be left.
+    The error is inf if alpha_j is 1.
 
     Implements: PO-CAOTE
 
-    Source: CAOTE, Theorem 3.2; CrystalCache, Eq. 7. alpha sums to 1, with the weight of the sink, whose value is 0.
+    Source: CAOTE, Theorem 3.2; CrystalCache, Eq. 7. alpha sums to 1, including the weight of an attention sink, which
+    has the value 0.
     """
     X = (alpha[:, :, None] * v).sum(axis=1, keepdims=True)
     distance = np.sqrt(((X - v) ** 2).sum(axis=2))
@@ -33,12 +34,12 @@ def caote_error(alpha: Float64[Matrix, "H_kv n"], v: Float64[Cube, "H_kv n d"]) 
 
 
 def caote_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
-    """The error under the last query's attention, averaged over the group.
+    """Return the CAOTE error. alpha is the attention of the last query, averaged over the group.
 
     Implements: PO-CAOTE
 
     Raises:
-        SpecError: when the values were not captured.
+        SpecError: if the values were not captured.
     """
     if view.v is None:
         raise SpecError("v", None, "CAOTE scores by values")
@@ -47,10 +48,10 @@ def caote_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
 
 @named("caote", "Goel et al., CAOTE (arXiv 2504.14051)", "tokens whose eviction would change the attention output most")
 def caote() -> Policy:
-    """Per KV head the B tokens whose loss would hurt most, in every step: CAOTE over TOVA's weights.
+    """Return CAOTE with the last query's attention, as in TOVA. In every step each KV head keeps the B largest errors.
 
-    The paper puts the score on several hosts; with scores of H2O or SnapKV, alpha is the score over its sum. Its
-    FastCAOTE takes the mean value for X. Averaging alpha, not the error, over a group is chosen here.
+    The paper applies the error to several host policies. With scores of H2O or SnapKV, alpha is the score divided by
+    its sum. The paper's FastCAOTE uses the mean value as X. The paper has no rule for groups: kvspec averages alpha.
     """
     return Policy(
         "caote", LayerScorer(Needs("all", 1, values=True), caote_score), even, top_units, SinkAndRecent(0, 0),

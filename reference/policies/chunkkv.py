@@ -1,4 +1,4 @@
-"""ChunkKV: whole runs of tokens are kept or evicted together."""
+"""ChunkKV: chunks of consecutive tokens are kept or evicted together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +21,9 @@ __all__ = ["Chunks", "chunk_offsets", "chunk_scores", "chunkkv", "chunkkv_descri
 
 
 def chunk_offsets(past: int, n: int, c: int) -> Int64[IntVector, " m_and_one"]:
-    """Runs of c tokens from position 0; the last run before `past` may be shorter; what follows is one unit.
+    """Return the chunk offsets: chunks of c tokens from position 0 to `past`, then one unit with the remaining tokens.
+
+    The last chunk before `past` may be shorter.
 
     Implements: PO-CHUNKKV
     """
@@ -29,7 +31,7 @@ def chunk_offsets(past: int, n: int, c: int) -> Int64[IntVector, " m_and_one"]:
 
 
 def chunk_scores(members: Float64[Vector, " n"], offsets: Int64[IntVector, " m_and_one"]) -> Float64[Vector, " m"]:
-    """The sum of a chunk's tokens.
+    """Return the score of each chunk: the sum of the scores of its tokens.
 
     Implements: PO-CHUNKKV
 
@@ -41,7 +43,7 @@ def chunk_scores(members: Float64[Vector, " n"], offsets: Int64[IntVector, " m_a
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks as units, tokens as members; each run of N_reuse layers has the scores of its first."""
+    """Scorer of chunks. Each run of N_reuse consecutive layers uses the scores of the first layer of the run."""
 
     needs: Needs
     members: Callable[[LayerView], Matrix]
@@ -51,13 +53,13 @@ class Chunks:
 
     @property
     def separable(self) -> bool:
-        """Layers whose scores are another layer's are not."""
+        """Return True if each layer has its own scores, that is, if N_reuse is 1."""
         return self.N_reuse == 1
 
     layerwise = separable
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        """Each layer's tokens, and their chunks.
+        """Return the scores of chunks and of the tokens inside them, for each layer.
 
         Implements: PO-CHUNKKV
         """
@@ -69,13 +71,13 @@ class Chunks:
 
 
 def window_members(view: LayerView, W: int) -> Float64[Matrix, "one n"]:
-    """The last W queries' attention, summed over queries and all heads of the layer."""
+    """Return the attention of the last W queries, summed over the queries and all heads of the layer."""
     A = observed_attention(view, W)
     return with_window(A[:, :, : A.shape[2] - A.shape[1]].sum(axis=(0, 1))[None], A.shape[2])
 
 
 def all_members(view: LayerView, received: Received = received_attention) -> Float64[Matrix, "one n"]:
-    """All queries' attention, summed over queries and all heads of the layer."""
+    """Return the attention of all queries, summed over the queries and all heads of the layer."""
     total: Matrix = received(view.q, view.k, view.scaling, view.softcap, view.sinks).sum(axis=0, keepdims=True)
     return total
 
@@ -85,14 +87,15 @@ def all_members(view: LayerView, received: Received = received_attention) -> Flo
     "whole chunks of tokens with the largest sums of the window's attention", diverse=False, blocks=False,
 )
 def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
-    """The last W tokens, and per layer the chunks with the largest sums; the last chunk in part, its best tokens.
+    """Return ChunkKV: each layer keeps the last W tokens and the chunks with the largest sums.
 
-    The window is inside B, chunks begin at position 0 and end before the window, and a shorter last chunk is summed as
-    it is. The paper keeps whole chunks only; kvpress, contributed by its author, has c = 20, takes the mean of a
-    chunk, counts the budget in chunks, and has no reuse of indices; N_reuse above 1 is the paper's.
+    The last kept chunk is cut to its best tokens to use up B, which includes the window. Chunks begin at position 0 and
+    end before the window; a shorter last chunk is summed without correction. The paper keeps only whole chunks. Its
+    layer-wise index reuse is N_reuse > 1. The version in kvpress, by the paper's author, has c = 20, averages a chunk,
+    counts the budget in chunks, and does not reuse indices.
 
     Raises:
-        SpecError: for a constant that is not positive.
+        SpecError: if a constant is not positive.
     """
     check_positive("N_reuse", N_reuse)
     W = check_positive("W", W)
@@ -107,13 +110,15 @@ def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
     "whole chunks by the attention of all queries, without a window", diverse=False, blocks=False,
 )
 def chunkkv_described(c: int = 10, backend: str | Backend = "numpy") -> Policy:
-    """As CrystalCache describes it (Eq. 6): all queries, no window; heads are summed, the remainder is partial.
+    """Return ChunkKV as the CrystalCache paper describes it (Eq. 6): attention of all queries, and no window.
+
+    Scores are summed over the heads. The last kept chunk is cut to its best tokens.
 
     Implements: PO-CHUNKKV-DESCRIBED
 
     Raises:
-        SpecError: when c is not positive, or the backend is unknown.
-        BackendUnavailable: as `h2o`.
+        SpecError: if c is not positive, or if the backend is unknown.
+        BackendUnavailable: as in `h2o`.
     """
     engine = resolve(backend)
     members = partial(all_members, received=engine.require_policies().received_attention)

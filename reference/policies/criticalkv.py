@@ -1,4 +1,4 @@
-"""CriticalKV: half of the budget by attention, the rest by attention times what a value gives to the output."""
+"""CriticalKV: half of the budget by attention, the rest by attention times the L1 norm of the projected value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -34,7 +34,9 @@ EPSILON = 1e-4
 def two_stages(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, share: Fraction, choose: Choice = best_tokens,
 ) -> Selection:
-    """Per group: the protected tokens, `share` of the rest by score, rounded down, then the best by second score.
+    """Select per group the protected tokens, the share `share` of the rest by score, then the best by second score.
+
+    The number of tokens by score is rounded down.
 
     Implements: PO-TWO-STAGES
 
@@ -47,9 +49,9 @@ def two_stages(
 
 @dataclass(frozen=True)
 class TwoScores:
-    """The host's scores, which budgets are shared by; beside them those of the second stage.
+    """Scorer that returns the host's scores, from which budgets are computed, and second scores for the second stage.
 
-    Needs each layer's output projection (H, d, hidden), under the layer's index; so it knows all heads of a layer.
+    `W_o` maps a layer's index to its output projection (H, d, hidden).
     """
 
     host: Scorer
@@ -65,14 +67,14 @@ class TwoScores:
         return isinstance(self.host, LayerwiseScorer) and self.host.layerwise
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        """The host's score plus EPSILON, times the output's size.
+        """Return the host's scores. The second scores are (host score + EPSILON) times the L1 norm of W_o v.
 
         Implements: PO-CRITICALKV
 
         Source: CriticalKV, Algorithm 1.
 
         Raises:
-            SpecError: for scores below 0, or when the values were not captured.
+            SpecError: if a score is negative, or if the values were not captured.
         """
         scores = check_weighable(self.host(observation, protected))
         if any(view.v is None for view in observation.layers.values()):
@@ -82,10 +84,13 @@ class TwoScores:
 
 
 def with_critical_selection(host: Policy, W_o: Mapping[int, DeviceArray], share: Fraction = Fraction(1, 2)) -> Policy:
-    """Any policy that keeps the best single tokens of each KV head by attention, at the end of segments.
+    """Return the host policy with CriticalKV's two-stage selection.
+
+    The host must keep the best single tokens of each KV head by attention scores, and decide at the end of segments.
 
     Raises:
-        SpecError: for a host of another kind, or a share outside [0, 1]; while it runs, for scores below 0.
+        SpecError: if the host is of a different kind, or if the share is outside [0, 1]. The policy raises the error if
+            a score is negative.
     """
     if getattr(host.selector, "func", host.selector) not in (top_units, top_tokens):
         raise SpecError("host", host.name, "must keep single tokens, by their scores alone")
@@ -104,13 +109,13 @@ def with_critical_selection(host: Policy, W_o: Mapping[int, DeviceArray], share:
     "SnapKV's tokens in two stages, the second by projected values", of_model=frozenset({"W_o"}), diverse=False,
 )
 def criticalkv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7) -> Policy:
-    """SnapKV's scores and window, in two stages.
+    """Return SnapKV with CriticalKV's two-stage selection.
 
-    The authors' code is kvpress's: there the window takes its part of the first stage, and where it does not fit it,
-    the rest of the window can be evicted.
+    The authors' code is in kvpress. There the window counts in the first stage. If the window is larger than the first
+    stage, the rest of the window can be evicted.
 
     Raises:
-        SpecError: for a window that is not positive, or an even kernel.
+        SpecError: if the window is not positive, or if the kernel is even.
     """
     return replace(with_critical_selection(snapkv(W, kernel), W_o), name="criticalkv")
 
@@ -123,9 +128,9 @@ def criticalkv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7) -> 
 def critical_adakv(
     W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 5),
 ) -> Policy:
-    """Ada-KV's budgets, shared by its scores; then two stages in each head.
+    """Return Ada-KV with CriticalKV's two-stage selection in each head.
 
     Raises:
-        SpecError: as `adakv`.
+        SpecError: as in `adakv`.
     """
     return replace(with_critical_selection(adakv(W, kernel, safeguard), W_o), name="critical-adakv")

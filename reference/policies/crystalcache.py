@@ -1,4 +1,4 @@
-"""CrystalCache as five parts: S1 to S5 score trunks, dissolution selects."""
+"""CrystalCache as a policy: S1 to S5 score the trunks, and S6 (dissolution) selects the tokens."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ __all__ = ["CrystalRecords", "crystal_retention", "crystalcache"]
 
 @dataclass(frozen=True)
 class CrystalRecords:
-    """What S1 to S4 found, carried from the scorer to the result."""
+    """Results of S1 to S4, which the scorer passes on to the final result."""
 
     coattention: CoAttention
     impact: Vector
@@ -33,7 +33,7 @@ class CrystalRecords:
 
 @dataclass(frozen=True)
 class CrystalScorer:
-    """S1 to S5 on the observed layer."""
+    """Scorer that runs S1 to S5 on the observed layer."""
 
     stages: CrystalStages
     sentence_ends: frozenset[int]
@@ -61,11 +61,11 @@ class CrystalScorer:
 def crystalcache(
     sentence_ends: frozenset[int], parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "numpy",
 ) -> Policy:
-    """CrystalCache's prefill as a policy; its result equals `reference.crystalcache.prefill`.
+    """Return CrystalCache's prefill as a policy. The result equals that of `reference.crystalcache.prefill`.
 
     Raises:
-        SpecError: when the sentence ends are empty or the backend is unknown.
-        BackendUnavailable: when the backend cannot run here.
+        SpecError: if `sentence_ends` is empty, or if the backend is unknown.
+        BackendUnavailable: if the backend cannot run here.
     """
     engine = resolve(backend)
     stages = engine.require_crystal()
@@ -86,7 +86,7 @@ def crystalcache(
 def crystal_retention(
     records: CrystalRecords, retention: Retention, ratio: Float64[Vector, " m"], B: int,
 ) -> CrystalRetention:
-    """The full result, from the scorer's records and the selector's ratios."""
+    """Return the full result of the prefill, from the scorer's records and the selector's ratios r."""
     return CrystalRetention(
         retention, ratio, records.scores, dissolved_D(records.graph.D, ratio), records.protected, B,
         records.coattention, records.impact, records.trunks, records.graph,

@@ -1,4 +1,4 @@
-"""DefensiveKV: the worst case over queries, held up by a prior, times what a value does to the output."""
+"""DefensiveKV: the largest attention over queries, at least a prior, times the L1 norm of the projected value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,9 @@ COVERED = 0.9
 
 
 def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> Float64[Matrix, "H_kv past"]:
-    """Rows are pooled and brought back to their mass; the largest over group and queries; not below the head's mean.
+    """Return each key's maximum over group and queries of the pooled attention, raised to at least the head's mean.
+
+    After pooling, each row is rescaled to its sum before pooling.
 
     Implements: PO-DEFENSIVEKV
 
@@ -41,7 +43,7 @@ def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> F
 
 
 def output_size(v: DeviceArray, W_o: DeviceArray) -> Float64[Matrix, "H_kv n"]:
-    """||W_o v||_1, averaged over the group. W_o is cut into the rows of each query head.
+    """Return ||W_o v||_1, averaged over the group. W_o (H, d, hidden) holds the rows of each query head.
 
     Implements: PO-DEFENSIVEKV, PO-CRITICALKV
 
@@ -52,14 +54,14 @@ def output_size(v: DeviceArray, W_o: DeviceArray) -> Float64[Matrix, "H_kv n"]:
 
 
 def output_share(v: Float64[Cube, "H_kv n d"], W_o: Float64[Cube, "H d hidden"]) -> Float64[Matrix, "H_kv n"]:
-    """The output's size over its sum over KV heads.
+    """Return the output size (`output_size`) divided by its sum over the KV heads.
 
     Implements: PO-DEFENSIVEKV
 
     Source: DefensiveKV's official code.
 
     Raises:
-        SpecError: where a token's values give no output in any head.
+        SpecError: if a token has output size 0 in every head.
     """
     size = output_size(v, W_o)
     total = size.sum(axis=0)
@@ -70,12 +72,14 @@ def output_share(v: Float64[Cube, "H_kv n d"], W_o: Float64[Cube, "H d hidden"])
 
 
 def first_stage(A: Float64[Cube, "H w past"], H_kv: int, W: int, most: int) -> list[IntVector]:
-    """Per KV head the keys that cover 0.9 of the mean attention, less the mass on the last W keys; `most` at most.
+    """Return for each KV head the keys with the largest mean attention: at most `most`, with total share below a bound.
+
+    The share of a key is its mean attention divided by the head's sum over the keys before the window. The bound is 0.9
+    minus the attention on the last W of these keys, averaged over all heads and queries.
 
     Implements: PO-DEFENSIVEKV
 
-    Source: DefensiveKV's official code. The key that crosses the bound is left out. The mass is that of the W keys
-    before the window, averaged over all heads and queries. A head without attention before the window has no keys here.
+    Source: DefensiveKV's official code. If a head has no attention before the window, it gets no keys.
     """
     mean = group_mean(A.mean(axis=1), H_kv)
     total = mean.sum(axis=1, keepdims=True)
@@ -88,7 +92,7 @@ def first_stage(A: Float64[Cube, "H w past"], H_kv: int, W: int, most: int) -> l
 
 
 def defensive_score(view: LayerView, W_o: DeviceArray, B: int, W: int, kernel: int) -> Float64[Matrix, "H_kv n"]:
-    """The defensive maximum times the output share; the first stage's keys have the layer's largest score.
+    """Return defensive maximum * output share. Keys of the first stage get the layer's largest score.
 
     Implements: PO-DEFENSIVEKV
     """
@@ -107,7 +111,7 @@ def defensive_score(view: LayerView, W_o: DeviceArray, B: int, W: int, kernel: i
 
 @dataclass(frozen=True)
 class Defensive:
-    """Needs each layer's output projection (H, d, hidden), under the layer's index."""
+    """DefensiveKV's scorer. `W_o` maps a layer's index to its output projection (H, d, hidden)."""
 
     W_o: Mapping[int, DeviceArray]
     W: int
@@ -135,13 +139,13 @@ class Defensive:
     "the largest attention in the window, times the projected values; heads compete", of_model=frozenset({"W_o"}),
 )
 def defensivekv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 5) -> Policy:
-    """The last W tokens, and the layer's best others, whichever KV head they are in.
+    """Return DefensiveKV: each layer keeps the last W tokens, and the best others of all its KV heads together.
 
-    The official code's layer-wise form lets layers compete too; with a budget below W it marks nearly every token.
-    CrystalCache's Eq. 8 subtracts a risk that it does not define, and cannot be built.
+    In the layer-wise form of the official code, layers compete too. With a budget below W the official code marks
+    nearly every token. Eq. 8 of the CrystalCache paper cannot be implemented: it subtracts a risk without a definition.
 
     Raises:
-        SpecError: for a window that is not positive, or an even kernel.
+        SpecError: if the window is not positive, or if the kernel is even.
     """
     scorer = Defensive(W_o, check_positive("W", W), check_odd(kernel))
     return Policy(

@@ -1,4 +1,4 @@
-"""Set-conditioned diversity over any policy that keeps single tokens by their scores; and two rejected rivals."""
+"""Set-conditioned diversity for any policy that keeps single tokens by score, and two variants from the paper."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ GRANULARITIES: Mapping[str, tuple[Granularity, ...]] = {
 
 @dataclass(frozen=True)
 class SignedRecords:
-    """The host's records, and a signature for each token of each group."""
+    """Records of the host's scorer, and a signature for each token of each group."""
 
     host: object
     signatures: Float64[Cube, "g n d"]
@@ -49,7 +49,7 @@ class SignedRecords:
 
 @dataclass(frozen=True)
 class Signed:
-    """The host's scores, with the signatures of the tokens beside them."""
+    """Scorer that adds token signatures to the host's scores."""
 
     host: Scorer
     mode: Signature
@@ -60,12 +60,12 @@ class Signed:
 
     @property
     def separable(self) -> bool:
-        """A head's own signatures are its own; others are means over heads that have dropped other tokens."""
+        """Return True if the host is separable and the mode is "head". Other modes average over heads."""
         return self.mode == "head" and isinstance(self.host, SeparableScorer) and self.host.separable
 
     @property
     def layerwise(self) -> bool:
-        """A flat signature is a mean over layers."""
+        """Return True if the host is layerwise and the mode is not "flat", which averages over the layers."""
         return self.mode != "flat" and isinstance(self.host, LayerwiseScorer) and self.host.layerwise
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
@@ -74,7 +74,7 @@ class Signed:
         return replace(scores, signatures=signatures(_values(observation.layers), self.mode))
 
     def shown(self, observation: Observation) -> Observation:
-        """What the host alone would be shown."""
+        """Return the observation with only the tensors that the host needs."""
         layers = list(observation.layers.items())
         shown = {"none": [], "observed": layers[self.host.needs.observed :][:1], "all": layers}[self.host.needs.layers]
         return replace(observation, layers=dict(shown))
@@ -82,7 +82,7 @@ class Signed:
 
 @dataclass(frozen=True)
 class RunningSigned(Signed):
-    """The same while tokens are decoded. A signature is made once, when all layers and heads still hold the token."""
+    """`Signed` for decoding. A signature is computed once, when all layers and heads still hold the token."""
 
     host: RunningScorer
 
@@ -91,7 +91,7 @@ class RunningSigned(Signed):
         return replace(scores, carry=SignedRecords(scores.carry, _signatures(scores)))
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """The new tokens are the last slots of every layer and head.
+        """Return scores and signatures after a step. The new tokens are the last slots of every layer and head.
 
         Implements: DV-POLICY
         """
@@ -129,7 +129,10 @@ def _signatures(scores: Scores) -> Float64[Cube, "s n d"]:
 
 @dataclass(frozen=True)
 class Diverse:
-    """Per group: the protected tokens, then greedily the best by score less redundancy with what is kept."""
+    """Selector: per group the protected tokens, then greedily the largest (score - lam * redundancy).
+
+    The redundancy of a token is its largest cosine with a kept token.
+    """
 
     stages: DiversityStages
     lam: float
@@ -138,7 +141,7 @@ class Diverse:
         check_penalty(self.lam)
 
     def __call__(self, scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
-        """At lam = 0 the base policy's own selection.
+        """Return the selection. At lam = 0 it equals the selection of the host.
 
         Implements: DV-POLICY
         """
@@ -155,7 +158,7 @@ class Diverse:
 
 @dataclass(frozen=True)
 class TowardMean:
-    """Per group: the best tokens by score plus lam times the cosine with the mean signature; no set takes part."""
+    """Selector: per group the largest (score + lam * cosine with the mean signature), whatever is already kept."""
 
     lam: float
 
@@ -171,28 +174,28 @@ class TowardMean:
 def diverse(
     host: Policy, lam: float = 0.5, mode: str = "flat", backend: str | Backend = "numpy",
 ) -> Policy:
-    """The host, whose selection of the best tokens is set-conditioned; its scores, budgets and cadence stay.
+    """Return the host policy with set-conditioned selection. Its scores, budgets and cadence are unchanged.
 
-    The paper's host is TriAttention's global mode with one signature for the whole cache. A signature of a layer needs
-    a kept set per layer at least, one of a head a set per head.
+    The host in the paper is TriAttention's global mode with one signature for the whole cache (mode "flat"). Mode
+    "layer" needs a separate kept set for each layer, and mode "head" one for each KV head.
 
     Implements: DV-POLICY
 
     Raises:
-        SpecError: for lam below 0 or not finite, a host that does not keep the best single tokens, or a mode that is
+        SpecError: if lam is negative or not finite, if the host does not keep the best single tokens, or if the mode is
             finer than the host's kept sets.
-        BackendUnavailable: when the backend cannot run here, or has no such stage.
+        BackendUnavailable: if the backend cannot run here, or lacks the stage family diversity.
     """
     return _signed(host, mode, "diverse", Diverse(resolve(backend).require_diversity(), lam))
 
 
 def toward_mean_values(host: Policy, lam: float = 0.5, mode: str = "flat") -> Policy:
-    """`variant_b`, which the paper rejected: a prior for tokens whose value points where the mean value points.
+    """Return the host with `variant_b`, which the paper rejects: it favours values near the mean direction.
 
     Implements: DV-VARIANT-B
 
     Raises:
-        SpecError: as `diverse`.
+        SpecError: as in `diverse`.
     """
     return _signed(host, mode, "toward-mean", TowardMean(lam))
 
@@ -209,17 +212,17 @@ def _signed(host: Policy, mode: str, name: str, selector: Selector) -> Policy:
 
 
 def scheduled(B: int, rounds: int, tilt: int) -> Int64[IntVector, " rounds"]:
-    """`schedule`, which the paper rejected: a budget for each round, falling from B + tilt to B - tilt; the mean is B.
+    """Return `schedule`, which the paper rejects: budgets that fall from B + tilt to B - tilt, with mean B.
 
     Implements: DV-SCHEDULE
 
     Args:
-        B: the mean.
-        rounds: decisions to come.
-        tilt: tokens that the first round has above the mean; below 0 the schedule rises.
+        B: mean budget, tokens.
+        rounds: number of decisions.
+        tilt: tokens of the first round above the mean. If negative, the budgets rise.
 
     Raises:
-        SpecError: for less than two rounds, or a tilt that leaves a round without a token.
+        SpecError: if there are fewer than two rounds, or if a round has no token.
     """
     if rounds < 2:
         raise SpecError("rounds", rounds, "must be at least 2")

@@ -1,4 +1,4 @@
-"""EpiCache's inner scoring: cached keys by what a patched prompt attends to."""
+"""EpiCache's scoring of cached keys: by the attention of a patched prompt."""
 
 from fractions import Fraction
 
@@ -18,11 +18,11 @@ __all__ = ["epicache", "epicache_score"]
 
 
 def epicache_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
-    """The largest weight that any query of the patched prompt, in any head of the group, gives a cached key.
+    """Return each cached key's largest attention weight over the queries of the patched prompt and over the group.
 
     Implements: PO-EPICACHE
 
-    Source: EpiCache's official code. The softmax is over the cached keys alone, and every query sees all of them.
+    Source: EpiCache's official code. The softmax is over the cached keys only, and every query attends to all of them.
     """
     q, k = wide(view.q), wide(view.k)
     n = k.shape[1]
@@ -32,10 +32,11 @@ def epicache_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
 
 
 def epicache() -> Policy:
-    """The layer's best tokens, whichever KV head they are in. q must be the patched prompt's, which is not cached.
+    """Return EpiCache: each layer keeps the best tokens of all its KV heads together.
 
-    Episodes, their embedding and the choice of one by the question are not part of this: they need the dialogue.
-    CrystalCache's text has episodes ranked by attention; they are chosen by embeddings.
+    q must be the queries of the patched prompt, which is not cached. The policy does not build episodes, embed them or
+    choose one for a question: these steps need the dialogue. EpiCache chooses episodes by embeddings, not by attention
+    as the CrystalCache paper writes.
     """
     return Policy(
         "epicache", LayerScorer(Needs("all", None), epicache_score), Competition(Fraction(0)), top_units,

@@ -1,4 +1,4 @@
-"""Expected Attention: what queries of the future, if they are Gaussian, would attend to."""
+"""Expected Attention: the expected attention of future queries, which are modelled as Gaussian."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ __all__ = ["ExpectedAttention", "expected_attention", "expected_logits", "expect
 
 
 def query_statistics(q: Float64[Cube, "H m d"]) -> tuple[Float64[Matrix, "H d"], Float64[Cube, "H d d"]]:
-    """Mean and covariance of each head's queries before their rotation; the divisor is m.
+    """Return mean and covariance (divisor m) of each head's queries before RoPE.
 
     Implements: PO-EXPECTED-ATTENTION
 
@@ -38,7 +38,7 @@ def query_statistics(q: Float64[Cube, "H m d"]) -> tuple[Float64[Matrix, "H d"],
 def expected_logits(
     mean: Float64[Matrix, "H d"], covariance: Float64[Cube, "H d d"], k: Float64[Cube, "H n d"], scaling: float,
 ) -> Float64[Matrix, "H n"]:
-    """The logarithm of E exp(scaling q.k) for a Gaussian q.
+    """Return log E[exp(scaling q.k)] for a Gaussian q.
 
     Implements: PO-EXPECTED-ATTENTION
 
@@ -54,9 +54,9 @@ def expected_weights(
     q: DeviceArray, k: DeviceArray, v: DeviceArray, at: Int64[IntVector, " m"], ahead: Int64[IntVector, " N_future"],
     inv_freq: Float64[Vector, " half"], factor: float, scaling: float, sinks: DeviceArray | None = None,
 ) -> Float64[Matrix, "H_kv n"]:
-    """The stage `expected_attention`: the softmax over the keys, averaged over the group, times the value's norm.
+    """Return the softmax of the expected logits, averaged over the group, times the norm of the value.
 
-    Query heads one after the other: what a head needs then stays in the processor's cache.
+    This is the stage `expected_attention`. Query heads are processed one by one, so their data fits the CPU cache.
 
     Implements: PO-EXPECTED-ATTENTION
     """
@@ -79,7 +79,7 @@ Weigh = Callable[
 
 @dataclass(frozen=True)
 class ExpectedAttention:
-    """Needs the model's own rotary frequencies, to take the rotation off the queries and to look ahead."""
+    """Scorer of Expected Attention. It needs the model's RoPE frequencies for past and future positions."""
 
     inv_freq: Vector
     factor: float
@@ -94,9 +94,9 @@ class ExpectedAttention:
         return stacked(observation, [self.of_layer(view, observation.seen) for view in observation.layers.values()])
 
     def of_layer(self, view: LayerView, seen: int) -> Float64[Matrix, "H_kv n"]:
-        """Expected weight among the tokens after the sinks, averaged over the group, times the value's norm.
+        """Return each key's expected weight, averaged over the group, times the norm of the value.
 
-        The queries are the last of the `seen` tokens; those of sinks are left out.
+        Sinks are excluded from the keys and from the queries. The queries are those of the last tokens of `seen`.
 
         Implements: PO-EXPECTED-ATTENTION
         """
@@ -122,20 +122,20 @@ def expected_attention(
     inv_freq: Float64[Vector, " half"], factor: float = 1.0, N_sink: int = 4, N_future: int = 512,
     backend: str | Backend = "numpy",
 ) -> Policy:
-    """The first N_sink tokens, and per KV head the best others.
+    """Return Expected Attention: each KV head keeps the first N_sink tokens and the best others.
 
-    kvpress is the authors' code; the paper's text weighs by the value after the output projection. The covariance of
-    the changing rotation is left out by both.
+    The policy follows the authors' code, which is in kvpress. The paper instead uses the norm of the value after the
+    output projection. Both ignore the variance that the changing rotation adds.
 
     Args:
-        inv_freq: the model's rotary frequencies, one per pair.
-        factor: the attention factor inside the rotary tables (1 but for YaRN and its kind).
-        N_sink: tokens that are kept without a score, and left out of the statistics.
-        N_future: positions after the prompt that the rotation is averaged over.
+        inv_freq: inverse frequencies of the model's RoPE, one per pair of channels.
+        factor: attention factor of the rotary tables: 1 except with YaRN and similar scalings.
+        N_sink: number of first tokens that are always kept, and excluded from the statistics.
+        N_future: number of positions after the prompt over which the rotation is averaged.
 
     Raises:
-        SpecError: for N_sink below 0, N_future or factor that is not positive, or an unknown backend.
-        BackendUnavailable: when the backend cannot run here, or has no stages of policies.
+        SpecError: if N_sink is negative, if N_future or factor is not positive, or if the backend is unknown.
+        BackendUnavailable: if the backend cannot run here, or lacks the stage family policies.
     """
     for name, value, least in (("N_sink", N_sink, 0), ("N_future", N_future, 1)):
         if value < least:

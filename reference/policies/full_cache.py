@@ -12,6 +12,6 @@ __all__ = ["full_cache"]
 
 @named("fullcache", "", "every token: the upper bound of a comparison", diverse=False, blocks=False)
 def full_cache() -> Policy:
-    """Keeps all tokens, whatever the budget."""
+    """Return the policy that keeps all tokens for any budget."""
     promises = Promises("no", "N/A", "yes", "N/A", "yes", "N/A", "N/A")
     return Policy("fullcache", recency, everything, top_units, SinkAndRecent(0, 0), promises=promises)

@@ -1,4 +1,4 @@
-"""H2O: heavy hitters, the keys that have received most attention so far, and the newest half."""
+"""H2O: half of the budget for the keys with the most attention so far (heavy hitters), half for the newest tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ __all__ = ["HeavyHitters", "h2o", "h2o_described", "h2o_score"]
 
 
 def h2o_score(view: LayerView, received: Received = received_attention) -> Float64[Matrix, "H_kv n"]:
-    """Attention on each key, summed over all queries and over the group.
+    """Return the attention on each key, summed over all queries and over the group.
 
     Implements: PO-H2O-DESCRIBED
 
@@ -33,7 +33,7 @@ def h2o_score(view: LayerView, received: Received = received_attention) -> Float
 
 @dataclass(frozen=True)
 class HeavyHitters:
-    """The sums live with their tokens: a token that is evicted takes its sum along."""
+    """Scorer that accumulates the attention on each cached token. The sum of an evicted token is discarded."""
 
     needs: Needs = Needs("all", None)
     score: Score = h2o_score
@@ -44,7 +44,7 @@ class HeavyHitters:
         return Scores(scores.values, scores.offsets, carry=scores.values, heads=scores.heads)
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """What new queries give to each cached key is added; their own keys start at what these give them.
+        """Add the attention of the new queries to the sums. The sums of the new keys start with this attention.
 
         Implements: PO-H2O
         """
@@ -66,16 +66,16 @@ class HeavyHitters:
     "half the newest tokens, half those with the largest sums of attention", diverse=False,
 )
 def h2o(backend: str | Backend = "numpy") -> Policy:
-    """Half of B the newest tokens, half the heaviest, per KV head; decided anew in every decode step.
+    """Return H2O: each KV head keeps B / 2 newest tokens and the heavy hitters, and decides in every decode step.
 
-    This is the official repository's real-drop form; it also holds a simulation by masks that has one slot less, a
-    one-pass form that sees future queries, and a FlexGen form. KVCache-Factory decides once, after the prompt.
-    kvpress's ObservedAttention averages over the queries that see a key, and has no window. The group sum is chosen
-    here: the paper's models have none.
+    The policy follows the real-drop version of the official repository. The repository has three more versions: a
+    simulation by masks with one slot less, a one-pass version that uses future queries, and one for FlexGen.
+    KVCache-Factory decides once, after the prompt. kvpress's ObservedAttention averages over the queries that attend
+    to a key, and has no window. The paper's models have no groups; kvspec sums over the group.
 
     Raises:
-        SpecError: when the backend is unknown.
-        BackendUnavailable: when the backend cannot run here, or has no stages of policies.
+        SpecError: if the backend is unknown.
+        BackendUnavailable: if the backend cannot run here, or lacks the stage family policies.
     """
     engine = resolve(backend)
     stages = engine.require_policies()
@@ -94,11 +94,13 @@ def h2o(backend: str | Backend = "numpy") -> Policy:
     "h2o-described", "Lin, CrystalCache, Eq. 5", "tokens with the largest sums of attention and a recent window, once"
 )
 def h2o_described(W: int = 128, backend: str | Backend = "numpy") -> Policy:
-    """As CrystalCache describes it (Eq. 5, heavy hitters and a recent window): once, W inside B; W is chosen here.
+    """Return H2O as the CrystalCache paper describes it (Eq. 5): heavy hitters and a recent window of W tokens.
+
+    The policy decides once, and B includes the window. The paper has no value for W; the default is kvspec's.
 
     Raises:
-        SpecError: for a window that is not positive, or an unknown backend.
-        BackendUnavailable: as `h2o`.
+        SpecError: if the window is not positive, or if the backend is unknown.
+        BackendUnavailable: as in `h2o`.
     """
     engine = resolve(backend)
     stages = engine.require_policies()

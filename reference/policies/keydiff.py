@@ -17,7 +17,7 @@ __all__ = ["keydiff", "keydiff_score"]
 
 
 def keydiff_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
-    """Minus the cosine between each key and the mean of the unit keys; 0 where that mean is zero.
+    """Return minus the cosine of each key and the mean unit key. If the mean is zero, the score is 0.
 
     Implements: PO-KEYDIFF
 
@@ -35,10 +35,11 @@ def keydiff_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
     "keydiff", "Park et al., KeyDiff (arXiv 2504.15364)", "keys that differ most from the mean direction of all keys"
 )
 def keydiff() -> Policy:
-    """Per KV head the B keys least like the anchor, once, at the end of the prompt.
+    """Return KeyDiff: each KV head keeps the B keys least similar to the anchor (the mean unit key).
 
-    The paper reads a prompt in blocks of 128 and evicts after each; a prompt of several segments does the same here.
-    EpiCache's copy has one anchor for all heads; a runtime of Qualcomm's does not normalise the keys.
+    The policy decides once, at the end of the prompt. The paper reads a prompt in blocks of 128 tokens and evicts after
+    each block: pass the blocks as segments to do this. EpiCache's version has one anchor for all heads. A runtime by
+    Qualcomm does not normalise the keys.
     """
     return Policy(
         "keydiff", LayerScorer(Needs("all", 0), keydiff_score), even, top_units, SinkAndRecent(0, 0),

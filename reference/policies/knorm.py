@@ -1,4 +1,4 @@
-"""Knorm: keys of small norm are kept."""
+"""Knorm: keys with small norms are kept."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ __all__ = ["knorm", "knorm_score"]
 
 
 def knorm_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
-    """Minus the Euclidean norm of each cached key.
+    """Return minus the Euclidean norm of each cached key.
 
     Implements: PO-KNORM
 
@@ -29,10 +29,10 @@ def knorm_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
 
 @named("knorm", "Devoto et al., L2 norm (arXiv 2406.11430)", "keys with the smallest norm")
 def knorm() -> Policy:
-    """Per KV head the B keys of smallest norm.
+    """Return Knorm: each KV head keeps the B keys with the smallest norms.
 
-    The official code leaves short prompts (2048 tokens) alone and its runs skip layers 0 and 1; kvpress truncates the
-    budget; cold-compress protects ten recent tokens.
+    The official code does not evict from prompts up to 2048 tokens, and its experiments skip layers 0 and 1. kvpress
+    rounds the budget down. cold-compress protects ten recent tokens.
     """
     return Policy(
         "knorm", LayerScorer(Needs("all", 0), knorm_score), even, top_units, SinkAndRecent(0, 0),

@@ -1,4 +1,4 @@
-"""KVCrush: most blocks by their scores, others that stand for what goes, by how their tokens fare in each head."""
+"""KVCrush: keeps most blocks by score, and some representatives of the evicted blocks."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -23,11 +23,13 @@ ANCHORS = ("alternating", "mean", "zeros", "ones")
 def anchor_distances(
     values: Float64[Matrix, "h n"], protected: Bool[BoolVector, " n"], b: int, anchor: str,
 ) -> Int64[IntVector, " m"]:
-    """Bits "in the better half of this head" of a full block's tokens that differ from the anchor's; 0 where protected.
+    """Return the Hamming distance of each full block to the anchor. Protected blocks have distance 0.
+
+    A token has one bit per head: 1 if its score is in the better half of the head.
 
     Implements: PO-REPRESENTATIVES
 
-    Source: KVCrush's official code, steps 1 to 3; over all heads of a layer, as the pull request for vLLM.
+    Source: KVCrush's official code, steps 1 to 3. As in the vLLM pull request, a layer uses the bits of all its heads.
     """
     h, m = len(values), values.shape[1] // b
     free = ~protected[: m * b].reshape(m, b).any(axis=1)
@@ -49,7 +51,10 @@ def representatives(
     totals: Float64[Matrix, "g m"], places: Int64[IntVector, " g"], held: Bool[BoolMatrix, "g m"], /,
     distances: Int64[IntMatrix, "g m"], share: Fraction,
 ) -> Selection:
-    """Per group: the held blocks, the best by total; for a share of the places the first of equal runs of the rest.
+    """Select per group the protected blocks and the best blocks by total score, and representatives of the rest.
+
+    The representatives fill the share `share` of the places that protected blocks leave. The remaining blocks, sorted
+    by distance, are split into equal runs; the first block of each run is a representative.
 
     Implements: PO-REPRESENTATIVES
 
@@ -68,7 +73,7 @@ def representatives(
 def scored_or_representative(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, b: int, share: Fraction, anchor: str,
 ) -> Selection:
-    """`best_blocks`, of which `representatives` chooses, by the distances of each set's layer.
+    """Select blocks with `representatives`, using the distances of the layer of each kept set.
 
     Implements: PO-REPRESENTATIVES
     """
@@ -81,10 +86,13 @@ def scored_or_representative(
 def with_representatives(
     host: Policy, block: int = 16, share: Fraction | float = Fraction(1, 4), anchor: str = "alternating",
 ) -> Policy:
-    """A policy that keeps the best tokens at the end of segments: in blocks, a share of them representatives.
+    """Return the host policy with KVCrush's selection of blocks, the share `share` of them representatives.
+
+    The host must keep the best single tokens and decide at the end of segments.
 
     Raises:
-        SpecError: for a host of another kind, a block below 1, a share outside [0, 1], or an unknown anchor.
+        SpecError: if the host is of a different kind, if block is below 1, if the share is outside [0, 1], or if the
+            anchor is unknown.
     """
     chosen = getattr(host.selector, "func", host.selector) in (top_units, top_tokens)
     if not chosen or not isinstance(host.scorer, LayerScorer) or host.cadence.every is not None:
@@ -109,14 +117,15 @@ def kvcrush(
     W: int = 32, kernel: int = 7, block: int = 16, share: Fraction | float = Fraction(1, 4),
     anchor: str = "alternating",
 ) -> Policy:
-    """SnapKV's scores and window, in blocks.
+    """Return KVCrush: SnapKV's scores and window, with blocks as the unit of selection.
 
-    OpenVINO GenAI keeps one set per layer, by sums over its heads; its representatives come on top of the budget, and
-    none where fewer blocks go than they are. The pull request for vLLM gives all heads the same ones.
+    OpenVINO GenAI keeps one set per layer, by scores summed over the heads. Its representatives exceed the budget. It
+    adds none if the evicted blocks are fewer than the representatives. The vLLM pull request uses the same
+    representatives for all heads.
 
     Implements: PO-KVCRUSH
 
     Raises:
-        SpecError: as `snapkv` and `with_representatives`.
+        SpecError: as in `snapkv` and `with_representatives`.
     """
     return replace(with_representatives(snapkv(W, kernel), block, share, anchor), name="kvcrush")

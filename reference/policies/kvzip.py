@@ -1,4 +1,4 @@
-"""KVzip: a token counts by the most attention that it gets while the model repeats its context."""
+"""KVzip: the score of a token is the largest attention that it receives while the model repeats the context."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,11 +26,11 @@ Largest = Callable[[DeviceArray, DeviceArray, Vector, float, float | None, Devic
 def rehearsal_chunks(
     token_ids: Int64[IntVector, " n"], rehearsal: Rehearsal,
 ) -> list[tuple[int, int, Int64[IntVector, " r"]]]:
-    """Start and stop of each chunk of the context, and the r tokens that the model reads behind the prompt for it.
+    """Return for each chunk of the context its start, its stop, and the r ids that the model reads after the prompt.
 
     Implements: PO-REHEARSAL
 
-    Source: KVzip, Section 3.4 and Figure 7; the order of the parts is the official code's.
+    Source: KVzip, Section 3.4 and Figure 7. The order of the parts is that of the official code.
     """
     assert rehearsal.template is not None
     first, later, answer = rehearsal.template
@@ -66,14 +66,16 @@ def _attended(
 def kvzip_score(
     view: LayerView, N_sink: int, largest: Largest = largest_attention,
 ) -> Float64[Matrix, "H_kv n"]:
-    """The largest weight over the group and all queries of the chunk's repeat; NaN for what no chunk holds.
+    """Return each token's largest attention weight over the group and all queries that repeat its chunk.
+
+    Tokens outside all chunks get NaN.
 
     Implements: PO-KVZIP
 
     Source: KVzip, Eq. 2 and Section 3.4.
 
     Raises:
-        SpecError: where the prompt was not rehearsed.
+        SpecError: if the model did not repeat the prompt.
     """
     scores = np.full(view.k.shape[:2], np.nan)
     plain = [replace(repeat, norms=np.ones_like(repeat.norms)) for repeat in _repeats(view)]
@@ -85,7 +87,9 @@ def kvzip_score(
 def kvzip_plus_score(
     view: LayerView, N_sink: int, W_o: DeviceArray, largest: Largest = largest_attention,
 ) -> Float64[Matrix, "H_kv n"]:
-    """The same of the weights times ||W_o v_i||_2 of the query head, over the norm of what the query was made of.
+    """Return KVzip's score with each weight multiplied by ||W_o v_i||_2 and divided by the norm of the hidden state.
+
+    W_o is the output projection of the query head. The hidden state is the one from which the query was computed.
 
     W_o is the layer's output projection (H, d, hidden).
 
@@ -94,7 +98,7 @@ def kvzip_plus_score(
     Source: kvpress, KVzipPress with `kvzip_plus_normalization`.
 
     Raises:
-        SpecError: when the values were not captured, or a norm is not positive.
+        SpecError: if the values were not captured, or if a norm is not positive.
     """
     if view.v is None or any((repeat.norms <= 0).any() for repeat in _repeats(view)):
         raise SpecError("v" if view.v is None else "norms", None, "KVzip+ weighs by values, and by norms above 0")
@@ -107,7 +111,7 @@ def kvzip_plus_score(
 
 @dataclass(frozen=True)
 class KVzipPlus:
-    """KVzip+ over all layers; needs each layer's output projection (H, d, hidden), under the layer's index."""
+    """Scorer of KVzip+. `W_o` maps a layer's index to its output projection (H, d, hidden)."""
 
     needs: Needs
     W_o: Mapping[int, DeviceArray]
@@ -136,16 +140,16 @@ def kvzip(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,
     overlap: int = 8, backend: str | Backend = "numpy",
 ) -> Policy:
-    """The first N_sink and last N_recent tokens, and the best others of all layers and heads together.
+    """Return KVzip: the first N_sink and last N_recent tokens, and the best others of all layers and heads together.
 
-    The official code sets N_sink to the length of its system prompt, reads what follows the context later, and keeps
-    what scores above a threshold: fewer than the budget. kvpress has 4 sinks and chunks of 2048, evicts what stands
-    between sinks and context first of all, and rounds once for all heads. Both compute in the model's precision; the
-    template is theirs to word.
+    The official code sets N_sink to the length of its system prompt, and reads text after the context later. It keeps
+    the scores above a threshold, which are fewer than the budget. kvpress has 4 sinks and chunks of 2048 tokens. It
+    evicts tokens between sinks and context first, and rounds once for all heads. Both compute in the model's dtype, and
+    word the template differently.
 
     Raises:
-        SpecError: without a template, for constants below their least values, or an unknown backend.
-        BackendUnavailable: when the backend cannot run here, or has no stages of policies.
+        SpecError: if there is no template, if a constant is too small, or if the backend is unknown.
+        BackendUnavailable: if the backend cannot run here, or lacks the stage family policies.
     """
     needs = Needs("all", 0, token_ids=True, rehearsal=Rehearsal(template, N_sink, N_recent, chunk, overlap))
     largest = resolve(backend).require_policies().largest_attention
@@ -163,11 +167,11 @@ def kvzip_uniform(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,
     overlap: int = 8, backend: str | Backend = "numpy",
 ) -> Policy:
-    """The same scores, and as many tokens in each head; in kvpress (`layerwise`) the heads of a layer compete.
+    """Return KVzip with the same number of tokens in each head. In kvpress (`layerwise`) the heads of a layer compete.
 
     Raises:
-        SpecError: as `kvzip`.
-        BackendUnavailable: as `kvzip`.
+        SpecError: as in `kvzip`.
+        BackendUnavailable: as in `kvzip`.
     """
     return replace(kvzip(template, N_sink, N_recent, chunk, overlap, backend), name="kvzip-uniform", budgets=even)
 
@@ -180,11 +184,11 @@ def kvzip_plus(
     W_o: Mapping[int, DeviceArray], template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0,
     chunk: int = 2000, overlap: int = 8, backend: str | Backend = "numpy",
 ) -> Policy:
-    """KVzip's budgets over its scores with the output's norm.
+    """Return KVzip+: KVzip with scores multiplied by the norm of the projected value.
 
     Raises:
-        SpecError: as `kvzip`.
-        BackendUnavailable: as `kvzip`.
+        SpecError: as in `kvzip`.
+        BackendUnavailable: as in `kvzip`.
     """
     plain = kvzip(template, N_sink, N_recent, chunk, overlap, backend)
     largest = resolve(backend).require_policies().largest_attention

@@ -1,4 +1,4 @@
-"""Static head budgets: KVzip's scores, taken once over other texts, say which heads keep all tokens."""
+"""Static head budgets: KVzip scores from a calibration on different texts decide which heads keep all tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,14 +20,16 @@ __all__ = ["FullHeads", "head_scores", "kvzip_heads"]
 
 
 def head_scores(contexts: Sequence[Float64[Matrix, "g _"]]) -> Float64[Vector, " g"]:
-    """Each head's largest KVzip score of a context's tokens; the mean over contexts. NaN marks what no chunk holds.
+    """Return for each head its largest KVzip score in a context, averaged over the contexts.
+
+    Tokens outside all chunks have the score NaN and are ignored.
 
     Implements: PO-HEAD-SCORES
 
-    Source: KVzip, Section 4.2; its official code.
+    Source: KVzip, Section 4.2, and its official code.
 
     Raises:
-        SpecError: without a context, or for one that has no token with a score.
+        SpecError: if there is no context, or if a context has no token with a score.
     """
     if not contexts or any(np.isnan(rows).all() for rows in contexts):
         raise SpecError("contexts", len(contexts), "must each hold a token that was rehearsed")
@@ -37,21 +39,21 @@ def head_scores(contexts: Sequence[Float64[Matrix, "g _"]]) -> Float64[Vector, "
 
 @dataclass(frozen=True)
 class FullHeads:
-    """As many of the best heads as the total affords keep all tokens; the others share the rest, windows and all."""
+    """Budgets with full heads: the best heads keep all tokens, as many heads as fit; the others share the rest."""
 
     scores: Float64[Vector, " heads"]
     window: int
-    """Tokens that every head keeps: sinks and recent ones."""
+    """Tokens that every head keeps: sinks and recent tokens."""
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Each group's share.
+        """Return the share of each group.
 
         Implements: PO-FULL-HEADS
 
-        Source: DuoAttention's full and streaming heads; the arithmetic is this specification's.
+        Source: full and streaming heads as in DuoAttention. The arithmetic is defined by kvspec.
 
         Raises:
-            SpecError: for another number of heads than was calibrated.
+            SpecError: if the number of heads differs from the calibration.
         """
         groups, n = len(scores.values), int(scores.offsets[-1])
         if len(self.scores) != groups:
@@ -72,16 +74,17 @@ class FullHeads:
     of_model=frozenset({"served"}), diverse=False,
 )
 def kvzip_heads(calibration: Calibration, served: Identity, N_sink: int = 64, N_recent: int = 256) -> Policy:
-    """Full heads by KVzip's head scores; of the others sinks and recent tokens, as in DuoAttention.
+    """Return static head budgets: heads with the best KVzip head scores keep all tokens, as full heads of DuoAttention.
 
-    The official code gives each head's score to all tokens of the context and keeps what exceeds a threshold: a head
-    that is not full keeps nothing of the context, and the total is missed by up to a head. DuoAttention's streaming
-    heads let go of a token in each step too; here the cache grows while tokens are decoded.
+    The other heads keep sinks and recent tokens, as streaming heads of DuoAttention. The official KVzip code gives each
+    head's score to all tokens of the context and applies a threshold. A head that is not full then keeps nothing of the
+    context, and the total misses the budget by up to one head. Streaming heads of DuoAttention also evict a token in
+    each decode step; in kvspec the cache grows while tokens are decoded.
 
     Implements: PO-KVZIP-HEADS
 
     Raises:
-        SpecError: for a calibration of another model or rotation, or without head scores; for numbers below 0.
+        SpecError: if the calibration is of a different model or RoPE, or lacks head scores; or if a number is negative.
     """
     calibration.check(served)
     if calibration.head_scores is None:

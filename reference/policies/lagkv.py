@@ -1,4 +1,4 @@
-"""LagKV: keys and values are judged by the partition that follows them; no attention is read."""
+"""LagKV: keys and values are scored by comparison with the next partition of the cache, without attention."""
 
 from functools import partial
 
@@ -19,10 +19,10 @@ __all__ = ["lagkv", "lagkv_information", "lagkv_score"]
 
 
 def lagkv_information(x: Float64[Cube, "H n d"], lag: int) -> Float64[Matrix, "rows lag"]:
-    """A row for each partition of `lag` tokens but the last of a head: softmax of the spread of its tokens' channels.
+    """Return the softmax of the tokens' spreads for each partition of `lag` tokens, except the last of a head.
 
-    Each channel is scaled to the range that it has in the next partition; one that is constant there counts as 0. The
-    spread is the standard deviation over channels, with divisor d - 1.
+    The spread of a token is the standard deviation over its channels (divisor d - 1), after each channel is min-max
+    scaled by its range in the next partition. A channel that is constant in the next partition counts as 0.
 
     Implements: PO-LAGKV
 
@@ -38,14 +38,14 @@ def lagkv_information(x: Float64[Cube, "H n d"], lag: int) -> Float64[Matrix, "r
 
 
 def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Float64[Matrix, "H_kv n"]:
-    """Minus a token's rank inside its partition; the last whole partition and what follows it rise above all ranks.
+    """Return minus each token's rank inside its partition. The last whole partition and all later tokens score higher.
 
     Implements: PO-LAGKV
 
-    Source: LagKV, Section 3. Keys and values count alike; of equal tokens the lower one ranks first.
+    Source: LagKV, Section 3. Keys and values have equal weight. On a tie the lower index ranks first.
 
     Raises:
-        SpecError: when the values were not captured, or have one channel.
+        SpecError: if the values were not captured, or if they have one channel.
     """
     if view.v is None:
         raise SpecError("v", None, "LagKV judges tokens by keys and values")
@@ -70,15 +70,15 @@ def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Float64[Matrix, "H_kv
     "tokens whose keys and values stand out against the next partition of the prompt",
 )
 def lagkv(N_sink: int = 4, lag: int = 128) -> Policy:
-    """The sinks, the last whole partition and what follows it, and the same share of every other partition.
+    """Return LagKV: keeps sinks, the last whole partition and all later tokens, and equal shares of other partitions.
 
-    The budget counts all of these; where it does not hold the end of the prompt, the newest of it stay. Constants are
-    kvpress's. The official class has 16 sinks and partitions of 1024, keeps int(ratio * lag) of each partition whatever
-    the total, divides by 0 where a channel is constant, and goes on partition by partition while tokens are decoded,
-    never looking again at what it has compressed; here a turn decides about all that is stored.
+    The budget includes all of these. If the last partition and the later tokens do not fit, the newest are kept. The
+    constants are those of kvpress. The official class has 16 sinks and partitions of 1024 tokens. It keeps
+    int(ratio * lag) tokens of each partition for any total, and divides by 0 if a channel is constant. While decoding
+    it compresses each new partition once. In kvspec a later turn decides about all cached tokens.
 
     Raises:
-        SpecError: for N_sink below 0, or a partition without tokens.
+        SpecError: if N_sink is negative, or if lag is not positive.
     """
     score = partial(lagkv_score, N_sink=N_sink, lag=check_positive("lag", lag))
     return Policy(

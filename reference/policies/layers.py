@@ -1,4 +1,4 @@
-"""Layer by layer: where layers need nothing of each other, each is decided as soon as it has attended."""
+"""Layer-by-layer eviction: if the layers of a policy are independent, each is evicted right after its attention."""
 
 from dataclasses import dataclass, replace
 
@@ -14,9 +14,9 @@ __all__ = ["is_layerwise", "policy_of_layer"]
 
 
 def is_layerwise(policy: Policy) -> bool:
-    """Whether the kept sets of each layer follow from the queries, keys and values of this layer alone.
+    """Return True if the kept sets of a layer depend only on the queries, keys and values of this layer.
 
-    Of budgets that are not this folder's nothing is known: a policy with such budgets is decided as a whole.
+    The result is False if the budgets of the policy are not defined in `reference.policies`.
     """
     scorer, needs, budgets = policy.scorer, policy.scorer.needs, policy.budgets
     if policy.granularity is Granularity.MODEL or needs.layers != "all" or needs.rehearsal is not None:
@@ -29,7 +29,7 @@ def is_layerwise(policy: Policy) -> bool:
 
 
 def policy_of_layer(policy: Policy, at: int, L: int) -> Policy:
-    """A layerwise policy for the at-th of L layers, whose kept sets are those of that layer alone.
+    """Return a layerwise policy restricted to layer number `at` of L layers.
 
     Implements: PO-RETAIN
     """

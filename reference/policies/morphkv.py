@@ -1,4 +1,4 @@
-"""MorphKV: a cache of one size while tokens are decoded; what the recent queries attend to stays."""
+"""MorphKV: a cache of constant size while decoding, which keeps the tokens that recent queries attend to."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ __all__ = ["morphkv", "morphkv_score"]
 
 
 def morphkv_score(view: LayerView, W: int, fusion: str) -> Float64[Matrix, "H_kv n"]:
-    """Attention of the last W queries on each key before them, summed or the largest of the queries; group mean.
+    """Return the attention on each key before the window: sum or maximum over the last W queries, mean over the group.
 
     Implements: PO-MORPHKV
 
@@ -35,13 +35,14 @@ def morphkv_score(view: LayerView, W: int, fusion: str) -> Float64[Matrix, "H_kv
     "the last W tokens, and the tokens that their queries attend to, decided again in every step",
 )
 def morphkv(W: int = 32, fusion: str = "sum") -> Policy:
-    """The last W tokens, and per KV head the best others, in every step. The last W queries are kept beside the cache.
+    """Return MorphKV: in every step each KV head keeps the last W tokens and the best others.
 
-    Their attention is taken anew, on what is cached now, as versions of the official code do; others keep the weights
-    that they had, and one merges what it evicts into a mean. The group mean and W are chosen here.
+    The policy stores the last W queries, and recomputes their attention on the cached keys in every step. Some versions
+    of the official code do this; others store the old weights, and one merges evicted tokens into a mean. The group
+    mean and the default of W are kvspec's.
 
     Raises:
-        SpecError: for a window that is not positive, or a fusion that is neither "sum" nor "max".
+        SpecError: if the window is not positive, or if the fusion is neither "sum" nor "max".
     """
     check_choices("fusion", (fusion,), ("sum", "max"))
     scorer = QueryCache(check_positive("W", W), partial(morphkv_score, W=W, fusion=fusion))

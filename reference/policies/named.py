@@ -1,4 +1,4 @@
-"""The names of policies: `@named` above a maker gives it one, and `reference.policies.names` finds it."""
+"""Names of policies. The decorator `@named` names a function that makes a policy; `names.py` collects the names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -14,39 +14,39 @@ Maker = TypeVar("Maker", bound=Callable[..., Policy])
 
 @dataclass(frozen=True)
 class NamedPolicy:
-    """A policy by its name: a maker, the constants that the name decides, and the names of those that the model does.
+    """A named policy: the function that makes it, the constants that the name fixes, and those read from the model.
 
-    What it promises is its row of the table in spec/policies.md.
+    The policy's promises are in its row of the table in spec/policies.md.
     """
 
     paper: str
-    """Where the method is published; "" for none."""
+    """The publication. "" if there is none."""
     keeps: str
-    """What is kept, as a noun phrase."""
+    """The kept tokens, as a noun phrase."""
     make: Callable[..., Policy]
     decided: Mapping[str, Any]
     of_model: frozenset[str]
     diverse: bool
-    """Whether the name may stand behind DIVERSE: it keeps single tokens by their scores."""
+    """True if `diverse-NAME` exists, that is, if the policy keeps single tokens by score."""
     blocks: bool
-    """Whether BLOCK, which its maker does not have, makes it one of blocks."""
+    """True if the constant `block` makes the policy keep whole blocks."""
     family: str
-    """The stage family of the backend that its maker takes."""
+    """Stage family that the policy needs from the backend."""
 
     @property
     def constants(self) -> frozenset[str]:
-        """What a caller may give: the maker's arguments, and each field of its `parameters` by its own name."""
+        """Return the names of the constants: the arguments of the maker, and the fields of its `parameters`."""
         taken = frozenset(signature(self.make).parameters) - frozenset(self.decided) - self.of_model
         return taken | frozenset(self.parameters)
 
     @property
     def parameters(self) -> dict[str, object]:
-        """The fields of its `parameters` with their defaults; {} if it has none."""
+        """Return the fields of the maker's argument `parameters` with their defaults. {} if it has no such argument."""
         given = signature(self.make).parameters.get("parameters")
         return {} if given is None else {one.name: getattr(given.default, one.name) for one in fields(given.default)}
 
     def policy(self, constants: Mapping[str, Any]) -> Policy:
-        """The policy with these constants; a list, as TOML has it, is a tuple."""
+        """Return the policy with these constants. Lists, as in TOML files, become tuples."""
         own = {key: tuple(value) if isinstance(value, list) else value for key, value in constants.items()}
         if changed := {key: own.pop(key) for key in self.parameters.keys() & own.keys()}:
             default = signature(self.make).parameters["parameters"].default
@@ -62,7 +62,7 @@ def named(
     of_model: frozenset[str] = frozenset(), diverse: bool = True, blocks: bool = True,
     family: str = "policies",
 ) -> Callable[[Maker], Maker]:
-    """A decorator that gives a maker of policies a name; the arguments are the fields of NamedPolicy."""
+    """Return a decorator that names a maker of policies. The arguments are the fields of NamedPolicy."""
     def register(make: Maker) -> Maker:
         assert name not in REGISTERED, f"two makers are named {name}"
         REGISTERED[name] = NamedPolicy(paper, keeps, make, decided or {}, of_model, diverse, blocks, family)

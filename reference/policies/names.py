@@ -1,4 +1,4 @@
-"""The names of the policies: what makes each, and which of its constants the served model decides."""
+"""The table of named policies: for each name the function that makes the policy, and its constants."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def with_twins(policy: Policy, backend: Backend) -> Policy:
-    """The same policy with the backend's scores; the policy itself where the backend has none of its scores."""
+    """Return the policy with the backend's score functions. It is unchanged if the backend has none for the policy."""
     scorer = _with_twins(policy.scorer, backend)
     return policy if scorer is policy.scorer else replace(policy, scorer=scorer)
 
@@ -48,18 +48,18 @@ def _with_twins(part: Any, backend: Backend) -> Any:
 ENTRY_POINTS = "kvspec.policies"
 
 DIVERSE = "diverse-"
-"""Before a name: the same policy under set-conditioned selection, with the constants of _DIVERSITY."""
+"""Prefix of a name: the policy with set-conditioned selection, which adds the constants of _DIVERSITY."""
 
 _DIVERSITY = frozenset({"diversity", "signature", "rule", "backend"})
 
 _RULES = ("alpha", "variant_b")
-"""The selector of the paper on set-conditioned diversity, and the one that it rejected."""
+"""Selectors of the paper Set-Conditioned Diversity: the proposed selector, and a rejected variant."""
 
 BLOCK = "block"
-"""A constant of policies that choose single tokens by their scores: whole blocks of so many stay (PO-BLOCKS)."""
+"""Constant of policies that keep single tokens by score: the block size, if whole blocks are kept (PO-BLOCKS)."""
 
 BACKEND = "backend"
-"""A constant of every published policy: whose scores it calls (`reference.policies.names`)."""
+"""Constant of every published policy: the backend that computes its scores."""
 
 _READERS = frozenset({"constants", "describe", "names"})
 """Modules of the package that read POLICIES."""
@@ -68,7 +68,7 @@ _FIRST = ("crystalcache", "streamingllm", "fullcache")
 
 
 def _found() -> Mapping[str, NamedPolicy]:
-    """What the modules of this package name: _FIRST, then by name."""
+    """The named policies of all modules of this package: _FIRST, then sorted by name."""
     for module in iter_modules(policies.__path__):
         if module.name not in _READERS:
             import_module(f"{policies.__name__}.{module.name}")
@@ -76,21 +76,22 @@ def _found() -> Mapping[str, NamedPolicy]:
 
 
 POLICIES = _found()
-"""EpiCache is not here: its queries are not the prompt's own.
+"""All named policies. EpiCache is missing, because its queries are not those of the prompt.
 
-Chunks and trunks have no signature; CriticalKV, KVCrush and VaSE select in two stages; H2O's newest half is not
-protection, `diverse-h2o-described` has its sums; the full cache and full heads select nothing.
+Some policies have no `diverse-` variant. Chunks and trunks have no signature. CriticalKV, KVCrush and VaSE select in
+two stages. H2O's newest half is not a protection (use `diverse-h2o-described`). The full cache and full heads select
+nothing.
 """
 
 NAMES = (*POLICIES, *(DIVERSE + name for name, policy in POLICIES.items() if policy.diverse))
-"""All names of ours; a user's own policy is `module:ATTRIBUTE`, or an entry point of ENTRY_POINTS."""
+"""All built-in names. A user's own policy is named `module:ATTRIBUTE`, or by an entry point of ENTRY_POINTS."""
 
 
 def check_name(name: str, argument: str = "name") -> str:
-    """A name of a policy, of NAMES or a user's own.
+    """Return the name if it is in NAMES or names a user's own policy.
 
     Raises:
-        SpecError: for another name, by `argument`, where those that look like it are named; as `own_policy`.
+        SpecError: if the name is unknown. The message names `argument` and similar names. Also as in `own_policy`.
     """
     if name not in NAMES:
         bare, bracket, _ = name.partition("(")
@@ -102,10 +103,10 @@ def check_name(name: str, argument: str = "name") -> str:
 
 
 def own_policy(name: str, argument: str = "name") -> Plugin:
-    """A user's own policy.
+    """Load a user's own policy.
 
     Raises:
-        SpecError: for an unknown name, what cannot be loaded, or what is no Policy.
+        SpecError: if the name is unknown, if loading fails, or if the object is not a Policy.
     """
     found = find_plugin(argument, name, ENTRY_POINTS, NAMES)
     if not isinstance(found.value, Policy):
@@ -116,10 +117,10 @@ def own_policy(name: str, argument: str = "name") -> Plugin:
 
 
 def constants_of(name: str) -> frozenset[str]:
-    """The constants that a caller may give for this name; a user's own policy has none.
+    """Return the constants that a caller can set for this name. A user's own policy has none.
 
     Raises:
-        SpecError: as `check_name`.
+        SpecError: as in `check_name`.
     """
     if check_name(name) not in NAMES:
         return frozenset()
@@ -130,10 +131,10 @@ def constants_of(name: str) -> frozenset[str]:
 
 
 def families_of(name: str) -> tuple[str, ...]:
-    """The stage families that a backend must have for this name.
+    """Return the stage families that a backend needs for this name.
 
     Raises:
-        SpecError: as `check_name`.
+        SpecError: as in `check_name`.
     """
     if check_name(name) not in NAMES:
         return ()
@@ -142,20 +143,20 @@ def families_of(name: str) -> tuple[str, ...]:
 
 
 def constants_of_model(name: str) -> frozenset[str]:
-    """The constants that the served model decides: `W_o`, `inv_freq` and `factor`, or `served`.
+    """Return the constants that are read from the model: `W_o`, `inv_freq` and `factor`, or `served`.
 
     Raises:
-        SpecError: as `check_name`.
+        SpecError: as in `check_name`.
     """
     return POLICIES[name.removeprefix(DIVERSE)].of_model if check_name(name) in NAMES else frozenset()
 
 
 def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
-    """The policy of this name, from the caller's constants and the model's.
+    """Make the policy of this name with constants from the caller and from the model.
 
     Raises:
-        SpecError: as `check_name`; for a value that the policy does not admit.
-        BackendUnavailable: when a backend cannot run here, or lacks what the policy needs.
+        SpecError: as in `check_name`; or if a value is invalid for the policy.
+        BackendUnavailable: if a backend cannot run here, or lacks a stage family that the policy needs.
     """
     if name not in NAMES:
         given = own_policy(name).value

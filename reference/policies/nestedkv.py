@@ -1,4 +1,4 @@
-"""NestedKV: keys that no memory of the prompt explains are kept, and heads compete for the layer's budget."""
+"""NestedKV: keeps keys that differ from the prompt's memories (mean keys); heads compete for the layer's budget."""
 
 import math
 from dataclasses import replace
@@ -25,16 +25,16 @@ __all__ = [
 
 
 def eviction_budget(r: float | int | str | Fraction, N: int) -> int:
-    """Tokens that each head keeps on average where a share r is evicted: floor((1 - r) N), exactly.
+    """Return the tokens that each head keeps on average if the share r is evicted: floor((1 - r) N), computed exactly.
 
-    A float is read as its decimal: of 10 tokens at r = 0.8, 2 stay, where floats truncate to 1.
+    A float is read as its decimal: 2 of 10 tokens are kept at r = 0.8, but float arithmetic would give 1.
 
     Implements: NK-TOKENS
 
     Source: Appendix A.
 
     Raises:
-        SpecError: for r outside [0, 1), or where no token would stay.
+        SpecError: if r is outside [0, 1), or if the result is 0.
     """
     try:
         share = Fraction(str(r))
@@ -51,7 +51,7 @@ def eviction_budget(r: float | int | str | Fraction, N: int) -> int:
 def nestedkv_score(
     view: LayerView, stages: NestedKVStages, parameters: NestedKVParameters,
 ) -> Float64[Matrix, "H_kv n"]:
-    """a* of the layer's keys."""
+    """Return the score a* of a layer's keys, computed by the backend's stage."""
     return stages.anomaly_score(view.k, parameters)
 
 
@@ -60,19 +60,20 @@ def nestedkv_score(
     "keys that three memories (whole prompt, block, recent window) explain least; heads compete", family="nestedkv",
 )
 def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy") -> Policy:
-    """Per layer the H_kv B best pairs of head and token, once, at the end of the prompt; each head has its quota.
+    """Return NestedKV: each layer keeps the H_kv B best pairs of head and token, and each head at least a quota.
 
-    Sinks take part in all statistics; then they are pinned, inside the budget and inside the quota. A budget below
-    N_sink is refused: it is not raised, so that a layer keeps H_kv B exactly. The authors' code is not public; their
-    runs rest on kvpress, which evicts by masks, and on its Ada-KV, whose safeguard is this quota.
+    The policy decides once, at the end of the prompt. Sinks count in all statistics. They are always kept, and count in
+    the budget and in the quota. A budget below N_sink is an error: it is not increased, so a layer keeps exactly H_kv B
+    tokens. The authors' code is not public. Their experiments use kvpress, which masks tokens instead of evicting them;
+    the quota is the safeguard of kvpress's Ada-KV.
 
     Implements: NK-NESTEDKV
 
     Source: Section 2.5 and 2.6; Appendix A.
 
     Raises:
-        SpecError: when the backend is unknown.
-        BackendUnavailable: when the backend cannot run here, or has no score of NestedKV.
+        SpecError: if the backend is unknown.
+        BackendUnavailable: if the backend cannot run here, or lacks the stage family nestedkv.
     """
     engine = resolve(backend)
     score = partial(nestedkv_score, stages=engine.require_nestedkv(), parameters=parameters)
@@ -84,7 +85,7 @@ def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend =
 
 @named("nestedkv-without-continuum", "NestedKV, ablation", "KeyDiff's score under NestedKV's budgets")
 def nestedkv_without_continuum(parameters: NestedKVParameters = NESTEDKV) -> Policy:
-    """The ablation "w/o continuum": KeyDiff's score, which has no sinks, under NestedKV's budgets.
+    """Return the ablation "w/o continuum": KeyDiff's score, without sinks, with NestedKV's budgets.
 
     Implements: NK-ABLATIONS
 
@@ -100,22 +101,22 @@ def nestedkv_without_continuum(parameters: NestedKVParameters = NESTEDKV) -> Pol
 def nestedkv_without_adaptive(
     parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy",
 ) -> Policy:
-    """The ablation "w/o adaptive": NestedKV's score, the same budget for every head.
+    """Return the ablation "w/o adaptive": NestedKV's score with the same budget for every head.
 
     Implements: NK-ABLATIONS
 
     Source: Table 2.
 
     Raises:
-        SpecError: as `nestedkv`.
-        BackendUnavailable: as `nestedkv`.
+        SpecError: as in `nestedkv`.
+        BackendUnavailable: as in `nestedkv`.
     """
     return replace(nestedkv(parameters, backend), name="nestedkv-without-adaptive", budgets=even)
 
 
 @named("nestedkv-without-both", "NestedKV, ablation", "KeyDiff's score, the same number of tokens in each head")
 def nestedkv_without_both() -> Policy:
-    """Both ablations: KeyDiff, whose figures the paper's are.
+    """Return both ablations together, which is KeyDiff. The paper's figures for it are those of KeyDiff.
 
     Implements: NK-ABLATIONS
 

@@ -17,16 +17,16 @@ __all__ = ["pyramidkv", "pyramidkv_described"]
     "pyramidkv", "Cai et al., PyramidKV (arXiv 2406.02069)", "SnapKV's tokens, more in lower layers than in higher ones"
 )
 def pyramidkv(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
-    """SnapKV under a pyramid: layer 0 has the most, the last layer 1 / beta of the mean, beyond the window.
+    """Return PyramidKV: SnapKV with more tokens in lower layers. Without the window, the last layer has mean / beta.
 
-    The mean over layers is B exactly. The official code floors the step between layers, so that its sum exceeds the
-    budget (`budgets.pyramidkv_official`), and is flat below 2 (B - W) tokens; kvpress rounds each layer, and is flat
-    wherever the last layer would have fewer than W tokens.
+    The mean over layers is exactly B. The official code rounds the step between layers down, so its sum exceeds the
+    budget (`budgets.pyramidkv_official`). It uses equal budgets for prompts below 2 (B - W) tokens. kvpress rounds each
+    layer separately, and uses equal budgets if the last layer would have fewer than W tokens.
 
     Implements: PO-PYRAMIDKV
 
     Raises:
-        SpecError: for a window or beta that is not positive, or an even kernel.
+        SpecError: if the window or beta is not positive, or if the kernel is even.
     """
     return replace(snapkv(W, kernel), name="pyramidkv", budgets=Pyramid(W, check_positive("beta", beta)))
 
@@ -36,13 +36,15 @@ def pyramidkv(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
     "tokens with the largest sums of attention, more in lower layers",
 )
 def pyramidkv_described(W: int = 128, beta: int = 20, backend: str | Backend = "numpy") -> Policy:
-    """As CrystalCache describes it: cumulative attention (Eq. 5) under the pyramid; slope and W are chosen here.
+    """Return PyramidKV as the CrystalCache paper describes it: cumulative attention (Eq. 5) with pyramid budgets.
+
+    The paper has no values for beta and W; the defaults are kvspec's.
 
     Implements: PO-PYRAMIDKV-DESCRIBED
 
     Raises:
-        SpecError: for a window or beta that is not positive, or an unknown backend.
-        BackendUnavailable: as `h2o`.
+        SpecError: if the window or beta is not positive, or if the backend is unknown.
+        BackendUnavailable: as in `h2o`.
     """
     pyramid = Pyramid(W, check_positive("beta", beta))
     return replace(h2o_described(W, backend), name="pyramidkv-described", budgets=pyramid)

@@ -1,4 +1,4 @@
-"""Running a policy: five parts, one decision."""
+"""Running a policy on an observation: its five parts make one decision."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,16 +20,16 @@ __all__ = ["chosen", "retain", "retain_each", "retain_turn", "shown_to", "tokens
 
 @dataclass(frozen=True)
 class _Absent:
-    """Stands where nothing was asked for."""
+    """Placeholder for a tensor that the policy's `needs` do not declare. Reading it raises SpecError."""
 
     what: str
     remedy: str
 
     def missed(self, *_: object, **__: object) -> NoReturn:
-        """Whatever would read it ends here.
+        """Raise the error for a read of the missing tensor.
 
         Raises:
-            SpecError: with the need that would show it.
+            SpecError: always. The message names the need to declare.
         """
         raise SpecError(self.what, None, f"is read by the scorer, whose needs do not ask for it: Needs({self.remedy})")
 
@@ -51,9 +51,9 @@ _IDS = _Absent("token_ids", "..., token_ids=True")
 
 
 def shown_to(needs: Needs, observation: Observation) -> Observation:
-    """An observation, less what the needs leave out.
+    """Return the observation with only the tensors that the needs declare.
 
-    What they ask for and is not there is left as it is: that its maker showed too little is for the scorer to say.
+    A needed tensor that is missing stays missing; the scorer raises the error.
     """
     layers: Any = _LAYERS
     if needs.layers != "none":
@@ -69,14 +69,14 @@ def _view(needs: Needs, view: LayerView) -> LayerView:
 def retain(
     policy: Policy, budget: Budget, observation: Observation,
 ) -> tuple[Retention, CrystalRetention | None]:
-    """What the policy keeps of one sequence, and CrystalCache's records where it is CrystalCache.
+    """Return the positions of one sequence that the policy keeps, and CrystalCache's records (None for other policies).
 
     The parts run in the order protection, scorer, budgets, selector.
 
     Implements: PO-RETAIN
 
     Raises:
-        SpecError: when a group's share does not hold its protected tokens, or a part refuses its input.
+        SpecError: if a group's share is below its number of protected tokens, or if a part finds invalid input.
     """
     (only,) = retain_each(policy, (budget,), observation)
     return only
@@ -85,10 +85,10 @@ def retain(
 def retain_each(
     policy: Policy, budgets: Sequence[Budget], observation: Observation,
 ) -> list[tuple[Retention, CrystalRetention | None]]:
-    """The same for each of several budgets. The scorer runs once, unless its scores depend on the budget.
+    """Return the result of `retain` for each budget. The scorer runs once, unless its scores depend on the budget.
 
     Raises:
-        SpecError: as `retain`.
+        SpecError: as in `retain`.
     """
     protected, scores, found = policy.protection(observation.seen), None, []
     observation = shown_to(policy.scorer.needs, observation)
@@ -110,12 +110,12 @@ def _retained(
 
 
 def tokens_of(policy: Policy, budget: Budget, seen: int) -> int:
-    """B, tokens that a group keeps on average: the budget's, raised to the policy's floor."""
+    """Return B, the tokens that a group keeps on average: the budget, raised to at least the policy's floor."""
     return max(policy.floor, budget.tokens(seen))
 
 
 def chosen(policy: Policy, B: int, scores: Scores, protected: BoolVector) -> Selection:
-    """The selection under a total of B tokens a group; a protected unit has no score."""
+    """Return the selection for a total of B tokens per group. Protected units get the score NaN first."""
     pinned = touched_units(protected, scores.offsets)
     if pinned.any():
         scores = replace(scores, values=np.where(pinned, np.nan, scores.values))
@@ -129,20 +129,20 @@ def retain_turn(
     policy: Policy, budget: Budget, live: Sequence[Int64[IntVector, " _"]], shown: Sequence[Observation],
     heads: int = 1,
 ) -> Retention:
-    """What stays of each kept set at the end of a later segment, whose queries are the last of the tokens seen.
+    """Return the positions that each kept set keeps at the end of a later segment. Its queries are the last queries.
 
-    Budget and protection are about all tokens seen; scores see the cached tokens as a sequence.
+    Budget and protection count all tokens seen. The scorer gets the cached tokens as if they were a whole sequence.
 
     Implements: PO-TURN
 
     Args:
-        live: absolute positions that each kept set stores, ascending, those of the segment included.
-        shown: one observation of all kept sets, which then store the same tokens; or one for each set, of its own
-            layer (and head) alone, for a scorer that is separable.
-        heads: kept sets of one layer.
+        live: for each kept set the absolute positions of its cached tokens, ascending, including the segment.
+        shown: one observation for all kept sets, if they store the same tokens; or, for a separable scorer, one
+            observation per kept set, which holds only the layer (and head) of this set.
+        heads: number of kept sets per layer.
 
     Raises:
-        SpecError: as `retain`; or when sets store different numbers of protected tokens.
+        SpecError: as in `retain`; or if the sets store different numbers of protected tokens.
     """
     seen = shown[0].seen
     B, protected = tokens_of(policy, budget, seen), policy.protection(seen)

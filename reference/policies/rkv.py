@@ -1,4 +1,4 @@
-"""R-KV: importance against redundancy, while tokens are decoded."""
+"""R-KV: decode-time eviction by attention (importance) and similarity of keys (redundancy)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,11 +26,13 @@ SIMILAR = 0.5
 
 
 def rkv_importance(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv past"]:
-    """The last W queries' logits, the largest of a group; softmax over the keys before the window; mean; pool.
+    """Return the importance: attention of the last W queries on the keys before the window, averaged and max-pooled.
+
+    The logits are the maximum over the group, and the average is over the queries.
 
     Implements: PO-RKV
 
-    Source: R-KV's official code: the window's keys are outside the softmax.
+    Source: R-KV's official code. The softmax excludes the keys of the window.
     """
     q, k = wide(view.q)[:, -W:], wide(view.k)
     past = k[:, : k.shape[1] - q.shape[1]]
@@ -46,10 +48,9 @@ def rkv_importance(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_k
 
 
 def rkv_redundancy(k: Float64[Matrix, "n d"]) -> Float64[Matrix, "one n"]:
-    """Softmax over the keys of their mean cosine; each row first spares one column.
+    """Return the redundancy: the softmax of each key's mean cosine with the other keys.
 
-    The spared column is the last one whose cosine with the row exceeds 1/2, compared as float32; where there is none,
-    it is column 0.
+    One cosine of each row is first set to 0: the last column above 1/2, compared in float32, or column 0 without any.
 
     Implements: PO-RKV
 
@@ -65,7 +66,7 @@ def rkv_redundancy(k: Float64[Matrix, "n d"]) -> Float64[Matrix, "one n"]:
 
 
 def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Float64[Matrix, "H_kv n"]:
-    """lambda I - (1 - lambda) R of the keys before the window.
+    """Return lambda I - (1 - lambda) R of the keys before the window: importance I and redundancy R.
 
     Implements: PO-RKV
 
@@ -81,7 +82,7 @@ def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Float64[Matri
 
 
 def last_queries(old: Sequence[DeviceArray], observation: Observation, W: int) -> tuple[DeviceArray, ...]:
-    """The last W queries of each layer, after those of earlier steps; tensors stay on their device."""
+    """Append the new queries to the old and return the last W of each layer. Tensors stay on their device."""
     new = [view.q if hasattr(view.q, "cpu") else wide(view.q) for view in observation.layers.values()]
     return tuple(q[:, -W:] for q in (map(_joined, old, new) if old else new))
 
@@ -96,7 +97,7 @@ def _joined(old: DeviceArray, new: DeviceArray) -> DeviceArray:
 
 @dataclass(frozen=True)
 class QueryCache:
-    """The last W queries of each layer are kept beside the cache, and score it."""
+    """Scorer that stores the last W queries of each layer, and scores the cached keys with these queries."""
 
     W: int
     score: Score
@@ -111,7 +112,7 @@ class QueryCache:
         return self.step(None, observation)
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """New queries join the last ones.
+        """Add the new queries and return the scores of the cached tokens.
 
         Implements: PO-RKV, PO-MORPHKV
         """
@@ -131,14 +132,14 @@ class QueryCache:
 
 @named("rkv", "Cai et al., R-KV (arXiv 2505.24133)", "what the last queries attend to, less what is redundant")
 def rkv(W: int = 8, kernel: int = 7, lam: float = 0.1, every: int = 128) -> Policy:
-    """The last W tokens, and per KV head the best others, whenever the tokens seen are a multiple of `every`.
+    """Return R-KV: each KV head keeps the last W tokens and the best others.
 
-    lambda is the paper's 0.1; the official class has 0.07. The official code decides in the forward after the
-    multiple, counts tokens across samples unless it is reset, and spares column 0 where no key is similar, which is
-    kept here.
+    The policy decides when the number of tokens seen is a multiple of `every`. lambda = 0.1 is the paper's value; the
+    official class has 0.07. The official code decides one forward pass later, and counts tokens across samples unless
+    it is reset. If no key is similar, it ignores column 0 of the redundancy; kvspec does so too.
 
     Raises:
-        SpecError: for a constant that is not positive, an even kernel, or lambda outside [0, 1].
+        SpecError: if a constant is not positive, if the kernel is even, or if lambda is outside [0, 1].
     """
     if not 0 <= lam <= 1:
         raise SpecError("lam", lam, "must lie in [0, 1]")

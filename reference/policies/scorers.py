@@ -1,4 +1,4 @@
-"""Scorers that look at one layer after the other, and how their rows become the groups of a policy."""
+"""Scorers that process layers one by one, and functions that combine their rows into scores."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ Received = Callable[[DeviceArray, DeviceArray, float, float | None, DeviceArray 
 
 @dataclass(frozen=True)
 class LayerScorer:
-    """Tokens as units. `score` gives a row per KV head, or one row for all heads of the layer.
+    """Scorer of single tokens. `score` returns a row per KV head, or one row for all heads of the layer.
 
-    It has no records, so that while tokens are decoded it scores what is cached anew.
+    The scorer has no records. While decoding it scores all cached tokens again in each decision.
     """
 
     needs: Needs
@@ -49,12 +49,12 @@ class LayerScorer:
 
 
 def host_rows(rows: Sequence[DeviceArray]) -> Float64[Matrix, "g n"]:
-    """The rows (h, n) of all layers, one below the other; tensors leave their device in one transfer."""
+    """Concatenate the rows (h, n) of all layers on the host. Tensors are copied in one transfer."""
     return host_tables(rows)[0]
 
 
 def host_tables(*tables: Sequence[DeviceArray]) -> list[Matrix]:
-    """The same of several tables, whose widths may differ: one transfer for all."""
+    """Concatenate the rows of each table on the host. Widths may differ; all tensors are copied in one transfer."""
     if any(isinstance(rows[0], np.ndarray) for rows in tables):
         return [np.concatenate(rows) if isinstance(rows[0], np.ndarray) else host_rows(rows) for rows in tables]
     flat = [own.reshape(-1) for rows in tables for own in rows]
@@ -68,10 +68,10 @@ def host_tables(*tables: Sequence[DeviceArray]) -> list[Matrix]:
 
 
 def stacked(observation: Observation, rows: Sequence[DeviceArray], carry: object = None) -> Scores:
-    """The layers' rows, one below the other, as scores of single tokens.
+    """Return Scores of single tokens from the concatenated rows of the layers.
 
     Raises:
-        SpecError: when no layer was shown, or there are not as many rows as groups.
+        SpecError: if there is no layer, or if the number of rows differs from the number of groups.
     """
     if not rows:
         raise SpecError("layers", len(rows), "the policy needs the attention inputs of a layer")
@@ -82,16 +82,16 @@ def stacked(observation: Observation, rows: Sequence[DeviceArray], carry: object
 
 
 def with_window(past: Float64[Matrix, "h past"], n: int) -> Float64[Matrix, "h n"]:
-    """Scores of the tokens before the window, and NaN for the window itself."""
+    """Append NaN for the tokens of the window to the scores of the tokens before it."""
     padded: Matrix = np.pad(past, ((0, 0), (0, n - past.shape[1])), constant_values=np.nan)
     return padded
 
 
 def check_odd(kernel: int) -> int:
-    """A pooling kernel.
+    """Check and return the size of a pooling kernel.
 
     Raises:
-        SpecError: when it is even or not positive: an even one has no middle.
+        SpecError: if the size is even or not positive. An even kernel has no middle.
     """
     if kernel < 1 or kernel % 2 == 0:
         raise SpecError("kernel", kernel, "must be odd and positive")
@@ -99,10 +99,10 @@ def check_odd(kernel: int) -> int:
 
 
 def check_positive(name: str, value: int) -> int:
-    """A number of tokens.
+    """Check and return a number of tokens.
 
     Raises:
-        SpecError: when it is not positive.
+        SpecError: if the number is not positive.
     """
     if value < 1:
         raise SpecError(name, value, "must be at least 1")
@@ -110,10 +110,10 @@ def check_positive(name: str, value: int) -> int:
 
 
 def check_weighable(scores: Scores) -> Scores:
-    """Scores that a size can be multiplied with.
+    """Check and return scores that are multiplied by a norm.
 
     Raises:
-        SpecError: when one is below 0: the larger the size, the lower it would be.
+        SpecError: if a score is negative: a larger norm would make a negative score smaller.
     """
     least = np.nanmin(scores.values, initial=0.0)
     if least < 0:

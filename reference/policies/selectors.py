@@ -1,4 +1,4 @@
-"""Selectors: which positions a set of scores and budgets keeps."""
+"""Selectors: functions that select the kept positions from scores and budgets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ __all__ = [
 def touched_units(
     protected: Bool[BoolVector, " n"], offsets: Int64[IntVector, " m_and_one"],
 ) -> Bool[BoolVector, " m"]:
-    """Units that hold a protected token."""
+    """Return a mask of the units that contain a protected token."""
     touched: BoolVector = np.logical_or.reduceat(protected, offsets[:-1])
     return touched
 
 
 def top_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
-    """Per group: the protected units, then the best others as long as they fit; lower unit first on a tie.
+    """Select per group the protected units, then the best others that fit. On a tie the lower index is selected.
 
     Implements: PO-TOP-UNITS
     """
@@ -41,7 +41,7 @@ def top_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> S
 def best_tokens(
     values: Float64[Matrix, "g n"], shares: Int64[IntVector, " g"], pinned: Bool[BoolMatrix, "g n"],
 ) -> Selection:
-    """Units of one token, of which each group pins its own: the stage `best_tokens`.
+    """Select single tokens: per group its pinned tokens, then the best others. This is the stage `best_tokens`.
 
     Implements: PO-TOP-UNITS
     """
@@ -55,7 +55,7 @@ Choice: TypeAlias = Callable[[Matrix, IntVector, BoolMatrix], Selection]
 def top_tokens(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, choose: Choice = best_tokens,
 ) -> Selection:
-    """`top_units` of tokens, by a backend's stage."""
+    """Select single tokens as `top_units` does, with the stage `best_tokens` of a backend."""
     return choose(scores.values, budgets, np.broadcast_to(protected, scores.values.shape))
 
 
@@ -63,7 +63,7 @@ def staged(
     scores: Scores, first: Int64[IntVector, " g"], budgets: Int64[IntVector, " g"], protected: BoolVector,
     choose: Choice = best_tokens,
 ) -> Selection:
-    """Per group: `first` tokens with the protected ones, the best others by score; up to the budget by second score.
+    """Select per group `first` tokens by score, including the protected tokens, then up to the budget by second score.
 
     Implements: PO-TWO-STAGES, PO-VASE
     """
@@ -73,7 +73,7 @@ def staged(
 
 
 def marked(selection: Selection, n: int) -> Bool[BoolMatrix, "g n"]:
-    """Which of n tokens, or units, each group has chosen."""
+    """Return the selection as a mask over n tokens or units."""
     marks = np.zeros((len(selection.offsets) - 1, n), dtype=np.bool_)
     marks[np.repeat(np.arange(len(marks)), np.diff(selection.offsets)), selection.positions] = True
     return marks
@@ -83,7 +83,7 @@ def best_blocks(
     values: Float64[Matrix, "g n"], shares: Int64[IntVector, " g"], pinned: Bool[BoolMatrix, "g n"], /, b: int,
     choose: Choice = best_tokens,
 ) -> Selection:
-    """Whole blocks of b tokens, the highest sums first, up to each group's share; the open block stays.
+    """Select whole blocks of b tokens with the largest sums, up to each group's share. The open last block is kept.
 
     Implements: PO-BEST-BLOCKS
     """
@@ -100,12 +100,12 @@ def best_blocks(
 
 
 def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
-    """Per group: the protected tokens, then whole units by score, then the best members of the next unit.
+    """Select per group the protected tokens, then whole units by score, then the best tokens of the next unit.
 
     Implements: PO-FILL-UNITS
 
     Raises:
-        SpecError: when the scores say nothing of the members of a unit.
+        SpecError: if the scores have no `members`, the scores of the tokens inside units.
     """
     if scores.members is None:
         raise SpecError("scores.members", None, "units can be kept in part only by scores of their tokens")
@@ -121,7 +121,7 @@ def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> 
 def recent_half(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, choose: Choice = best_tokens,
 ) -> Selection:
-    """Per group of tokens: the newest half of the budget, rounded down, then the best others.
+    """Select per group the newest tokens, half of the budget rounded down, then the best others.
 
     Implements: PO-H2O
     """
@@ -148,9 +148,9 @@ def _fill(
 
 @dataclass(frozen=True)
 class Dissolve:
-    """Branch dissolution: the units with the lowest scores go first, the last of them in part (Algorithm 1).
+    """Selector by branch dissolution (Algorithm 1): it evicts the units with the lowest scores, the last one in part.
 
-    The selection's records are the Dissolution. Its D is 0: Eq. 34 follows from r for a scorer that has a D.
+    The records of the selection are a Dissolution with D = 0. A scorer that has D computes Eq. 34 from r.
     """
 
     stages: CrystalStages

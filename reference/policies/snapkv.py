@@ -1,4 +1,4 @@
-"""SnapKV: what the last queries of a prompt attend to, smoothed along the keys."""
+"""SnapKV: keeps the tokens to which the last queries of the prompt attend, after pooling along the keys."""
 
 from functools import partial
 
@@ -16,11 +16,11 @@ __all__ = ["snapkv", "snapkv_score"]
 
 
 def snapkv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv n"]:
-    """Attention of the last W queries, summed, pooled per query head, then averaged over the group.
+    """Return the attention of the last W queries, summed over queries, pooled per query head, averaged over the group.
 
     Implements: PO-SNAPKV
 
-    Source: SnapKV, Section 4. The window's own tokens have no score.
+    Source: SnapKV, Section 4. Tokens of the window have the score NaN.
     """
     A = observed_attention(view, W)
     past = A[:, :, : A.shape[2] - A.shape[1]].sum(axis=1)
@@ -32,14 +32,15 @@ def snapkv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv 
     "the last W tokens, and the tokens that their queries attend to, decided once",
 )
 def snapkv(W: int = 32, kernel: int = 7) -> Policy:
-    """The last W tokens, and per KV head the best others: B counts both.
+    """Return SnapKV: each KV head keeps the last W tokens and the best others. B includes the window.
 
-    W, kernel and max pooling are those of the authors' LongBench runs. The official class has W = 64, an average pool
-    of 5, and one kept set per query head, G times the memory; kvpress has those constants and averages over the
-    window; R-KV's copy leaves the window out of the softmax. CrystalCache's text describes this form.
+    W, kernel and max pooling are those of the authors' LongBench experiments. The defaults of the official class are
+    W = 64 and average pooling over 5. The official class keeps a set per query head, which takes G times the memory.
+    kvpress has the defaults of this class, and averages over the window. R-KV's version excludes the window from the
+    softmax. The CrystalCache paper describes the form that kvspec implements.
 
     Raises:
-        SpecError: for a window that is not positive, or an even kernel.
+        SpecError: if the window is not positive, or if the kernel is even.
     """
     score = partial(snapkv_score, W=check_positive("W", W), kernel=check_odd(kernel))
     return Policy(

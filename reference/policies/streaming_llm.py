@@ -16,15 +16,16 @@ __all__ = ["streaming_llm"]
     "the first tokens, the attention sinks, and the most recent ones",
 )
 def streaming_llm(N_sink: int = 4) -> Policy:
-    """The first N_sink tokens and the last B - N_sink.
+    """Return StreamingLLM: it keeps the first N_sink tokens and the last B - N_sink tokens.
 
-    The set is the published one. Positions stay absolute: the official code renumbers keys inside the cache, which is
-    another model input and is not offered. Well-known implementations differ in what N_sink and the window add up to.
+    The kept tokens are those of the paper. Keys keep their absolute positions. The official code instead renumbers the
+    positions inside the cache, which changes the model's input; kvspec does not offer this. Well-known implementations
+    differ in the total of N_sink and the window.
 
     Implements: PO-STREAMINGLLM
 
     Raises:
-        SpecError: when N_sink is negative.
+        SpecError: if N_sink is negative.
     """
     if N_sink < 0:
         raise SpecError("N_sink", N_sink, "must not be negative")

@@ -1,4 +1,4 @@
-"""TOVA: the last query decides, in every step, for all heads of a layer at once."""
+"""TOVA: in every step, the attention of the last query decides for all heads of a layer together."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ __all__ = ["tova", "tova_score"]
 
 
 def tova_score(view: LayerView, received: Received = received_attention) -> Float64[Matrix, "one n"]:
-    """The last query's attention on every key, its own included, averaged over all query heads.
+    """Return the last query's attention on every key, including its own key, averaged over all query heads.
 
     Implements: PO-TOVA
 
@@ -30,13 +30,13 @@ def tova_score(view: LayerView, received: Received = received_attention) -> Floa
 
 @named("tova", "Oren et al., TOVA (arXiv 2401.06104)", "what the newest query attends to")
 def tova(backend: str | Backend = "numpy") -> Policy:
-    """Per layer the B best keys, in every step; no token is protected, and the newest may go.
+    """Return TOVA: in every step each layer keeps the B best keys. No token is protected, not even the newest.
 
     kvpress decides once, after the prompt, and never evicts the last token.
 
     Raises:
-        SpecError: when the backend is unknown.
-        BackendUnavailable: when the backend cannot run here, or has no stages of policies.
+        SpecError: if the backend is unknown.
+        BackendUnavailable: if the backend cannot run here, or lacks the stage family policies.
     """
     engine = resolve(backend)
     stages = engine.require_policies()

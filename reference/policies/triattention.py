@@ -1,4 +1,4 @@
-"""TriAttention: a calibrated scorer, and a decision each time 128 tokens have gathered above the budget."""
+"""TriAttention: a calibrated scorer. The policy decides each time the cache exceeds the budget by 128 tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def largest_z_scores(
     k: DeviceArray, t: int, mean: Float64[Matrix, "H d"], magnitude: Float64[Matrix, "H half"],
     inv_freq: Float64[Vector, " half"], factor: float, pinned: int,
 ) -> Float64[Matrix, "H_kv n"]:
-    """The largest z-score of each KV head's query heads, over the tokens behind the first `pinned`.
+    """Return the largest z-score over the query heads of each KV head. The first `pinned` tokens get NaN.
 
     Implements: TA-SCORE, TA-RANKING
     """
@@ -42,7 +42,7 @@ def largest_z_scores(
 
 @dataclass(frozen=True)
 class TriAttention:
-    """Scores by calibrated queries. It has no records: a cached key tells all that its score depends on."""
+    """Scorer with calibrated queries. It needs no records, because a score depends only on the cached key."""
 
     calibration: Calibration
     mode: Mode
@@ -52,7 +52,7 @@ class TriAttention:
 
     @property
     def layerwise(self) -> bool:
-        """The other modes compare layers."""
+        """Return True for the mode "layer and head". The modes "global" and "head" combine layers."""
         return self.mode == "layer and head"
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
@@ -62,7 +62,7 @@ class TriAttention:
         return self.step(None, observation)
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """Largest z-scores of each KV head's query heads, joined as the mode says; pinned tokens are the first slots.
+        """Return the largest z-scores of each KV head, combined according to the mode. The first slots are pinned.
 
         Implements: TA-POLICY
         """
@@ -82,7 +82,7 @@ class TriAttention:
         return None
 
     def layers(self, views: Mapping[int, LayerView], t: int) -> list[DeviceArray]:
-        """Of each layer (H_kv, n), over the tokens that are not pinned."""
+        """Return each layer's largest z-scores (H_kv, n) over the tokens that are not pinned."""
         found, rope, known, rows = self.calibration, self.calibration.identity, self.calibration.layers, []
         if not (set(views) <= set(known) if self.layerwise else tuple(views) == known):
             raise SpecError("calibration", known, f"was taken in other layers than {tuple(views)}")
@@ -113,24 +113,24 @@ class TriAttention:
 def triattention(
     calibration: Calibration, served: Identity, mode: str = "global", pin_prompt: int = 0, slack: int = 128,
 ) -> Policy:
-    """B tokens of each kept set at the end of the prompt, and again when `slack` more have gathered.
+    """Return TriAttention: each kept set keeps B tokens at the end of the prompt, and again after `slack` more tokens.
 
-    `mode="global"` is the diversity paper's 1d. The official code's default is "head"; it adds noise of up to 1e-6 to
-    break ties, where the lower position stays here, and never decides at the end of a prompt. Other ports protect the
-    last 128 tokens, or divide by the sample deviation.
+    `mode="global"` is the baseline 1d of the paper Set-Conditioned Diversity. The official code has the default "head".
+    It breaks ties by noise of up to 1e-6 (kvspec keeps the lower position), and never decides at the end of a prompt.
+    Other ports protect the last 128 tokens, or use the sample standard deviation.
 
     Implements: TA-POLICY
 
     Args:
-        calibration: of the model that is served.
-        served: that model and its rotation.
-        mode: what shares a kept set: the whole cache; all layers of a KV-head index; a KV head of a layer.
-        pin_prompt: the first tokens that are never evicted and count in B: the prompt's length pins it, 0 nothing.
-        slack: tokens above B at which a step ends in a decision.
+        calibration: calibration of the served model.
+        served: identity of the served model and its RoPE.
+        mode: owner of a kept set: "global" (the model), "head" (a KV-head index in all layers), or "layer and head".
+        pin_prompt: number of first tokens that are never evicted. They count in B. 0 pins none.
+        slack: number of tokens above B at which a decode step ends with a decision.
 
     Raises:
-        SpecError: for a calibration of another model or rotation, or without statistics of queries; for an unknown
-            mode, or pin_prompt or slack out of range.
+        SpecError: if the calibration is of a different model or RoPE, or lacks query statistics. Also if the mode is
+            unknown, or if pin_prompt or slack is out of range.
     """
     calibration.check(served)
     if not calibration.mean.shape[2]:

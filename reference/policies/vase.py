@@ -1,4 +1,4 @@
-"""VaSE: values of a wide range stay, and of the other tokens a sample, drawn as attention weighs them."""
+"""VaSE: keeps values with a wide range, and a random sample of the other tokens, weighted by attention."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ Records: TypeAlias = tuple[tuple[DeviceArray, ...], IntMatrix]
 
 
 def uniform_numbers(seed: int, group: int, seen: int, n: int) -> Float64[Vector, " n"]:
-    """One number in (0, 1) for each of the first n positions: 52 bits of Philox4x64-10, and half a step.
+    """Return a uniform number in (0, 1) for each of the first n positions: (52 bits of Philox4x64-10 + 1/2) / 2^52.
 
     Implements: PO-UNIFORM
 
@@ -42,7 +42,7 @@ def uniform_numbers(seed: int, group: int, seen: int, n: int) -> Float64[Vector,
 
 
 def exponential_numbers(seed: int, first: int, seen: int, at: Int64[IntMatrix, "g n"]) -> Float64[Matrix, "g n"]:
-    """-log of the uniform numbers of these positions, for the kept sets from the first one on.
+    """Return exponential numbers -log(u) for the positions `at`, for the kept sets from number `first` on.
 
     Implements: PO-UNIFORM
     """
@@ -50,11 +50,11 @@ def exponential_numbers(seed: int, first: int, seen: int, at: Int64[IntMatrix, "
 
 
 def window_attention(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv past"]:
-    """The last W queries' mean softmax over the keys before them, pooled in each query head; group mean.
+    """Return the mean attention of the last W queries on the keys before them, pooled per head, averaged per group.
 
     Implements: PO-VASE
 
-    Source: VaSE's official code: the window's keys are outside the softmax.
+    Source: VaSE's official code. The softmax excludes the keys of the window.
     """
     q, k = wide(view.q)[:, -W:], wide(view.k)
     past = k[:, : k.shape[1] - q.shape[1]]
@@ -66,7 +66,7 @@ def window_attention(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H
 
 
 def value_range(v: DeviceArray) -> Float64[Matrix, "H_kv n"]:
-    """The largest channel of each value, less the smallest.
+    """Return the range of each value: its largest channel minus its smallest.
 
     Implements: PO-VASE
 
@@ -79,7 +79,9 @@ def value_range(v: DeviceArray) -> Float64[Matrix, "H_kv n"]:
 def ranges_first(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, share: Fraction, N_sink: int,
 ) -> Selection:
-    """Per group: the protected tokens; `share` of the budget by range, sinks counted; the rest by the sample.
+    """Select per group the protected tokens, the share `share` of the budget by range, and the rest by the sample.
+
+    Sinks count in the share by range.
 
     Implements: PO-VASE
 
@@ -92,9 +94,9 @@ def ranges_first(
 
 @dataclass(frozen=True)
 class Sampled:
-    """Ranges; beside them attention over an exponential number of each token, so that the largest are a sample.
+    """Scorer by range. The second score is attention / exponential number: its largest values are a weighted sample.
 
-    The last W queries of each layer and the positions of what is cached are kept beside the cache.
+    The scorer stores the last W queries of each layer and the positions of the cached tokens.
     """
 
     W: int
@@ -118,7 +120,7 @@ class Sampled:
         return self._scores(observation, self.record(cast(Any, records), observation))
 
     def record(self, records: Records | None, observation: Observation, /) -> Records:
-        """New queries and positions join the last ones."""
+        """Add the new queries and positions to the records."""
         old, at = records or ((), np.empty((observation.groups, 0), dtype=np.int64))
         new = next(iter(observation.layers.values())).k.shape[1] - at.shape[1]
         later = np.tile(np.arange(observation.seen - new, observation.seen), (len(at), 1))
@@ -153,14 +155,15 @@ class Sampled:
 def vase(
     W: int = 64, kernel: int = 5, N_sink: int = 4, share: Fraction = Fraction(1, 4), seed: int = 0,
 ) -> Policy:
-    """Sinks, the last W tokens, wide values and a sample of the rest, per KV head, at multiples of W tokens seen.
+    """Return VaSE: each KV head keeps sinks, the last W tokens, values with a wide range, and a sample of the rest.
 
-    The official code leaves prompts as they are, has a number for the wide values (1 024 of 4 096), counts the tokens
-    stored and not those seen, and draws from the state of the device's generator.
+    The policy decides when the number of tokens seen is a multiple of W. The official code does not evict from prompts,
+    has a fixed number of wide values (1024 of 4096), counts cached tokens instead of tokens seen, and samples with the
+    device's random generator.
 
     Raises:
-        SpecError: for a window that is not positive, an even kernel, a share outside [0, 1], or a seed that is not of
-            64 bits.
+        SpecError: if the window is not positive, if the kernel is even, if the share is outside [0, 1], or if the seed
+            does not fit 64 bits.
     """
     if not 0 <= share <= 1:
         raise SpecError("share", share, "must lie in [0, 1]")

@@ -1,4 +1,4 @@
-"""VATP: a token counts by its attention times the size of its value, under any method whose scores are attention."""
+"""VATP: attention scores of a host policy multiplied by the L1 norms of the values."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ __all__ = ["ValueWeighted", "value_norms", "vatp", "with_value_norms"]
 
 
 def value_norms(v: DeviceArray) -> Float64[Matrix, "H_kv n"]:
-    """||v||_1 of each cached token.
+    """Return ||v||_1 of each cached token.
 
     Implements: PO-VATP
     """
@@ -44,7 +44,7 @@ def value_norms(v: DeviceArray) -> Float64[Matrix, "H_kv n"]:
 
 @dataclass(frozen=True)
 class ValueWeighted:
-    """The host's scores times the norms; its records are its own."""
+    """Scorer that multiplies the host's scores by the norms of the values. The host's records are unchanged."""
 
     host: Scorer
     size: Callable[[DeviceArray], Matrix] = value_norms
@@ -55,7 +55,7 @@ class ValueWeighted:
 
     @property
     def separable(self) -> bool:
-        """Each token is weighed by its own value alone."""
+        """Return True if the host is separable: each score is multiplied by the norm of the same token's value."""
         return isinstance(self.host, SeparableScorer) and self.host.separable
 
     @property
@@ -93,7 +93,7 @@ def _weighed(scores: Scores, sizes: Float64[Matrix, "g n"]) -> Scores:
 
 @dataclass(frozen=True)
 class RunningValueWeighted(ValueWeighted):
-    """The same while tokens are decoded."""
+    """`ValueWeighted` for decoding."""
 
     host: RunningScorer
 
@@ -110,12 +110,13 @@ class RunningValueWeighted(ValueWeighted):
 
 
 def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:
-    """Any policy whose KV heads have scores of their own, weighed by values; the first N_sink tokens are kept.
+    """Return the host policy with scores multiplied by value norms. The host must score each KV head separately.
 
-    Sinks have large attention and small values, so that the product would lose them.
+    The first N_sink tokens are always kept: sinks have large attention but small values, so the product is small.
 
     Raises:
-        SpecError: when the host keeps one set for all heads; for N_sink below 0; while it runs, for scores below 0.
+        SpecError: if the host keeps one set for all heads, or if N_sink is negative. The policy raises the error if a
+            score is negative.
     """
     if host.granularity is not Granularity.HEAD:
         raise SpecError("host", host.name, "must have a kept set per layer and KV head")
@@ -132,14 +133,15 @@ def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:
     "H2O's sums of attention, times the norm of the values", diverse=False,
 )
 def vatp(N_sink: int = 4, backend: str | Backend = "numpy") -> Policy:
-    """H2O weighed by values, decided anew in every decode step; B is at least twice the sinks.
+    """Return VATP over H2O, which decides in every decode step. B is raised to at least twice N_sink.
 
-    The official code has no default for the sinks, and masks instead of evicting; its other form, Scissorhands, sums
-    the last 400 queries and divides by 400 also where there are fewer. StreamingLLM's 4 sinks are chosen here.
+    The official code has no default for N_sink, and masks tokens instead of evicting them. Its second form, with
+    Scissorhands, sums over the last 400 queries and divides by 400 even if there are fewer. The default N_sink = 4 is
+    that of StreamingLLM.
 
     Raises:
-        SpecError: for N_sink below 0, or an unknown backend.
-        BackendUnavailable: as `h2o`.
+        SpecError: if N_sink is negative, or if the backend is unknown.
+        BackendUnavailable: as in `h2o`.
     """
     promises = Promises("yes", "yes", "yes", "no", "yes", "yes", "yes")
     return replace(with_value_norms(h2o(backend), N_sink), name="vatp", floor=2 * N_sink, promises=promises)
