@@ -1,1 +1,1 @@
-"""Numba on the CPU. S1 is float32; S2 to S6 are float64 and sum in the specification's order."""
+"""Backend `numba` for the CPU. S1 uses float32. S2 to S6 use float64 and add in the order of the specification."""

@@ -1,4 +1,4 @@
-"""S2: the merge threshold of a segment, from the strengths between its neighbouring sentences (the paper's F4)."""
+"""S2: the adaptive merge threshold, from the interface strengths between neighbouring sentences (the paper's F4)."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ __all__ = ["adapted"]
 def adapted(
     coattention: CoAttention, ends: BoolVector, parameters: CrystalCacheParameters,
 ) -> CrystalCacheParameters:
-    """The parameters with the tau_merge that holds for this segment.
+    """Return the parameters with tau_merge replaced by the adaptive threshold of this segment.
 
     Implements: CC-ADAPTIVE-MERGE
     """
@@ -33,7 +33,7 @@ def median_strength(
     ends: BoolVector, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix, cross_weight: Matrix,
     tau_merge: float,
 ) -> float:
-    """The lower median over neighbouring sentences; tau_merge where there is one sentence only."""
+    """Return the lower median of the strengths between neighbouring sentences, or tau_merge for a single sentence."""
     n = len(ends)
     strengths = np.empty(n)
     number = 0
@@ -56,7 +56,7 @@ def strength(
     start: int, stop: int, next_stop: int, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
     cross_weight: Matrix,
 ) -> float:
-    """Mean weight of an interface, or the next float where the products of CC-MERGE would put it above itself."""
+    """Return the mean weight of an interface, or the next float if rounding makes CC-MERGE merge at this threshold."""
     total, k = interface_sum(start, stop, next_stop, intra, intra_weight, cross, cross_weight)
     if k == 0:
         return 0.0

@@ -1,5 +1,5 @@
-"""Arguments of compiled functions: contiguous and read-only, so that each function is compiled once and not once for
-each layout, nor for each choice of arrays that may be written."""
+"""Arguments of compiled functions. They become contiguous and read-only, so Numba compiles each function only once,
+not for each combination of layouts and writable arrays."""
 
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
@@ -14,7 +14,7 @@ Stages = TypeVar("Stages")
 
 
 def contiguous_arguments(stages: type[Stages]) -> type[Stages]:
-    """The class, whose methods are given aligned read-only arrays, contiguous up to two axes; keys are not copied."""
+    """Decorate a class: its methods get aligned read-only arrays, contiguous if they have at most two axes."""
     for name, method in list(vars(stages).items()):
         if isinstance(method, staticmethod):
             setattr(stages, name, staticmethod(_wrapped(method.__func__)))

@@ -1,7 +1,8 @@
-"""The attention that keys receive (H2O, TOVA, KVzip), in float32: blocks of queries, a product and a pass each.
+"""Attention that keys receive (H2O, TOVA, KVzip), in float32. Each block of queries needs one product and one pass.
 
-No (n, n) array exists: a block's logits have at most FLOATS entries, or one row a head. Its sums of weights are
-float32, those over blocks float64. Blocks are dealt to PARTS sums, whatever the number of threads: bits repeat.
+No (n, n) array is made: the logits of a block have at most FLOATS entries, or one row per head. Sums inside a block are
+float32, and sums over blocks float64. Blocks are always split into PARTS sums, so the bits do not depend on the number
+of threads.
 """
 
 import math
@@ -71,12 +72,12 @@ def received_attention(
     q: NDArray[np.floating], k: NDArray[np.floating], scaling: float, softcap: float | None,
     sinks: NDArray[np.floating] | None = None,
 ) -> Matrix:
-    """The attention that each key of k (H_kv, n, d) receives from the last queries q (H, m, d), (H_kv, n).
+    """Return the attention (H_kv, n) that each key of k (H_kv, n, d) receives from the last m queries q (H, m, d).
 
     Implements: PO-OBSERVED-ATTENTION
 
     Raises:
-        BackendUnavailable: without threadpoolctl.
+        BackendUnavailable: if threadpoolctl is not installed.
     """
     grouped = _grouped(q, k, scaling, softcap)
     if grouped.shape[1] * grouped.shape[2] <= FEW:
@@ -90,12 +91,14 @@ def largest_attention(
     q: NDArray[np.floating], k: NDArray[np.floating], norms: Vector, scaling: float, softcap: float | None,
     sinks: NDArray[np.floating] | None = None,
 ) -> Matrix:
-    """The largest weight on each key of k (H_kv, n, d) of a query of q (H, m, d), over its norm of (m,), (H, n).
+    """Return for each key of k (H_kv, n, d) the largest attention weight / query norm, (H, n).
+
+    The maximum is over the queries q (H, m, d), which have the norms (m,).
 
     Implements: PO-KVZIP, PO-KVZIP-PLUS
 
     Raises:
-        BackendUnavailable: without threadpoolctl.
+        BackendUnavailable: if threadpoolctl is not installed.
     """
     least = norms.min()
     most = partial(_Head.maxima, shares=(least / norms).astype(f32))
@@ -112,7 +115,7 @@ def _grouped(q: NDArray[np.floating], k: NDArray[np.floating], scaling: float, s
 
 
 def base_2(sinks: NDArray[np.floating] | None, H_kv: int, G: int) -> Floats:
-    """The sinks of each KV head's group, (H_kv, G), as base-2 logits; the lowest one where there is no sink."""
+    """Return the sinks of each group, (H_kv, G), as base-2 logits. Without sinks they are the lowest float."""
     return np.full((H_kv, G), LOWEST) if sinks is None else (sinks * LOG2_E).astype(f32).reshape(H_kv, G)
 
 
@@ -147,7 +150,10 @@ def _capped(S: Floats, softcap: float | None) -> Floats:
 
 @njit(nogil=True, fastmath=FAST, inline="always")
 def raise_to_powers(s: Floats, bits: NDArray[np.int32], width: int, sink: np.float32) -> np.float32:
-    """The first of a row become powers of 2, the largest of them, or the sink's, 1; their sum with the sink's."""
+    """Replace the first `width` logits of a row by powers of 2 and return their sum, including the sink.
+
+    The maximum of the row and the sink is subtracted first, so the largest power is 1.
+    """
     top = max(largest(bits, 0, width), sink)
     total: np.float32 = exp2(sink - top)
     for j in range(width):
@@ -174,7 +180,7 @@ def add_weights(S: Floats, reach: IntVector, sinks: Floats, column: Floats) -> N
 
 @compiled(nogil=True, fastmath=FAST)
 def raise_weights(S: Floats, reach: IntVector, sinks: Floats, shares: Floats, columns: Floats) -> None:
-    """The same, times each query's share; `columns` (heads, keys) get the largest of each head."""
+    """As `add_weights`, but multiply by each query's share, and keep each head's maximum in `columns` (heads, keys)."""
     bits = S.view(np.int32)
     for r in range(len(S)):
         head, row = divmod(r, len(reach))
@@ -187,6 +193,6 @@ def raise_weights(S: Floats, reach: IntVector, sinks: Floats, shares: Floats, co
 
 @compiled(nogil=True)
 def add_weights_by_head(S: Floats, reach: IntVector, sinks: Floats, columns: Floats) -> None:
-    """The same of each head's S (heads, rows, keys) to its row of `columns` (heads, keys)."""
+    """Run `add_weights` for each head's S (heads, rows, keys) and its row of `columns` (heads, keys)."""
     for h in range(len(S)):
         add_weights(S[h], reach, sinks[h], columns[h])

@@ -1,4 +1,4 @@
-"""Numba as a backend: `backend="numba"`."""
+"""The backend `numba`."""
 
 import numpy as np
 
@@ -38,7 +38,7 @@ _DISSOLVE = {"cut": dissolve, "tiers": dissolve_in_tiers}
 
 @contiguous_arguments
 class _CrystalStages:
-    """S1 to S6, each fused as its module says."""
+    """S1 to S6. The module of each stage describes its fused loops."""
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
@@ -87,7 +87,7 @@ class _CrystalStages:
 
 @contiguous_arguments
 class _BreathStages:
-    """Decode, each stage fused as its module says."""
+    """Decoding. The module of each stage describes its fused loops."""
 
     def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
         check_keys(k)
@@ -127,7 +127,7 @@ class _BreathStages:
 
 @contiguous_arguments
 class _DiversityStages:
-    """Lazy greedy."""
+    """Set-conditioned selection by lazy greedy search."""
 
     def diverse(self, s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float, /) -> IntVector:
         check_diversity(s, V, retained, k, lam)
@@ -136,7 +136,7 @@ class _DiversityStages:
 
 @contiguous_arguments
 class _NestedKVStages:
-    """NestedKV's score, fused as its module says."""
+    """NestedKV's score in one fused pass."""
 
     def anomaly_score(self, k: DeviceArray, parameters: NestedKVParameters, /) -> Matrix:
         check_keys(k)
@@ -145,7 +145,7 @@ class _NestedKVStages:
 
 @contiguous_arguments
 class _PolicyStages:
-    """Parts of the published policies, each as its module says."""
+    """The slow parts of the published policies."""
 
     received_attention = staticmethod(received_attention)
     largest_attention = staticmethod(largest_attention)

@@ -12,7 +12,7 @@ __all__ = ["decay"]
 
 @compiled()
 def decay(D: Vector, trunk_impact: Vector, beta_0: float, D_c: float) -> Vector:
-    """D after one step.
+    """Return D after one decode step.
 
     Implements: CC-DECAY
     """

@@ -1,9 +1,9 @@
-"""S1: what the observed layer's attention says of each token (Section 3.2), streamed.
+"""S1: salience and neighbours of each token from the attention of the observed layer (Section 3.2), streamed.
 
-No (n, n) array exists. A block of queries meets its own chunk first and then the earlier keys in tiles: each product
-is one sgemm, folded at once into the rows' log-sum-exp and the tile's maxima. A tile is revisited only for rows where
-the bound of `bound_weights` leaves room for an edge that the row's list would take. Where the forward's own log-sum-exp
-is given, only the maxima are left to find.
+No (n, n) array is made. A block of queries is multiplied with the keys of its own chunk, then with tiles of earlier
+keys. Each product (one sgemm) updates the log-sum-exp of the rows and the maxima of the tile. A second pass recomputes
+a tile only for the rows in which, by the bound of `bound_weights`, a new neighbour is possible. If the forward pass
+supplies the log-sum-exp, the first pass computes only the maxima.
 """
 
 import itertools
@@ -209,12 +209,12 @@ def coattention(
     q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters, scaling: float,
     softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None,
 ) -> CoAttention:
-    """S1 in float32; the same bits for any number of threads.
+    """Return the result of S1, computed in float32. The bits do not depend on the number of threads.
 
     Implements: CC-ATTENTION, CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
 
     Raises:
-        BackendUnavailable: without threadpoolctl.
+        BackendUnavailable: if threadpoolctl is not installed.
     """
     n = q.shape[1]
     before = k.shape[1] - n

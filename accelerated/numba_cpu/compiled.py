@@ -1,4 +1,4 @@
-"""Numba's `njit` with a cache on disk that many processes may fill at once."""
+"""Numba's `njit` with a disk cache that several processes can write at the same time."""
 
 import hashlib
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def digest_of(folder: Path) -> str:
-    """Of the sources in a folder: machine code holds code that other modules inline."""
+    """Return a hash of all sources in a folder. A compiled function can contain inlined code of several modules."""
     sources = sorted(folder.glob("*.py"))
     return hashlib.sha256(b"\0".join(b"\0".join([x.name.encode(), x.read_bytes()]) for x in sources)).hexdigest()
 
@@ -23,14 +23,14 @@ SOURCES = digest_of(Path(__file__).parent)
 
 
 class Files(IndexDataCacheFile):  # type: ignore[misc]  # Numba is untyped
-    """An index and data files whose numbers are digests of what they hold.
+    """Cache files (an index and data files) whose numbers are hashes of their contents.
 
-    Numba numbers its data files. Two processes that compile a function for different types take the same number, and a
-    later process runs code for the wrong types: its results are wrong and no error is raised (Numba's issue 4807).
+    Numba itself numbers data files in sequence. Two processes that compile a function for different types can use the
+    same number. A later process then runs code for the wrong types, without an error (Numba issue 4807).
     """
 
     def save(self, key: object, data: object) -> None:
-        """Write the data, then the index. An entry that another process adds meanwhile is lost, and compiled again."""
+        """Write the data, then the index. If another process adds an entry meanwhile, it is lost and compiled again."""
         name = self._data_name(int.from_bytes(hashlib.sha256(self._dump(data)).digest()[:8], "big"))
         self._save_data(name, data)
         self._save_index({**self._load_index(), key: name})
@@ -43,7 +43,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 def compiled(**options: Any) -> Callable[[Function], Function]:
-    """`njit(cache=True)` with these options; with NUMBA_DISABLE_JIT=1 the function itself."""
+    """Return a decorator: `njit(cache=True)` with these options. With NUMBA_DISABLE_JIT=1 it changes nothing."""
     def decorate(function: Function) -> Function:
         made: Any = njit(**options)(function)
         if made is not function:

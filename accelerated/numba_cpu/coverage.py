@@ -11,7 +11,7 @@ __all__ = ["backfill", "coverage_reserve"]
 
 
 def coverage_reserve(offsets: IntVector, protected: BoolVector, B: int, coverage: float) -> int:
-    """Tokens that dissolution leaves to the backfill."""
+    """Return the number of tokens that dissolution reserves for the backfill."""
     n = int(offsets[-1] - offsets[0])
     if not coverage or n <= B:
         return 0
@@ -22,7 +22,7 @@ def coverage_reserve(offsets: IntVector, protected: BoolVector, B: int, coverage
 def backfill(
     kept: IntVector, ratio: Vector, offsets: IntVector, D: Vector, reserve: int,
 ) -> tuple[IntVector, Vector, Vector]:
-    """Kept positions, r and D with the reserve spent, in one pass over the trunks.
+    """Return kept positions, r and D after the backfill of `reserve` tokens, in one pass over the trunks.
 
     Implements: CC-COVERAGE
     """

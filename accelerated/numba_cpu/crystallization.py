@@ -12,7 +12,7 @@ __all__ = ["crystallization"]
 
 @compiled()
 def crystallization(degree: Vector, s: float, epsilon: float) -> Vector:
-    """D: the logistic of the standardised degree; sigma is 1 where it is below epsilon.
+    """Return D, the logistic of s times the standardised degree. A sigma below epsilon becomes 1.
 
     Implements: CC-CRYSTALLIZATION
     """

@@ -10,9 +10,10 @@ __all__ = ["dissolve", "kept_tokens"]
 
 @compiled()
 def kept_tokens(size: int, before: int, c_0: int, N_min: int) -> int:
-    """Eq. 32 and 33 in closed form: tokens that a trunk keeps when `before` tokens rank below it.
+    """Return the number of tokens that a trunk keeps, by Eq. 32 and 33 in closed form.
 
-    The loop's remaining cut is c_0 - before as long as it is positive, since only its last step overshoots.
+    `before` is the number of tokens of the trunks with lower scores.
+    In the loop of Eq. 32 the remaining cut is c_0 - before while positive, because only the last step overshoots.
     """
     if before >= c_0:
         return size
@@ -26,7 +27,7 @@ def kept_tokens(size: int, before: int, c_0: int, N_min: int) -> int:
 def dissolve(
     score: Vector, offsets: IntVector, M: Vector, D: Vector, protected: BoolVector, B: int, N_min: int,
 ) -> tuple[IntVector, Vector, Vector]:
-    """Kept positions, r and D after the eviction.
+    """Return kept positions, r and D after the eviction.
 
     Implements: CC-CUT, CC-ALLOCATE, CC-KEEP-COUNT, CC-DISSOLVE-D, CC-DISSOLVE
     """

@@ -1,8 +1,9 @@
-"""Set-conditioned selection by lazy greedy: gains only fall, so one that is still the best when renewed wins.
+"""Set-conditioned selection by lazy greedy search. A gain never increases when tokens are added to the kept set.
 
-A token's gain is renewed when it comes first, against one panel of kept tokens at a time, and only panels that are new
-to it. No (n, n) array is made, and most inner products are never taken. In a panel signatures stand channel by channel:
-its products run side by side, while each adds its channels in their order.
+A token's gain is updated only when the token is first in the heap. If it is still first after the update, it is kept.
+An update compares the token with panels of kept tokens that it was not compared with before. No (n, n) array is made,
+and most inner products are never computed. A panel stores signatures channel by channel: its inner products are
+vectorised, and each adds the channels in order.
 """
 
 import numpy as np
@@ -18,13 +19,13 @@ LANES = 64  # tokens of a panel
 
 @njit(inline="always")
 def before(gain: Vector, a: int, b: int) -> bool:
-    """Whether token a comes before b: higher gain, then lower position."""
+    """Return True if token a ranks before b: higher gain, or lower position on a tie."""
     return bool(gain[a] > gain[b] or (gain[a] == gain[b] and a < b))
 
 
 @compiled()
 def sink(heap: IntVector, size: int, gain: Vector, at: int) -> None:
-    """Let the token at a place of the heap fall to where it belongs."""
+    """Move the token at index `at` of the heap down to its right place."""
     token = heap[at]
     while 2 * at + 1 < size:
         child = 2 * at + 1
@@ -38,7 +39,7 @@ def sink(heap: IntVector, size: int, gain: Vector, at: int) -> None:
 
 @compiled()
 def redundancy(v: Vector, panel: Matrix, most: float, total: Vector) -> float:
-    """The largest of `most` and the cosines of v with a panel (d, LANES); an empty lane gives 0."""
+    """Return the maximum of `most` and the cosines of v with a panel (d, LANES). An empty lane has cosine 0."""
     total[:] = 0.0
     for c in range(len(v)):
         x, row = v[c], panel[c]
@@ -51,7 +52,7 @@ def redundancy(v: Vector, panel: Matrix, most: float, total: Vector) -> float:
 
 @compiled(nogil=True)
 def greedy(worth: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -> BoolVector:
-    """Marks of the k tokens."""
+    """Return a mask of the k selected tokens."""
     n, d = V.shape
     panels, total = np.zeros(((k + LANES - 1) // LANES, d, LANES)), np.empty(LANES)
     S, t = np.zeros(n, dtype=np.bool_), 0
@@ -83,7 +84,7 @@ def greedy(worth: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -
 def diverse(
     s: Float64[Vector, " n"], V: Float64[Matrix, "n d"], retained: Bool[BoolVector, " n"], k: int, lam: float,
 ) -> Int64[IntVector, " k"]:
-    """The same tokens as the literal form keeps.
+    """Return the same k tokens, ascending, as the reference `reference.diversity.diverse`.
 
     Implements: DV-COSINE, DV-GREEDY
     """

@@ -1,6 +1,6 @@
-"""Expected Attention in float32: per KV head three products in BLAS, and passes over what these read and write.
+"""Expected Attention in float32: three BLAS products per KV head, and passes over their inputs and outputs.
 
-Rotations, the mean of the queries and the d x d matrices are float64, as is the mean over a group.
+Rotations, the mean query, d x d matrices and the mean over a group are float64.
 """
 
 import math
@@ -26,12 +26,12 @@ def expected_attention(
     q: NDArray[np.floating], k: NDArray[np.floating], v: NDArray[np.floating], at: IntVector, ahead: IntVector,
     inv_freq: Vector, factor: float, scaling: float, sinks: NDArray[np.floating] | None = None,
 ) -> Matrix:
-    """The expected weights on the keys of k (H_kv, n, d) times the norms of v (H_kv, n, d), (H_kv, n).
+    """Return the expected attention weights on the keys k (H_kv, n, d) times the norms of v (H_kv, n, d), (H_kv, n).
 
     Implements: PO-EXPECTED-ATTENTION
 
     Raises:
-        BackendUnavailable: without threadpoolctl.
+        BackendUnavailable: if threadpoolctl is not installed.
     """
     angle = at[:, None] * inv_freq
     cos, sin = (np.cos(angle) / factor).astype(f32), (np.sin(angle) / factor).astype(f32)
@@ -74,7 +74,7 @@ def _statistics(q: Floats, cos: Floats, sin: Floats) -> tuple[Vector, Matrix]:
 
 @compiled(nogil=True, fastmath=FAST)
 def turn_back(q: Floats, cos: Floats, sin: Floats, back: Floats) -> Vector:
-    """Each query turned back by its angles, into `back`; their mean."""
+    """Remove RoPE from each query, write the results to `back`, and return their mean."""
     m, half = cos.shape
     mean, some = np.zeros(2 * half), np.zeros(2 * half, np.float32)
     for first in range(0, m, ROWS):
@@ -95,9 +95,10 @@ def turn_back(q: Floats, cos: Floats, sin: Floats, back: Floats) -> Vector:
 
 @compiled(nogil=True, fastmath=FAST)
 def add_expected(turned: Floats, k: Floats, linear: Floats, sinks: Floats, weights: Vector) -> None:
-    """Add each query head's softmax over the keys (n, d): `turned` (n, G d) and `linear` (G, d) give base-2 logits.
+    """Add each query head's softmax over the keys (n, d) to `weights`.
 
-    sinks (G,) are base-2 logits beside them.
+    The logits are computed from `turned` (n, G d) and `linear` (G, d).
+    All logits are base 2, including those of the sinks (G,).
     """
     n, d = k.shape
     z = np.empty(n, np.float32)
@@ -120,7 +121,7 @@ def add_expected(turned: Floats, k: Floats, linear: Floats, sinks: Floats, weigh
 
 @compiled(nogil=True, fastmath=FAST)
 def norms(v: Floats) -> Vector:
-    """The norm of each value (n, d)."""
+    """Return the L2 norm of each value of v (n, d)."""
     found = np.empty(len(v))
     for j in range(len(v)):
         square = 0.0

@@ -1,4 +1,4 @@
-"""S4: the graph between trunks (Section 3.5)."""
+"""S4: the trunk graph (Section 3.5)."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ __all__ = ["trunk_graph"]
 def trunk_graph(
     coattention: CoAttention, offsets: IntVector, tau_edge: float,
 ) -> tuple[IntVector, IntVector, Vector, Vector]:
-    """The symmetric graph as (indptr, indices, weights) and the degrees.
+    """Return the symmetric graph in CSR form (indptr, indices, weights), and the degrees.
 
     Implements: CC-TRUNK-EDGES, CC-TRUNK-WEIGHT, CC-DEGREE
     """
@@ -40,7 +40,7 @@ def bucket_edges(trunk: IntVector, neighbours: IntMatrix, where: IntVector) -> N
 def place_edges(
     trunk: IntVector, neighbours: IntMatrix, weights: Matrix, cursor: IntVector, other: IntVector, weight: Vector,
 ) -> None:
-    """Write each edge behind its lower trunk, in the order of E."""
+    """Write each edge into the bucket of its lower trunk, in the order of E."""
     for i in range(neighbours.shape[0]):
         for rank in range(neighbours.shape[1]):
             j = neighbours[i, rank]
@@ -56,7 +56,7 @@ def surviving_pairs(
     trunk: IntVector, sizes: IntVector, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
     cross_weight: Matrix, tau_edge: float,
 ) -> tuple[IntVector, IntVector, Vector]:
-    """Pairs a < b whose W exceeds tau_edge, by a: a counting sort by lower trunk, then one scratch row per trunk."""
+    """Return the pairs a < b with W above tau_edge, sorted by a, by a counting sort and one scratch row per trunk."""
     m = len(sizes)
     where = np.zeros(m + 1, dtype=np.int64)
     bucket_edges(trunk, intra, where)
@@ -93,7 +93,7 @@ def surviving_pairs(
 def symmetric_csr(
     a: IntVector, b: IntVector, W: Vector, m: int,
 ) -> tuple[IntVector, IntVector, Vector, Vector]:
-    """Both orientations of each pair, columns ascending, and the row sums in that order."""
+    """Return the symmetric CSR matrix with ascending columns, and its row sums, added in the order of the columns."""
     indptr = np.zeros(m + 1, dtype=np.int64)
     for e in range(len(W)):
         indptr[a[e] + 1] += 1

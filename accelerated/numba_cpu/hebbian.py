@@ -1,4 +1,4 @@
-"""Decode: edges between trunks that are active together grow, all others fade (Section 3.8(c))."""
+"""Decode: edges between two active trunks grow, and all other edges decay (Section 3.8(c))."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def hebbian(
     indptr: IntVector, indices: IntVector, weights: Vector, active: BoolVector, eta_Hebb: float, gamma_decay: float,
     tau_edge: float,
 ) -> tuple[IntVector, IntVector, Vector]:
-    """W with existing edges updated, then pruned.
+    """Return W after the update of existing edges and the removal of edges of weight tau_edge or less.
 
     Implements: CC-HEBB
     """

@@ -1,1 +1,1 @@
-"""Cross-session injection: the arithmetic that is the same for every engine."""
+"""Cross-session injection: arithmetic that does not depend on the serving engine."""

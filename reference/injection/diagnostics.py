@@ -1,4 +1,4 @@
-"""The paper's instruments, where they are arithmetic: attention weights, keys, and bands of layers."""
+"""Diagnostics of the paper on injection: entropy, sink mass, key cosines, and bands of layers."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ PAPER_BANDS = {"early": (0, 6), "mid": (10, 16), "upper": (20, 33), "all": (0, 4
 
 
 def entropy(weights: Float64[Cube, "heads q n"]) -> Float64[Matrix, "heads q"]:
-    """H = -sum_i a_i log a_i in nats over what a query attends to; 0 log 0 is 0.
+    """Return the entropy H = -sum_i a_i log a_i of each query's attention, in nats. 0 log 0 is 0.
 
     Implements: IN-ENTROPY
 
@@ -31,7 +31,7 @@ def entropy(weights: Float64[Cube, "heads q n"]) -> Float64[Matrix, "heads q"]:
 def sink_mass(
     weights: Float64[Cube, "heads q n"], positions: Int64[IntVector, " n"], sinks: int = SINKS,
 ) -> Float64[Matrix, "heads q"]:
-    """The attention that falls on positions below `sinks`, added in the order of the positions.
+    """Return the sum of the attention on positions below `sinks`, added in the order of the positions.
 
     Implements: IN-SINK-MASS
 
@@ -48,14 +48,14 @@ def key_cosine(
     positions: tuple[Int64[IntVector, " n"], Int64[IntVector, " n"]], inverse_frequencies: Float64[Vector, " pairs"],
     style: str,
 ) -> tuple[Float64[Matrix, "heads n"], Float64[Matrix, "heads n"]]:
-    """Cosines of archived and fresh keys of the same tokens: as they are, and with both rotations taken off.
+    """Return the cosines of archived and fresh keys of the same tokens, with RoPE and with RoPE removed.
 
     Implements: IN-KEY-COSINE
 
-    Source: Section 3.10. `positions` are those at which archived and fresh keys were computed.
+    Source: Section 3.10. `positions` are the positions at which the archived and the fresh keys were computed.
 
     Raises:
-        SpecError: for an unknown style.
+        SpecError: if the style is unknown.
     """
     if style not in TURNS:
         raise SpecError("style", style, f"must be one of {', '.join(TURNS)}")
@@ -74,14 +74,14 @@ def _cosine(a: Float64[Cube, "heads n d"], b: Float64[Cube, "heads n d"]) -> Flo
 
 
 def bands(depth: int) -> Mapping[str, tuple[int, int]]:
-    """The bands of layers [low, high) in which residuals are patched, scaled from the paper's 40 layers.
+    """Return the bands of layers [low, high) whose residuals are patched, scaled from the paper's 40 layers to `depth`.
 
     Implements: IN-BANDS
 
     Source: Section 4.6, Table 13.
 
     Raises:
-        SpecError: for a depth below 1.
+        SpecError: if the depth is below 1.
     """
     if depth < 1:
         raise SpecError("depth", depth, "must be at least 1 layer")

@@ -1,4 +1,4 @@
-"""Codecs of archived keys and values: symmetric integers with float32 scales, named by the shape of the scale."""
+"""Quantisation of archived keys and values: symmetric integers with float32 scales. Names say what shares a scale."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ SCHEMES: dict[str, tuple[int, ...]] = {
 }
 
 SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32: an all-zero group has a scale all the same."""
+"""The smallest normal float32. It is the scale of a group of zeros."""
 
 
 def scale(x: Float64[Cube, "heads n d"], axes: tuple[int, ...], bits: int) -> Float64[Cube, "h t c"]:
-    """One step of the quantiser for each group, float32 values in float64; the grouped axes have length 1.
+    """Return the quantisation step of each group, rounded to float32 and stored as float64. Grouped axes have length 1.
 
     Implements: IN-SCALE
 
-    Source: Section 3.13 and Appendix E, without its division by zero.
+    Source: Section 3.13 and Appendix E, but without the appendix's division by zero.
     """
     largest = np.abs(x).max(axis=axes, keepdims=True, initial=0.0) / (2 ** (bits - 1) - 1)
     step: Cube = np.maximum(largest, SMALLEST_SCALE).astype(np.float32).astype(np.float64)
@@ -35,7 +35,7 @@ def scale(x: Float64[Cube, "heads n d"], axes: tuple[int, ...], bits: int) -> Fl
 
 
 def codes(x: Float64[Cube, "heads n d"], step: Float64[Cube, "h t c"], bits: int) -> Int64[IntCube, "heads n d"]:
-    """Integers nearest to x / step, half to even, held to the symmetric range.
+    """Return x / step rounded to the nearest integer, halves to even, and clipped to the symmetric range.
 
     Implements: IN-CODES
 
@@ -46,15 +46,15 @@ def codes(x: Float64[Cube, "heads n d"], step: Float64[Cube, "h t c"], bits: int
 
 
 def decoded(code: Int64[IntCube, "heads n d"], step: Float64[Cube, "h t c"]) -> Float64[Cube, "heads n d"]:
-    """The values that integers stand for. Source: Appendix E, its last line."""
+    """Return the dequantised values code * step. Source: Appendix E, last line."""
     return code * step
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Which tensors of which layers and tokens are integers; None is as they were.
+    """A quantisation experiment: the tensors, layers and tokens that are quantised. None means not quantised.
 
-    `first` and `last` tokens stay as they were; `half` names the layers that are quantised: all, lower or upper.
+    The `first` and `last` tokens are not quantised. `half` names the quantised layers: all, lower or upper.
     """
 
     keys: str | None
@@ -81,14 +81,14 @@ ARMS: Mapping[str, Arm] = {
 
 
 def quantised_region(arm: Arm, layers: int, n: int) -> tuple[range, range]:
-    """Layers and tokens that become integers; an odd middle layer belongs to the upper half.
+    """Return the layers and the tokens that are quantised. A middle layer belongs to the upper half.
 
     Implements: IN-ARMS
 
     Source: Section 3.13, Table 10.
 
     Raises:
-        SpecError: for a half other than all, lower and upper.
+        SpecError: if the half is not all, lower or upper.
     """
     halves = {"all": range(layers), "lower": range(layers // 2), "upper": range(layers // 2, layers)}
     if arm.half not in halves:

@@ -1,4 +1,4 @@
-"""Moving archived keys to other positions: unit rotations by a model's own inverse frequencies."""
+"""Moving archived keys to new positions by RoPE rotations with the model's inverse frequencies."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ __all__ = ["TURNS", "rebase_angles", "shift_angles", "turn_half_split", "turn_in
 
 
 def shift_angles(n: int, start: int, inverse_frequencies: Float64[Vector, " pairs"]) -> Float64[Matrix, "n pairs"]:
-    """Angles in radians that move n tokens archived from position 0 to positions from `start` on.
+    """Return angles in radians that move n tokens, archived at positions from 0 on, to positions from `start` on.
 
     Implements: IN-SHIFT-ANGLES
 
-    Source: Section 3.7 and Appendix B; every token turns by the same angle, so that no token index enters.
+    Source: Section 3.7 and Appendix B. All tokens are rotated by the same angles, which do not depend on the token.
     """
     return np.tile(start * inverse_frequencies, (n, 1))
 
@@ -22,18 +22,18 @@ def shift_angles(n: int, start: int, inverse_frequencies: Float64[Vector, " pair
 def rebase_angles(
     n: int, start: int, archived: Float64[Vector, " pairs"], live: Float64[Vector, " pairs"],
 ) -> Float64[Matrix, "n pairs"]:
-    """Angles in radians that also exchange the frequencies of the archive for those of the live session.
+    """Return angles in radians that move n tokens, and replace the archive's frequencies by the live session's.
 
     Implements: IN-REBASE-ANGLES
 
-    Source: none in the paper; longrope and dynamic scaling change the frequencies with the session's length.
+    Source: none in the paper. With longrope and dynamic scaling, frequencies depend on the length of the session.
     """
     at = np.arange(n, dtype=np.float64)[:, None]
     return (start + at) * live - at * archived
 
 
 def turn_half_split(x: Float64[Cube, "heads n d"], angles: Float64[Matrix, "n pairs"]) -> Float64[Cube, "heads n d"]:
-    """Turn the pairs of channels (i, pairs + i) of each token; channels from 2 pairs on stay.
+    """Rotate the channel pairs (i, pairs + i) of each token. Channels from 2 * pairs on are unchanged.
 
     Implements: IN-HALF-SPLIT
 
@@ -46,11 +46,11 @@ def turn_half_split(x: Float64[Cube, "heads n d"], angles: Float64[Matrix, "n pa
 
 
 def turn_interleaved(x: Float64[Cube, "heads n d"], angles: Float64[Matrix, "n pairs"]) -> Float64[Cube, "heads n d"]:
-    """Turn the pairs of channels (2i, 2i + 1) of each token; channels from 2 pairs on stay.
+    """Rotate the channel pairs (2i, 2i + 1) of each token. Channels from 2 * pairs on are unchanged.
 
     Implements: IN-INTERLEAVED
 
-    Source: none in the paper; GLM, Cohere and DeepSeek-V2 in transformers keep pairs side by side.
+    Source: none in the paper. In transformers, GLM, Cohere and DeepSeek-V2 use adjacent channels as pairs.
     """
     width = 2 * angles.shape[1]
     turned = x.copy()

@@ -1,4 +1,4 @@
-"""Splices: where archived tokens stand in a session, and what the arms that injection is compared with hold."""
+"""Splices: positions of archived tokens in a session, and the contents of the baselines of injection (arms)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ SINKS = 4
 
 
 def placed(n: int, hidden: int, start: int, kept: Int64[IntVector, " k"]) -> tuple[Int64[IntVector, " v"], int]:
-    """Absolute positions of the stored tokens that a splice adds, and the position of what follows.
+    """Return the absolute positions of the stored tokens that a splice adds, and the position of the next token.
 
     Implements: IN-PLACES
 
-    Source: Sections 3.5 and 3.7 for a whole chunk; none in the paper for one with gaps.
+    Source: Sections 3.5 and 3.7 for a whole chunk. The paper has no chunks with evicted tokens.
 
     Raises:
-        SpecError: for `hidden` outside [0, n), or places that do not rise strictly inside range(n).
+        SpecError: if `hidden` is outside [0, n), or if `kept` does not rise strictly inside range(n).
     """
     if not 0 <= hidden < n:
         raise SpecError("hidden", hidden, f"must lie in [0, {n})")
@@ -34,7 +34,7 @@ def placed(n: int, hidden: int, start: int, kept: Int64[IntVector, " k"]) -> tup
 
 @dataclass(frozen=True)
 class Held:
-    """What a session holds: the id at each position, how many of the first it reads itself, and each key's rotation."""
+    """Contents of a session: the id at each position, the number of first tokens that it computes, each key's RoPE."""
 
     ids: tuple[int, ...]
     live: int
@@ -53,21 +53,21 @@ ARMS: Mapping[str, tuple[str, str, str]] = {
     "text": ("session", "raw", "read"),
     "text_wrapped": ("session", "wrapped", "read"),
 }
-"""LegoLink and CacheBlend hold what `inject` does, but for the tokens that IN-LEGOLINK and IN-CACHEBLEND name."""
+"""The arms. LegoLink and CacheBlend equal `inject`, except that IN-LEGOLINK and IN-CACHEBLEND recompute some tokens."""
 
 
 def held(
     arm: str, session: Sequence[int], prefix: Sequence[int], raw: Sequence[Sequence[int]],
     wrapped: Sequence[Sequence[int]],
 ) -> Held:
-    """What the session of an arm holds when the query comes.
+    """Return the contents of the session of an arm before the query is read.
 
     Implements: IN-BASELINES
 
-    Source: Sections 3.4, 3.5 and 3.12; full recomputation is the limit of CacheBlend (arXiv 2405.16444).
+    Source: Sections 3.4, 3.5 and 3.12. Full recomputation is the limit r = 1 of CacheBlend (arXiv 2405.16444).
 
     Raises:
-        SpecError: for an unknown arm.
+        SpecError: if the arm is unknown.
     """
     if arm not in ARMS:
         raise SpecError("arm", arm, f"must be one of {', '.join(ARMS)}")
@@ -82,14 +82,14 @@ def held(
 
 
 def first_tokens(start: int, lengths: Sequence[int], k: int) -> list[int]:
-    """Positions that LegoLink computes again: the first k tokens of each chunk, of chunks of these lengths.
+    """Return the positions that LegoLink recomputes: the first k tokens of each chunk. `lengths` are chunk lengths.
 
     Implements: IN-LEGOLINK
 
-    Source: none in the paper; EPIC (arXiv 2410.15332).
+    Source: EPIC (arXiv 2410.15332); none in the paper on injection.
 
     Raises:
-        SpecError: for a negative k.
+        SpecError: if k is negative.
     """
     if k < 0:
         raise SpecError("k", k, "must be at least 0")
@@ -102,14 +102,14 @@ def first_tokens(start: int, lengths: Sequence[int], k: int) -> list[int]:
 def most_deviating(
     spliced: Float64[Cube, "heads n d"], fresh: Float64[Cube, "heads n d"], start: int, r: float,
 ) -> list[int]:
-    """Positions that CacheBlend computes again: the share r whose keys deviate most, ascending.
+    """Return the positions that CacheBlend recomputes, ascending: the share r of tokens whose keys deviate most.
 
     Implements: IN-CACHEBLEND
 
-    Source: none in the paper; CacheBlend (arXiv 2405.16444), Section 4.
+    Source: CacheBlend (arXiv 2405.16444), Section 4; none in the paper on injection.
 
     Raises:
-        SpecError: for a share outside [0, 1].
+        SpecError: if r is outside [0, 1].
     """
     if not 0 <= r <= 1:
         raise SpecError("r", r, "must lie in [0, 1]")

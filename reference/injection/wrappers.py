@@ -1,4 +1,4 @@
-"""Wrappers: the ids that stand around a chunk when it is archived, and where a chunk may be cut."""
+"""Wrappers: token ids before and after a chunk in the archive, and the splitting of text into chunks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ __all__ = ["CELLS", "FORMS", "Form", "Marker", "Vocabulary", "Wrapped", "marker_
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer without its habits: `encode` adds no special token, `decode` drops none."""
+    """A tokenizer whose `encode` adds no special tokens, and whose `decode` keeps all special tokens."""
 
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[Sequence[int]], str]
@@ -25,7 +25,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Form:
-    """What stands before and after the chunk; the first `hidden` parts of the prefix are never spliced."""
+    """Text and markers before and after a chunk. The first `hidden` parts of the prefix are never spliced."""
 
     prefix: tuple[Marker | str, ...] = ()
     suffix: tuple[Marker | str, ...] = ()
@@ -34,10 +34,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """Ids of a wrapped chunk, all of which are computed.
+    """Ids of a wrapped chunk. The model computes all of them.
 
-    The first `hidden` ids are not spliced; `markers` are the positions of the markers, ascending; the chunk itself
-    stands at [start, stop).
+    The first `hidden` ids are not spliced. `markers` are the positions of the markers, ascending. The chunk itself has
+    the positions [start, stop).
     """
 
     ids: tuple[int, ...]
@@ -71,14 +71,14 @@ CELLS: Mapping[str, tuple[bool, str]] = {
 
 
 def marker_id(marker: Marker, vocabulary: Vocabulary) -> int:
-    """The one id of a marker.
+    """Return the token id of a marker.
 
     Implements: IN-MARKER
 
-    Source: Appendix A ("Tokens: 3"), which holds only where each marker is one token.
+    Source: Appendix A ("Tokens: 3"). The count is right only if each marker is one token.
 
     Raises:
-        SpecError: where the tokenizer makes several ids of it, or one that stands for something else.
+        SpecError: if the tokenizer encodes the marker as several ids, or as an id that decodes to different text.
     """
     ids = [int(token) for token in vocabulary.encode(marker.text)]
     if len(ids) != 1 or vocabulary.decode(ids) != marker.text:
@@ -87,14 +87,14 @@ def marker_id(marker: Marker, vocabulary: Vocabulary) -> int:
 
 
 def wrap(form: Form, chunk: Sequence[int], vocabulary: Vocabulary) -> Wrapped:
-    """The ids of a chunk in a form; the chunk's own ids are not tokenised again.
+    """Return the ids of a chunk with the form's prefix and suffix. The ids of the chunk are not tokenised again.
 
     Implements: IN-WRAP
 
     Source: Sections 3.5 and 3.6, Appendix A.
 
     Raises:
-        SpecError: for an empty chunk, or a marker that is not one id.
+        SpecError: if the chunk is empty, or if a marker is not one id.
     """
     if len(chunk) == 0:
         raise SpecError("chunk", [], "must hold at least one token id")
@@ -119,14 +119,14 @@ def _ids(part: Marker | str, vocabulary: Vocabulary) -> list[int]:
 
 
 def slices(ids: Sequence[int], ends: frozenset[int], size: int) -> list[tuple[int, int]]:
-    """Chunks [start, stop) of at most `size` tokens, cut after the last sentence end that fits.
+    """Return chunks [start, stop) of at most `size` tokens. Each chunk ends at the last sentence end that fits.
 
     Implements: IN-SLICES
 
-    Source: Section 3.5, the 2 x 2; an empty set of ends gives its arbitrary slices of a fixed count.
+    Source: Section 3.5, the 2 x 2 experiment. An empty set of ends gives the paper's arbitrary slices of `size` tokens.
 
     Raises:
-        SpecError: for a size below 1.
+        SpecError: if the size is below 1.
     """
     if size < 1:
         raise SpecError("size", size, "must be at least 1 token")
