@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from models_integration.archive.store import Archive
+
 MEMORY = Path("/dev/shm")
 
 
@@ -17,3 +19,10 @@ def quick_path(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def archive(quick_path: Path) -> Iterator[Archive]:
+    """An archive in that folder, in the clear."""
+    with Archive(quick_path) as opened:
+        yield opened

@@ -3,7 +3,6 @@
 import logging
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,6 @@ VOCABULARY = vocabulary({
     "system\nYou are a helpful assistant.": [6, 7, 8],
 })
 PARTS = [ids(7, 3), ids(6, 5)]
-
-
-@pytest.fixture
-def archive(quick_path: Path) -> Iterator[Archive]:
-    with Archive(quick_path) as opened:
-        yield opened
 
 
 @pytest.mark.law("as-it-is-described")

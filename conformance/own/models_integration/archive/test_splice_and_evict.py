@@ -1,4 +1,4 @@
-"""Splices beside sliding windows and of half of the layers; what CrystalCache knows of a chunk."""
+"""Splices and evictions in any order: beside windows, of half of the layers, and of chunks with gaps of their own."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,17 +8,22 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from conformance.own.models_integration.archive.block_mask import block_masked, build, ids
+from conformance.own.models_integration.archive.block_mask import ROTATIONS, block_masked, build, ids
+from conformance.own.models_integration.archive.test_library import VOCABULARY
 from conformance.own.models_integration.archive.test_splice import BOUND, CHUNKS, QUERY, read
 from conformance.own.models_integration.session.families import relative, states_of
-from models_integration import CrystalCache
+from models_integration import CrystalCache, Published, RetentionPolicy, StreamingLLM
 from models_integration.archive.layer_masks import layer_masks
+from models_integration.archive.library import Library
 from models_integration.archive.splice import Chunk, compacted, computed, splice, upper_half
+from models_integration.archive.store import Archive
 from models_integration.cache.continuation import Nothing
 from models_integration.cache.crystal_states import DecodeRule
-from models_integration.model.rotation import plain_layers, recognise
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.rotation import Rotary, frequencies_at, plain_layers, recognise
 from reference.crystalcache.activation import inverse_key_norms
 from reference.crystalcache.tail import join_chunk
+from reference.injection.wrappers import FORMS, wrap
 from reference.policies import retain
 from reference.policies.protections import protecting
 from reference.policies.streaming_llm import streaming_llm
@@ -26,7 +31,9 @@ from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import Observation
-from spec.retention import Retention
+from spec.retention import Granularity, Retention
+
+pytestmark = pytest.mark.law("a-splice-equals-a-block-mask")
 
 SESSION = ids(12, 8)
 VISIBLE = sum(len(chunk) - hidden for chunk, hidden in CHUNKS)
@@ -46,7 +53,6 @@ def window_of(model: PreTrainedModel) -> int | None:
     return model.config.sliding_window if slides else None
 
 
-@pytest.mark.law("a-splice-equals-a-block-mask")
 def test_eviction_after_a_splice_keeps_the_markers() -> None:
     """Tokens of the session and of the chunks go; the policy's own five parts keep the markers."""
     model = build("Llama")
@@ -62,7 +68,6 @@ def test_eviction_after_a_splice_keeps_the_markers() -> None:
     assert len(kept.positions) == 8
 
 
-@pytest.mark.law("a-splice-equals-a-block-mask")
 @pytest.mark.parametrize("window", [6, 20, 34, 64])
 def test_a_window_counts_positions_across_a_splice(window: int) -> None:
     """Windows that end inside the query, inside the chunks, inside the session, and nowhere."""
@@ -79,7 +84,6 @@ def test_a_window_counts_positions_across_a_splice(window: int) -> None:
     assert relative(read(model, SESSION, cache)[0], read(model, SESSION)[0]) == 0
 
 
-@pytest.mark.law("a-splice-equals-a-block-mask")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["Llama", "DeepseekV3"])
 def test_an_archive_of_the_upper_half(family: str, attention: str) -> None:
@@ -185,3 +189,208 @@ def test_what_is_taken_back_behind_a_chunk() -> None:
         cache.crop(-2)
     assert cache.continuation == Nothing()
     assert cache.get_seq_length() == 48
+
+
+GAPS = [{1, 2, 4}, {0, 1, 4, 6, 7}, set[int]()]  # places in each chunk; the second has a hidden preamble of 3
+PART = ids(24, 21)
+
+
+def with_gaps(model: PreTrainedModel, rotary: Rotary) -> list[Chunk]:
+    made = [computed(model, chunk, rotary, hidden, (0, len(chunk) - 1)) for chunk, hidden in CHUNKS]
+    return [compacted(chunk, kept_of(len(chunk.ids), gone)) for chunk, gone in zip(made, GAPS, strict=True)]
+
+
+def evicted_positions(start: int) -> set[int]:
+    found = set()
+    for (chunk, hidden), gone in zip(CHUNKS, GAPS, strict=True):
+        found |= {start + place - hidden for place in gone if place >= hidden}
+        start += len(chunk) - hidden
+    return found
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "Glm", "GPTNeoX", "DeepseekV2", "DeepseekV3"])
+def test_a_compacted_chunk_keeps_its_positions_and_its_room(family: str) -> None:
+    """Into a session with gaps of its own, and with another eviction behind the splice: all three orders at once."""
+    model = build(family)
+    rotary, session_gone = recognise(model), {2, 3, 8}
+    _, cache = read(model, SESSION)
+    cache.compact([kept_of(len(SESSION), session_gone)])
+    markers = splice(cache, with_gaps(model, rotary), rotary).tolist()
+    assert markers == [12, 18, 24, 25, 30]
+    seen = len(SESSION) + VISIBLE
+    gone = session_gone | evicted_positions(len(SESSION))
+    assert cache.get_seq_length() == seen
+    assert cache.stored_positions().tolist() == [at for at in range(seen) if at not in gone]
+    gone |= {0, 15, 22}
+    cache.compact([kept_of(seen, gone)])
+    oracle = block_masked(model, SESSION, CHUNKS, QUERY, evicted=gone, window=window_of(model))
+    for part in (QUERY[:3], QUERY[3:]):
+        first = 0 if part == QUERY[:3] else 3
+        wanted = oracle.logits[:, first : first + len(part)]
+        assert relative(read(model, part, cache)[0], wanted) < BOUND
+    for layer, expected in zip(plain_layers(cache), plain_layers(oracle.cache), strict=True):
+        if not layer.is_sliding:
+            assert relative(layer.keys, expected.keys[:, :, oracle.visible]) < BOUND
+            assert relative(layer.values, expected.values[:, :, oracle.visible]) < BOUND
+
+
+@pytest.mark.law("the-proof-has-teeth")
+def test_closed_gaps_fail_the_oracle() -> None:
+    """A chunk that takes the room of its stored tokens alone puts all that follows at other positions."""
+    model = build("Llama")
+    rotary = recognise(model)
+    oracle = block_masked(model, SESSION, CHUNKS, QUERY, evicted=evicted_positions(len(SESSION)))
+    for close, low, high in ((False, 0.0, BOUND), (True, 100 * BOUND, 9.0)):
+        chunks = with_gaps(model, rotary)
+        if close:
+            left = chunks[0].places(0)[0].tolist()
+            chunks[0] = replace(chunks[0], kept=None, ids=tuple(chunks[0].ids[at] for at in left))
+        _, cache = read(model, SESSION)
+        splice(cache, chunks, rotary)
+        assert low <= relative(read(model, QUERY, cache)[0], oracle.logits) < high
+
+
+def test_a_compacted_chunk_is_rebased_token_by_token() -> None:
+    """longrope: each kept token's angle goes by its own position."""
+    model = build("Llama", rope_parameters=dict(ROTATIONS["longrope"]))
+    rotary, tokens = recognise(model), ids(60, 6)
+    gone = {at for at in range(60) if at % 3 == 1}
+    chunk = compacted(computed(model, tokens, rotary), kept_of(60, gone))
+    _, cache = read(model, SESSION)
+    splice(cache, [chunk], frequencies_at(model, rotary, 80))
+    whole = computed(model, tokens, rotary)
+    _, full = read(model, SESSION)
+    splice(full, [whole], frequencies_at(model, rotary, 80))
+    kept = [*range(12), *(12 + at for at in range(60) if at not in gone)]
+    for a, b in zip(plain_layers(cache), plain_layers(full), strict=True):
+        assert torch.equal(a.keys, b.keys[:, :, kept])
+
+
+@pytest.mark.parametrize("family", ["Llama", "DeepseekV3"])
+def test_layers_that_keep_other_tokens(family: str) -> None:
+    model = build(family)
+    rotary, tokens = recognise(model), CHUNKS[0][0]
+    kept = [[0, 2, 6], [0, 1, 3, 5, 6]]
+    sets = Retention(
+        np.array(kept[0] + kept[1], dtype=np.int64), np.array([0, 3, 8], dtype=np.int64), 7, Granularity.LAYER
+    )
+    chunk = compacted(computed(model, tokens, rotary, 0, (0, 6)), sets)
+    _, cache = read(model, SESSION)
+    splice(cache, [chunk], rotary)
+    with pytest.raises(SpecError, match="layers that differ"):
+        read(model, QUERY[:1], cache)
+    with layer_masks(model, cache):
+        logits = torch.cat([read(model, part, cache)[0] for part in (QUERY[:3], QUERY[3:])], 1)
+    gaps = {layer: [{12 + at for at in range(7) if at not in own}] for layer, own in enumerate(kept)}
+    oracle = block_masked(model, SESSION, [(tokens, 0)], QUERY, evicted_in=gaps)
+    assert relative(logits, oracle.logits) < BOUND
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_what_no_chunk_can_keep_is_refused() -> None:
+    model = build("Llama")
+    chunk = computed(model, CHUNKS[0][0], recognise(model), 0, (0, 6))
+    with pytest.raises(SpecError, match=r"without markers \[6\]"):
+        compacted(chunk, kept_of(7, {1, 6}))
+    with pytest.raises(SpecError, match="must be about 7 tokens"):
+        compacted(chunk, kept_of(8, {1}))
+    with pytest.raises(SpecError, match="must be about 7 tokens"):
+        compacted(compacted(chunk, kept_of(7, {1})), kept_of(7, {2}))
+    for granularity in (Granularity.LAYER, Granularity.HEAD):
+        sets = Retention(np.array([0, 6] * 3), np.arange(0, 8, 2), 7, granularity)
+        with pytest.raises(SpecError, match=r"'3 groups': must have (2|4), by the layers"):
+            compacted(chunk, sets)
+
+
+METHODS: dict[str, RetentionPolicy] = {
+    "streamingllm": StreamingLLM(0.4, N_sink=2), "snapkv": Published("snapkv", 9, W=4),
+    "crystalcache": CrystalCache(0.4, frozenset(range(3, 131, 5)), TINY, backend="numpy"),
+    "chunkkv": Published("chunkkv", 12, W=4, c=5), "adakv": Published("adakv", 13, W=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, "markers") for name in METHODS), ("adakv", "full_hidden_preamble")],
+)
+def test_an_archive_of_what_a_policy_keeps(archive: Archive, name: str, form: str) -> None:
+    """One kept set, one for each layer, or for each head: put, got, proved and spliced, as the mask has it."""
+    model, wrapped = build("Llama"), wrap(FORMS[form], PART, VOCABULARY)
+    library = Library(archive, model, VOCABULARY, "alice")
+    key = library.put(PART, form, method=METHODS[name])
+    assert library.put(PART, form, method=METHODS[name]) == key != library.put(PART, form)
+    assert archive.verify().clean
+    chunk = library.get(key)
+    assert chunk is not None
+    assert chunk.kept is not None
+    n, hidden = len(wrapped.ids), wrapped.hidden
+    gaps = {
+        layer: [{len(SESSION) + at - hidden for at in range(hidden, n) if at not in own.tolist()} for own in places]
+        for layer, places in chunk.kept.items()
+    }
+    assert {len(own) for own in gaps.values()} == {2 if name in ("snapkv", "adakv") else 1}
+    assert all(all(own) for own in gaps.values())
+    pinned = {at for at in wrapped.markers if at >= hidden}
+    assert all(pinned <= set(own.tolist()) for places in chunk.kept.values() for own in places)
+    cache, markers = library.inject(read(model, SESSION)[1], [key], room=len(QUERY))
+    assert markers.tolist() == [len(SESSION) + at - hidden for at in wrapped.markers if at >= hidden]
+    with layer_masks(model, cache):
+        logits = torch.cat([read(model, part, cache)[0] for part in (QUERY[:3], QUERY[3:])], 1)
+    oracle = block_masked(model, SESSION, [(list(wrapped.ids), hidden)], QUERY, evicted_in=gaps)
+    assert relative(logits, oracle.logits) < BOUND
+
+
+@pytest.mark.law("an-identity-tells-apart")
+def test_a_compacted_chunk_is_never_the_full_one(archive: Archive) -> None:
+    """Each kept set has a key of its own; codec and layer half compose with it."""
+    library = Library(archive, build("Llama"), VOCABULARY, "alice")
+    keys = [
+        library.put(PART), library.put(PART, method=StreamingLLM(12)), library.put(PART, method=StreamingLLM(13)),
+        library.put(PART, codec="kivi", method=StreamingLLM(12)),
+        library.put(PART, upper=True, method=StreamingLLM(12)),
+    ]
+    assert len(set(keys)) == 5
+    assert library.put(PART, method=StreamingLLM(24)) not in keys[1:]  # all of them kept, and said to be
+    sizes = {key: archive.get(key, "alice") for key in keys}
+    for key, stored in zip(keys, (24, 12, 13, 12, 12), strict=True):
+        chunk, found = library.get(key), sizes[key]
+        assert chunk is not None
+        assert found is not None
+        assert (found.manifest.tokens, chunk.ids) == (24, tuple(PART))
+        assert all(tuple(chunk.places(layer).shape) == (1, keys_of.shape[1]) == (1, stored)
+                   for layer, (keys_of, _) in chunk.layers.items())
+    assert len(archive.entries()) == 6
+
+
+def test_chunks_behind_a_session_whose_heads_differ() -> None:
+    """A policy that evicted from each head by itself, then a whole chunk and one with gaps of its own, then a turn."""
+    model = build("Llama")
+    rotary = recognise(model)
+    with Published("snapkv", 7, W=4)(model) as run, torch.no_grad():
+        model(input_ids=torch.tensor([SESSION]))
+    cache = run.cache
+    assert cache is not None
+    left = {layer: [own.head_positions(0, head).tolist() for head in (0, 1)]
+            for layer, own in enumerate(cache.full_layers)}
+    whole, gapped = (computed(model, CHUNKS[at][0], rotary) for at in (0, 2))
+    heads = Retention(np.array([0, 2, 5, 1, 3, 5, 0, 1, 2, 5]), np.array([0, 3, 4, 6, 10]), 6, Granularity.HEAD)
+    assert [set(heads.group(at).tolist()) for at in range(4)] == [{0, 2, 5}, {1}, {3, 5}, {0, 1, 2, 5}]
+    splice(cache, [whole, compacted(gapped, heads)], rotary)
+    gaps = {
+        layer: [
+            {at for at in range(12) if at not in left[layer][head]}
+            | {19 + at for at in range(6) if at not in heads.group(2 * layer + head)} for head in (0, 1)
+        ] for layer in (0, 1)
+    }
+    oracle = block_masked(model, SESSION, [CHUNKS[0], CHUNKS[2]], QUERY, evicted_in=gaps)
+    with pytest.raises(SpecError, match="layers that differ"):
+        read(model, QUERY[:1], cache)
+    with layer_masks(model, cache):
+        logits = torch.cat([read(model, part, cache)[0] for part in (QUERY[:2], QUERY[2:])], 1)
+    assert relative(logits, oracle.logits) < BOUND
+    assert cache.get_seq_length() == 12 + 7 + 6 + 4
+    empty = RetainedCache(model.config)
+    splice(empty, [compacted(gapped, heads)], rotary)
+    with layer_masks(model, empty):
+        logits, _ = read(model, QUERY, empty)
+    alone = {layer: [{at - 19 for at in own if at >= 19} for own in sets] for layer, sets in gaps.items()}
+    assert relative(logits, block_masked(model, [], [CHUNKS[2]], QUERY, evicted_in=alone).logits) < BOUND

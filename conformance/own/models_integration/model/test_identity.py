@@ -106,7 +106,7 @@ def round_frequencies(model: PreTrainedModel) -> None:
     ("change", "parts"),
     [
         (bit, {"weights"}), (window, {"config"}), (round_frequencies, {"rotation", "rotation_dtype"}),
-        (lambda model: model.get_buffer("model.rotary_emb.inv_freq").mul_(1.5), {"rotation"}),
+        (lambda model: model.get_buffer("model.rotary_emb.inv_freq")[:1].mul_(1 + 2**-23), {"rotation"}),  # one bit
         (lambda model: model.to(torch.bfloat16), {"weights", "rotation", "rotation_dtype", "dtype"}),
     ],
 )

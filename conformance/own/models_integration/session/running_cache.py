@@ -103,10 +103,10 @@ class Subject:
 def subject(family: str) -> Subject:
     """The family's, with attention that is computed eagerly if the name says so.
 
-    In float64, where the last bits of q and k decide nothing.
+    In float64, where the last bits of q and k decide nothing; Gemma2's attention takes its softmax in float32.
     """
     name, _, attention = family.partition(" ")
-    model = build(name, attention=attention or None, dtype=torch.float64)
+    model = build(name, attention=attention or None, dtype=torch.float32 if name == "gemma2" else torch.float64)
     oracle = MaskedModel(model)
     slides = len(oracle.full) < model.config.num_hidden_layers
     return Subject(model, oracle, identify(model), None if slides or name in TABLES else recognise(model))
@@ -245,8 +245,7 @@ class Judge:
             assert single.stored() == [life.sets[index]], "alone, the row stores other tokens than in the batch"
             if isinstance(life.cache.continuation, CrystalStates):
                 (state,) = states_of(own).rows
-                # Gemma2's attention takes its softmax in float32.
-                rtol = 1e-2 if self.model.config.model_type == "gemma2" else 1e-7
+                rtol = 1e-7 if self.model.dtype == torch.float64 else 1e-2
                 same_state(life.cache.continuation.rows[index], state, rtol)
 
     def follow(self, life: RunningCache, logits: Sequence[Tensor], columns: int, evicts: bool = True) -> None:
