@@ -1,4 +1,4 @@
-"""Inner loops of S1, float32, without the interpreter lock. Logits come in base 2: p = 2 ** (s - lse)."""
+"""Inner loops of S1 in float32, without the GIL. Logits are base 2: a weight is 2 ** (s - lse)."""
 
 import numpy as np
 from numba import njit
@@ -30,7 +30,7 @@ C4, C5, C6 = f32(0.0096181291076285), f32(0.0013333558146428), f32(0.00015403530
 
 @njit(fastmath=FAST, inline="always")
 def exp2(x: np.float32) -> np.float32:
-    """2 ** x for x <= 0 in float32, with 0 below the normal numbers; np.exp2 would not vectorise here."""
+    """Return 2 ** x for x <= 0 in float32. Subnormal results become 0. np.exp2 would not vectorise here."""
     safe = max(x, SMALLEST)
     whole = np.floor(safe + f32(0.5))
     f = safe - whole
@@ -54,7 +54,7 @@ def largest(bits: NDArray[np.int32], start: int, stop: int) -> np.float32:
 
 @compiled(nogil=True)
 def tile_peaks(S: Floats, tile_peak: Floats) -> None:
-    """Each row's largest logit of a tile (rows, keys)."""
+    """Write each row's largest logit of a tile (rows, keys) to `tile_peak`."""
     bits = S.view(np.int32)
     for r in range(S.shape[0]):
         tile_peak[r] = largest(bits[r], 0, S.shape[1])
@@ -98,9 +98,9 @@ def own_chunk(S: Floats, lse: Floats, column: Floats, A: Floats, first_query: in
 
 @compiled(nogil=True, fastmath=FAST)
 def bound_weights(tile_peak: Floats, lse: Floats, bound: Floats) -> None:
-    """bound[t, i]: no weight of row i in tile t, summed over the heads, exceeds it.
+    """Write to bound[t, i] an upper bound on the weights of row i in tile t, summed over the heads.
 
-    No head's weight exceeds 2 ** (its peak in the tile - lse).
+    The weight of a head is at most 2 ** (peak of the head in the tile - lse).
     """
     tiles, heads, queries = tile_peak.shape
     for t in range(tiles):
@@ -125,9 +125,9 @@ def accumulate_attention(S: Floats, rows: Ints, lse: Floats, W: Floats) -> None:
 def insert_best(
     W: Floats, rows: Ints, share: np.float32, tau: np.float32, first_key: int, index: Ints, weight: Floats,
 ) -> None:
-    """Merge W * share (rows, keys) into the running best of each row; on a tie the key that came first stays.
+    """Merge W * share (rows, keys) into the running best of each row. On a tie the earlier key is kept.
 
-    Few keys reach the last place of a list: only rows, and groups in them, whose largest does are looked into.
+    Few keys are large enough for a list. The function skips rows, and groups of keys, with too small a maximum.
     """
     k, bits = index.shape[1], W.view(np.int32)
     for a in range(len(rows)):
@@ -154,7 +154,7 @@ def place(w: np.float32, key: int, tau: np.float32, index: Ints, weight: Floats,
 
 @compiled(nogil=True, fastmath=FAST)
 def normalise_rows(A: Floats, epsilon: np.float32) -> None:
-    """Eq. 12, in place."""
+    """Normalise the rows of A by Eq. 12, in place."""
     for i in range(A.shape[0]):
         square = f32(0.0)
         for j in range(A.shape[1]):

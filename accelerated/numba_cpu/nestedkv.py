@@ -1,7 +1,7 @@
-"""NestedKV: one pass over a head's keys, once their mean is known; float32 sums of at most W or b terms.
+"""NestedKV: a first pass computes the mean key of a head, and a second pass the cosines, in float32.
 
-Windows are made of two partial sums, the end of one run of W keys and the start of the next, so nothing is ever
-subtracted and no sum runs over the prompt. What follows the three cosines is float64.
+A window sum is the sum of two partial sums: the end of one run of W keys, and the start of the next run. So nothing is
+subtracted, and float32 sums have at most W or b terms. After the three cosines, all computation is in float64.
 """
 
 import math
@@ -27,12 +27,12 @@ SMALLEST = 2.0**-126  # a shorter key has no inverse norm in float32, and counts
 
 
 def anomaly_score(k: NDArray[np.floating], parameters: NestedKVParameters) -> Matrix:
-    """a* (H_kv, n) of keys (H_kv, n, d), head by head.
+    """Return the score a* (H_kv, n) of keys k (H_kv, n, d), computed head by head.
 
     Implements: NK-SCORE
 
     Raises:
-        SpecError: for a zero key.
+        SpecError: if a key is zero.
     """
     p, n = parameters, k.shape[1]
     b = min(max(n // p.blocks, p.b_min), p.b_max)
@@ -52,7 +52,7 @@ def anomaly_score(k: NDArray[np.floating], parameters: NestedKVParameters) -> Ma
 
 
 def in_range(k: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Keys (..., d) of which float32 holds each: one of a longer type is scaled by a power of two if it must be.
+    """Return keys (..., d) in the range of float32. Keys of a wider dtype are scaled by a power of two if necessary.
 
     Implements: NK-UNIT-KEYS
     """
@@ -109,9 +109,10 @@ def point(memory: Floats, share: np.float32) -> None:
 
 @compiled(nogil=True, fastmath=FAST)
 def anomalies(k: Floats, inverse: Floats, blocks: Floats, stable: Floats, b: int, W: int) -> Matrix:
-    """-cos of each key with its three memories (3, n); `blocks` become directions in place.
+    """Return minus the cosines of each key and its three memories, (3, n). `blocks` become directions in place.
 
-    ends[t] holds the sum of the last W - t unit keys of the run of W before; `start` that of the present run's first.
+    `ends[t]` is the sum of the last W - t unit keys of the previous run of W keys. `start` is the sum of the first unit
+    keys of the current run.
 
     Implements: NK-CURRENT, NK-ANOMALY
     """
@@ -147,7 +148,7 @@ def anomalies(k: Floats, inverse: Floats, blocks: Floats, stable: Floats, b: int
 
 @compiled(nogil=True)
 def min_max(a: Matrix) -> None:
-    """Each row moved to [0, 1] in place; zeros where its range is negligible.
+    """Min-max normalise each row to [0, 1] in place. A row with negligible range becomes 0.
 
     Implements: NK-MIN-MAX
     """
@@ -159,7 +160,7 @@ def min_max(a: Matrix) -> None:
 
 
 def blend_weights(a: Matrix, m: int, w0: Vector, beta: float) -> Vector:
-    """The scales' weights (3,), from the means of the m highest and the m lowest values of each row.
+    """Return the weights of the three memories, (3,), from the means of each row's m highest and m lowest values.
 
     Implements: NK-GAP, NK-BLEND
     """
@@ -173,7 +174,7 @@ def blend_weights(a: Matrix, m: int, w0: Vector, beta: float) -> Vector:
 
 @compiled(nogil=True)
 def routed(a: Matrix, w: Vector, tau: float, kappa: float, score: Vector) -> None:
-    """a* into `score` (n,), from normalised rows (3, n).
+    """Write a* to `score` (n,), from normalised rows (3, n).
 
     Implements: NK-BLEND, NK-SURPRISE, NK-ROUTE
     """

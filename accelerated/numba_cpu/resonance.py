@@ -14,14 +14,13 @@ def resonance(
     D: Vector, indptr: IntVector, indices: IntVector, weights: Vector, active: BoolVector, max_hops: int,
     gamma_hop: float, tau_pulse: float, alpha_res: float,
 ) -> Vector:
-    """D after every active trunk has sent its pulse, by ascending trunk.
+    """Return D after every active trunk, in ascending order, has sent its pulse.
 
     Implements: CC-PULSE, CC-RAISE, CC-RESONANCE
 
-    `queue` holds the reached trunks hop by hop, `search` the search that reached a trunk last. A hop is read without
-    a branch: `best` takes the strongest pulse of every trunk that it touches, and the rest is decided per trunk, which
-    one search raises once; nobody is reached from the last hop. Trunk numbers are unsigned: a signed one could count
-    from an array's end, which is checked.
+    `queue` holds the reached trunks hop by hop. `search` holds for each trunk the last search that reached it, so
+    a search raises a trunk only once. The loop over a hop's edges has no branch: `best` collects the strongest
+    pulse of every trunk. Trunk numbers are unsigned, so Numba omits the check for negative indices.
     """
     m = len(D)
     after = D.copy()
@@ -59,6 +58,6 @@ def resonance(
 
 @njit(inline="always")
 def raised(D: float, pulse: float, alpha_res: float) -> float:
-    """D of one trunk after one pulse."""
+    """Return D of one trunk after one pulse."""
     after = D + alpha_res * pulse * (1.0 - D)
     return after if after < 1.0 else 1.0

@@ -12,7 +12,7 @@ __all__ = ["score"]
 
 @compiled()
 def score(D: Vector, M_bar: Vector, protected: BoolVector, alpha: float, epsilon: float) -> Vector:
-    """The larger of D and the min-max normalised log impact; NaN where protected.
+    """Return the maximum of D and alpha times the min-max normalised log impact. NaN if protected.
 
     Implements: CC-NORMALISED-IMPACT, CC-SCORE
     """

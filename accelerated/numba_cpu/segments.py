@@ -1,4 +1,4 @@
-"""S4 of a later segment, whose edges reach older trunks."""
+"""S4 of a later segment. The edges of a segment can reach older trunks."""
 
 import numpy as np
 
@@ -16,11 +16,11 @@ __all__ = ["segment_crystallization", "segment_graph"]
 def segment_graph(
     coattention: CoAttention, bounds: IntVector, sizes: IntVector, W: TrunkWeights, tau_edge: float,
 ) -> TrunkWeights:
-    """W over old and new trunks: old pairs as they are, pairs with a new trunk from the segment's edges.
+    """Return W over old and new trunks. Weights of two old trunks are unchanged; others come from the segment's edges.
 
     Implements: CC-SEGMENT-GRAPH
 
-    S4's kernel runs on nodes: each old trunk is one, and after them each token of the segment.
+    S4's kernel runs on nodes. First come the old trunks, then the tokens of the segment.
     """
     old = len(W.indptr) - 1
     node_trunk = np.concatenate([np.arange(old), old + np.repeat(np.arange(len(sizes) - old), np.diff(bounds[old:]))])
@@ -39,7 +39,7 @@ def segment_graph(
 
 
 def segment_crystallization(degree: Vector, old: int, parameters: CrystalCacheParameters) -> Vector:
-    """D of the trunks behind the first `old` ones, with mu and sigma over all of them.
+    """Return D of the trunks after the first `old` ones. mu and sigma are over all trunks.
 
     Implements: CC-SEGMENT-D
     """

@@ -1,4 +1,4 @@
-"""The best single tokens of many sets: a threshold by selection instead of a sort, then one pass in order."""
+"""Selection of the best tokens of many sets: find the threshold without a sort, then collect tokens in one pass."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ FEW = 8  # tokens that go, up to which one pass finds the threshold
 
 
 def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Selection:
-    """Each row's pinned tokens and its best others, up to its share; lower index first on a tie, NaN last.
+    """Select each row's pinned tokens and its best others, up to its share. Ties go to the lower index; NaN comes last.
 
     Implements: PO-TOP-UNITS
     """
@@ -21,7 +21,7 @@ def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Select
 
 @compiled(nogil=True)
 def kept_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> tuple[IntVector, IntVector]:
-    """Positions and offsets of what each row keeps."""
+    """Return positions and offsets of the tokens that each row keeps."""
     groups, n = values.shape
     positions, offsets = np.empty(groups * n, np.int64), np.zeros(groups + 1, np.int64)
     candidates, at = np.empty(n), 0
@@ -54,7 +54,7 @@ def kept_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> tuple[
 
 @compiled(nogil=True)
 def lowest(candidates: Vector, k: int) -> float:
-    """The k-th lowest."""
+    """Return the k-th lowest candidate."""
     found = np.full(k, np.inf)
     for x in candidates:
         if x < found[k - 1]:
@@ -69,7 +69,7 @@ def lowest(candidates: Vector, k: int) -> float:
 
 @compiled(nogil=True)
 def threshold(candidates: Vector, free: int) -> tuple[float, int]:
-    """The least of the `free` best candidates, and how many of those that equal it are among them."""
+    """Return the smallest of the `free` best candidates, and how many candidates of this value are among the best."""
     if free == 0:
         return np.inf, 0
     worse = len(candidates) - free

@@ -1,4 +1,4 @@
-"""Threads whose work is products: BLAS starts none of its own inside them."""
+"""Thread pool for matrix products. BLAS does not start threads inside the pool's threads."""
 
 import os
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ BLAS = ThreadpoolController and ThreadpoolController()
 
 @contextmanager
 def threads() -> Iterator[ThreadPoolExecutor]:
-    """As many threads as there are cores.
+    """Context manager that returns a pool with a thread per core.
 
     Raises:
-        BackendUnavailable: without threadpoolctl, which keeps BLAS to one thread.
+        BackendUnavailable: if threadpoolctl is not installed, which limits BLAS to one thread.
     """
     if BLAS is None:
         raise BackendUnavailable("this stage of backend 'numba' needs threadpoolctl: pip install 'kvspec[numba]'")
@@ -34,6 +34,6 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def plain(x: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Rows (keys, d) as BLAS takes them: a view where they are float32 with adjoining channels, else a copy."""
+    """Return rows (keys, d) for BLAS: a view if they are float32 with contiguous channels, otherwise a copy."""
     fits = x.dtype == np.float32 and x.strides[1] == x.itemsize and x.strides[0] >= x.shape[1] * x.itemsize
     return x if fits else np.ascontiguousarray(x, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""S6: the essay's tiers as Stage 1; t by bisection, since what the tiers keep never falls as t rises."""
+"""S6: the essay's tiers as Stage 1. The shift t is found by bisection, because a larger t never keeps fewer tokens."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ __all__ = ["dissolve_in_tiers", "kept_in_tier", "least_shift"]
 
 @compiled()
 def kept_in_tier(size: int, rank: int, m: int, t: int, N_min: int) -> int:
-    """Tokens that the trunk at a rank, best first, keeps at shift t.
+    """Return the tokens that the trunk of a rank keeps at shift t. Rank 0 is the trunk with the highest score.
 
     Implements: CC-TIER-COUNT
     """
@@ -26,7 +26,7 @@ def kept_in_tier(size: int, rank: int, m: int, t: int, N_min: int) -> int:
 
 @compiled()
 def kept_in_all(sizes: IntVector, t: int, N_min: int) -> int:
-    """Tokens that all trunks, from the lowest score up, keep at shift t."""
+    """Return the tokens that all trunks together keep at shift t. Trunks are sorted by score, ascending."""
     m = len(sizes)
     total = 0
     for g in range(m):
@@ -36,7 +36,7 @@ def kept_in_all(sizes: IntVector, t: int, N_min: int) -> int:
 
 @compiled()
 def least_shift(sizes: IntVector, B_avail: int, N_min: int) -> int:
-    """The least t in [-m, m] that keeps at least B_avail tokens."""
+    """Return the smallest t in [-m, m] at which the tiers keep at least B_avail tokens."""
     low, high = -len(sizes), len(sizes)
     while low < high:
         t = (low + high) // 2
@@ -51,7 +51,7 @@ def least_shift(sizes: IntVector, B_avail: int, N_min: int) -> int:
 def dissolve_in_tiers(
     score: Vector, offsets: IntVector, M: Vector, D: Vector, protected: BoolVector, B: int, N_min: int,
 ) -> tuple[IntVector, Vector, Vector]:
-    """Kept positions, r and D after the eviction.
+    """Return kept positions, r and D after the eviction.
 
     Implements: CC-TIERS
     """

@@ -1,1 +1,1 @@
-"""Stages and scores in plain torch, on any device that torch has."""
+"""Backend `torch`: stages and scores in plain PyTorch, on any of its devices."""

@@ -1,7 +1,7 @@
-"""What attention says of keys (H2O, TOVA, KVzip, Expected Attention), in torch: products, passes that read them once.
+"""Attention on keys (H2O, TOVA, KVzip, Expected Attention) in PyTorch, without custom kernels.
 
-A decode step's query makes four small calls, and a prompt's products are torch's own: no kernel of ours would gain.
-Products and softmax are float32, sums over blocks and all d x d matrices float64.
+Custom kernels would not be faster: a decode step needs four small calls, and a prompt is dominated by matrix products.
+Products and softmax are float32. Sums over blocks and all d x d matrices are float64.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ FLOATS = 2**26  # of a block's logits: 256 MiB
 def received_attention(
     q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, sinks: DeviceArray | None = None,
 ) -> Matrix:
-    """The attention that each key of k (H_kv, n, d) receives from the last queries q (H, m, d), (H_kv, n).
+    """Return the attention (H_kv, n) that each key of k (H_kv, n, d) receives from the last m queries q (H, m, d).
 
     Implements: PO-OBSERVED-ATTENTION
     """
@@ -36,7 +36,7 @@ def received_attention(
 def received(
     q: Tensor, k: Tensor, scaling: float, softcap: float | None, sinks: DeviceArray | None = None,
 ) -> Tensor:
-    """The same where the keys are."""
+    """Return the result of `received_attention` as a tensor on the device of the keys."""
     total = torch.zeros(k.shape[:2], dtype=torch.float64, device=k.device)
     for _, weights in _blocks(q, k, scaling, softcap, sinks):
         total[:, : weights.shape[-1]] += weights.sum(dim=(1, 2))
@@ -47,7 +47,9 @@ def largest_attention(
     q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None,
     sinks: DeviceArray | None = None,
 ) -> Matrix:
-    """The largest weight on each key of k (H_kv, n, d) of a query of q (H, m, d), over its norm of (m,), (H, n).
+    """Return for each key of k (H_kv, n, d) the largest attention weight / query norm, (H, n).
+
+    The maximum is over the queries q (H, m, d), which have the norms (m,).
 
     Implements: PO-KVZIP, PO-KVZIP-PLUS
     """
@@ -61,7 +63,7 @@ def largest_attention(
 def largest(
     q: Tensor, k: Tensor, norms: Tensor, scaling: float, softcap: float | None, sinks: DeviceArray | None = None,
 ) -> Tensor:
-    """The same where the keys are."""
+    """Return the result of `largest_attention` as a tensor on the device of the keys."""
     shares = (norms.min() / norms).float()[:, None]
     most = torch.zeros(len(q), k.shape[1], device=q.device)
     for rows, weights in _blocks(q, k, scaling, softcap, sinks):
@@ -88,7 +90,10 @@ def _blocks(
 
 
 def softmax(S: Tensor, sinks: DeviceArray | None) -> Tensor:
-    """Weights of logits (heads, queries, n), (KV heads, group, queries, n) or (heads, n); a sink has no column."""
+    """Return the softmax of logits (heads, queries, n), (KV heads, group, queries, n) or (heads, n).
+
+    A sink adds to the denominator, and has no column in the result.
+    """
     if sinks is None:
         return torch.softmax(S, dim=-1)
     own = sinks.to(S) if isinstance(sinks, Tensor) else upload(sinks, np.float64, S.device).to(S)
@@ -101,7 +106,7 @@ def expected_attention(
     q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector, factor: float,
     scaling: float, sinks: DeviceArray | None = None,
 ) -> Matrix:
-    """The expected weights on the keys of k (H_kv, n, d) times the norms of v (H_kv, n, d), (H_kv, n).
+    """Return the expected attention weights on the keys k (H_kv, n, d) times the norms of v (H_kv, n, d), (H_kv, n).
 
     Implements: PO-EXPECTED-ATTENTION
     """
@@ -113,7 +118,7 @@ def expected_weights(
     q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector, factor: float,
     scaling: float, sinks: DeviceArray | None = None,
 ) -> Tensor:
-    """The same on the device."""
+    """Return the result of `expected_attention` as a tensor on the device of the keys."""
     q, k, v = _on_device(q), _on_device(k), _on_device(v)
     pairs = upload(inv_freq, np.float64, q.device)
     turn = upload(at, np.float64, q.device)[:, None] * pairs

@@ -1,6 +1,6 @@
-"""The backend `torch`: what policies ask of attention, and their scores, on any device that torch has.
+"""The backend `torch`: attention stages and scores of policies, on any PyTorch device.
 
-S2 to S6, decode and set-conditioned selection are sequential and small: they run on the host.
+S2 to S6, decoding and set-conditioned selection are sequential and small, so they run on the host.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,19 +38,19 @@ HOST = _host()
 
 
 class _Stages:
-    """Stages as attributes."""
+    """Namespace that holds stages as attributes."""
 
     def __init__(self, stages: Mapping[str, Callable[..., Any]]) -> None:
         vars(self).update(stages)
 
 
 def with_host(host: object, **own: Callable[..., Any]) -> Any:
-    """A stage family of the host, with the device's own stages in the place of the host's."""
+    """Return a stage family of the host with some stages replaced by those of the device."""
     return _Stages({name: getattr(host, name) for name in dir(host) if not name.startswith("_")} | own)
 
 
 class _PolicyStages:
-    """Attention where keys lie; the choice of tokens where the scores do, on the host."""
+    """Attention on the device of the keys, and selection of tokens on the host."""
 
     received_attention = staticmethod(received_attention)
     largest_attention = staticmethod(largest_attention)
@@ -59,7 +59,7 @@ class _PolicyStages:
 
 
 class _NestedKVStages:
-    """NestedKV's score where the keys lie."""
+    """NestedKV's score on the device of the keys."""
 
     anomaly_score = staticmethod(anomaly_score)
 

@@ -1,7 +1,7 @@
-"""S1 in torch (Section 3.2), and the norms of cached keys: where the tensors are, with one download.
+"""S1 (Section 3.2) and the norms of cached keys in PyTorch, on the device of the tensors, with one copy to the host.
 
-Weights are float32, or float64 if q and k are; sums over queries are float64. Workspace: two times FLOATS numbers for
-the weights of some queries, the keys in float32, and four squares of a chunk.
+Weights are float32, or float64 if q and k are float64. Sums over queries are float64. The workspace is 2 FLOATS numbers
+for the weights of a block of queries, the keys in float32, and four (C, C) matrices for a chunk.
 """
 
 import numpy as np
@@ -33,12 +33,12 @@ def coattention(
     q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters, scaling: float,
     softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None,
 ) -> CoAttention:
-    """S1; a given lse is only checked for its form.
+    """Return the result of S1. A given lse is checked but not used.
 
     Implements: CC-COATTENTION
 
     Raises:
-        SpecError: for q, k, lse or sinks of a wrong shape, type or value.
+        SpecError: if q, k, lse or sinks have a wrong shape, type or value.
     """
     _check_form(q, k, lse)
     check_sinks(sinks, q)
@@ -104,7 +104,7 @@ def _chunk(
 def attention(
     q: Tensor, k: Tensor, at: int, scaling: float, softcap: float | None, sinks: DeviceArray | None,
 ) -> Tensor:
-    """Weights (H, rows, keys) of queries (H, rows, d), the first of which belongs to the key `at`.
+    """Return causal weights (H, rows, keys) of queries (H, rows, d). The first query belongs to key number `at`.
 
     Implements: CC-ATTENTION
     """
@@ -115,9 +115,10 @@ def attention(
 
 
 def strongest(weights: Tensor, k: int, tau: float) -> Tensor:
-    """Columns, then weights, of the k largest weights per row that are above tau, (rows, 2 k); -1 and 0 if fewer are.
+    """Return columns, then weights, of the k largest weights above tau in each row, (rows, 2 k). Unused entries: -1, 0.
 
-    Compared as float32, the lower column first on a tie: the bits of a weight and a column make one whole number.
+    Weights are compared in float32, and on a tie the lower column comes first. For this, the bits of a weight and its
+    column are combined into one integer.
     """
     order = (weights.float().view(torch.int32).long() << 32) - torch.arange(weights.shape[1], device=weights.device)
     columns = torch.topk(order, min(k, weights.shape[1]), dim=1).indices
@@ -131,12 +132,12 @@ def strongest(weights: Tensor, k: int, tau: float) -> Tensor:
 
 
 def inverse_key_norms(k: DeviceArray) -> Vector:
-    """Mean over KV heads of 1 / ||k|| (n,), float64; infinite where a key is zero.
+    """Return each token's mean of 1 / ||k|| over the KV heads, (n,) in float64. A zero key gives inf.
 
     Implements: CC-KEY-NORM
 
     Raises:
-        SpecError: for keys of a wrong shape, type or value.
+        SpecError: if the keys have a wrong shape, type or value.
     """
     if not isinstance(k, Tensor):
         check_keys(k)

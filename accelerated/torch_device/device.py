@@ -1,4 +1,4 @@
-"""Where torch computes in this process, and how arrays come and go."""
+"""Device of the backend `torch`, and copies between NumPy arrays and tensors."""
 
 from typing import Any
 
@@ -12,23 +12,23 @@ __all__ = ["default_device", "download", "on_device", "takes", "upload"]
 
 
 def default_device() -> torch.device:
-    """Where NumPy arrays are copied to: the accelerator of this machine, or the CPU. MPS has no float64."""
+    """Return the device for NumPy arrays: the accelerator of this machine, or the CPU. MPS is not used: no float64."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if device is None or device.type == "mps" else device
 
 
 def takes(x: DeviceArray) -> bool:
-    """Whether the stages read this tensor where it is."""
+    """Return True if the stages read this tensor on its device."""
     return isinstance(x, Tensor) and x.is_floating_point() and x.device.type != "mps"
 
 
 def upload(array: np.ndarray[Any, Any], dtype: Any, device: torch.device | None = None) -> Tensor:
-    """A NumPy array on the device, contiguous; the array itself may be read-only."""
+    """Copy a NumPy array to the device as a contiguous tensor. The array may be read-only."""
     return torch.from_numpy(np.array(array, dtype=dtype, order="C")).to(device or default_device())
 
 
 def on_device(x: DeviceArray, device: torch.device | None = None) -> Tensor:
-    """A tensor in float32, or in float64 if it is; a tensor stays where it is unless a device is named."""
+    """Return a tensor in float32, or in float64 if x is float64. A tensor is moved only if a device is given."""
     if not isinstance(x, Tensor):
         x = upload(x, np.float64 if x.dtype.itemsize > 4 else np.float32, device)
     found: Tensor = x.to(device or x.device, torch.promote_types(x.dtype, torch.float32))
@@ -36,5 +36,5 @@ def on_device(x: DeviceArray, device: torch.device | None = None) -> Tensor:
 
 
 def download(tensor: Tensor, dtype: Any) -> Any:
-    """A tensor as a NumPy array on the host."""
+    """Copy a tensor to the host as a NumPy array."""
     return tensor.detach().cpu().numpy().astype(dtype, copy=False)

@@ -1,6 +1,6 @@
-"""NestedKV's score in torch, where the keys are, in float64: a window is a difference of sums over the prompt.
+"""NestedKV's score in PyTorch, on the device of the keys, in float64. Window sums are differences of running sums.
 
-Workspace: a head's keys in float64, six times, and eight numbers in float64 for each token and head.
+The workspace is six times a head's keys in float64, and eight float64 numbers per token and head.
 """
 
 import math
@@ -25,12 +25,12 @@ LARGEST_EXPONENT = 700.0
 
 
 def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Matrix:
-    """a* (H_kv, n) of one layer's keys (H_kv, n, d).
+    """Return the score a* (H_kv, n) of one layer's keys (H_kv, n, d).
 
     Implements: NK-SCORE
 
     Raises:
-        SpecError: for keys of a wrong shape, type or value, and for a zero key.
+        SpecError: if the keys have a wrong shape, type or value, or if a key is zero.
     """
     if isinstance(k, np.ndarray):
         check_keys(k)
@@ -54,7 +54,7 @@ def _refuse(lost: Tensor, keys: Tensor, reason: str) -> None:
 
 
 def nestedkv_score(view: LayerView, stages: NestedKVStages, parameters: NestedKVParameters) -> Tensor:
-    """The same of a layer, on the device; NaN for a zero key."""
+    """Return the score a* of a layer as a tensor on the device. A zero key gives NaN."""
     return scores(on_device(view.k), parameters)
 
 

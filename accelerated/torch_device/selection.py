@@ -1,6 +1,6 @@
-"""The best tokens of each kept set, by one stable sort of all sets, and shares of a layer's tokens by its scores.
+"""Selection of the best tokens of each kept set, by one stable sort of all sets; and head budgets from scores.
 
-Nothing here reads a value of the device, but `best_tokens`, whose arrays are the host's.
+No function copies values from the device to the host, except `best_tokens`, which takes host arrays.
 """
 
 import math
@@ -23,9 +23,9 @@ __all__ = [
 
 
 def kept_tokens(values: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
-    """Of each row (g, n) its pinned tokens, then the best others up to its share (g,); the lower index first on a tie.
+    """Return a mask of each row's (g, n) pinned tokens and best others, up to its share (g,).
 
-    A token without a score, NaN, comes last.
+    Ties go to the lower index. Tokens with score NaN come last.
 
     Implements: PO-TOP-UNITS
     """
@@ -37,9 +37,9 @@ def kept_tokens(values: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
 
 
 def filled_chunks(members: Tensor, c: int, past: int, shares: Tensor, pinned: Tensor) -> Tensor:
-    """Of each row (g, n) its pinned tokens, then the chunks of c with the largest sums; the last one in part.
+    """Return a mask of each row's (g, n) pinned tokens and the chunks of c tokens with the largest sums.
 
-    Chunks are of the first `past` tokens; the rest is pinned.
+    The last chunk is kept in part. Chunks cover the first `past` tokens; all later tokens are pinned.
 
     Implements: PO-FILL-UNITS, PO-CHUNKKV
     """
@@ -56,7 +56,7 @@ def filled_chunks(members: Tensor, c: int, past: int, shares: Tensor, pinned: Te
 def kept_blocks(
     values: Tensor, shares: Tensor, pinned: Tensor, b: int, choose: Callable[..., Tensor] = kept_tokens,
 ) -> Tensor:
-    """Of each row (g, n) whole blocks of b tokens, the highest sums first, and the open block.
+    """Return a mask of each row's (g, n) blocks of b tokens with the largest sums, and of the open last block.
 
     Implements: PO-BEST-BLOCKS
     """
@@ -69,7 +69,9 @@ def kept_blocks(
 def kept_representatives(
     values: Tensor, shares: Tensor, pinned: Tensor, b: int, share: Fraction, anchor: str, free: Tensor,
 ) -> Tensor:
-    """The same of a layer, where a share of the blocks stands for what goes; `free` are the blocks without protection.
+    """Return the mask of `kept_blocks` for a layer, with the share `share` of the blocks chosen as representatives.
+
+    `free` are the blocks without protected tokens.
 
     Implements: PO-REPRESENTATIVES
     """
@@ -90,7 +92,7 @@ def kept_representatives(
 
 
 def anchor_distances(blocks: Tensor, free: Tensor, anchor: str) -> Tensor:
-    """Of blocks (h, m, b), bits of all heads that differ from the anchor's, (m,); 0 for blocks that are not free.
+    """Return the Hamming distances (m,) of blocks (h, m, b) to the anchor, over all heads. 0 for blocks not in `free`.
 
     Implements: PO-REPRESENTATIVES
     """
@@ -106,7 +108,7 @@ def anchor_distances(blocks: Tensor, free: Tensor, anchor: str) -> Tensor:
 
 
 def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Selection:
-    """The same of arrays on the host: the stage `best_tokens`.
+    """Select tokens of host arrays as `kept_tokens` does: the stage `best_tokens`.
 
     Implements: PO-TOP-UNITS
     """
@@ -116,7 +118,7 @@ def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Select
 
 
 def winners(values: Tensor, k: int) -> Tensor:
-    """How many of the k highest scores of a layer (h, n) each head has, (h,).
+    """Return how many of a layer's (h, n) k highest scores each head has, (h,).
 
     Implements: PO-ADAPTIVE-BUDGET
     """
@@ -125,9 +127,9 @@ def winners(values: Tensor, k: int) -> Tensor:
 
 
 def adaptive_shares(values: Tensor, free: int, pinned: int, safeguard: Fraction | int) -> Tensor:
-    """`free` tokens over the heads of a layer (h, n), beside the `pinned` tokens of each head, (h,).
+    """Return Ada-KV's shares (h,): `free` tokens shared among the heads of a layer (h, n), plus `pinned` for each head.
 
-    Whole numbers throughout: targets are counted in parts of the safeguard's denominator times h.
+    The arithmetic uses integers: targets are multiples of 1 / (h * denominator of the safeguard).
 
     Implements: PO-ADAPTIVE-BUDGET, PO-WHOLE-SHARES
     """
@@ -140,7 +142,7 @@ def adaptive_shares(values: Tensor, free: int, pinned: int, safeguard: Fraction 
 
 
 def competition_shares(values: Tensor, free: int, pinned: int, safeguard: Fraction | int) -> Tensor:
-    """The same, where the best scores win once each head has its quota.
+    """Return shares as `adaptive_shares`, but each head gets a quota first; the best remaining scores get the rest.
 
     Implements: PO-COMPETITION-BUDGET
     """
