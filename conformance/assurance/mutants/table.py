@@ -1,6 +1,8 @@
 """The mutants that are written down: rows of `rows/*.toml`, one for each reading that the specification rejects."""
 
+import ast
 import hashlib
+import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -33,8 +35,12 @@ class WrittenMutant:
     beyond: str = ""
 
     def digest(self, lock: Mapping[str, str]) -> str:
-        """Hash of the edited function and its item's accepted text: a verdict holds for one."""
-        subject = f"{self.edit.of} {self.edit.function()} {lock.get(self.item)}"
+        """Hash of the edited function, without its docstring, and its item's accepted text: a verdict holds for one."""
+        text = textwrap.dedent(self.edit.function())
+        (function,) = ast.parse(text).body
+        assert isinstance(function, ast.FunctionDef)
+        words = ast.get_docstring(function, clean=False)
+        subject = f"{self.edit.of} {text.replace(words, '', 1) if words else text} {lock.get(self.item)}"
         return hashlib.sha256(subject.encode()).hexdigest()[:12]
 
 

@@ -169,6 +169,12 @@ def test_what_was_accepted_is_tried_again_when_its_function_or_item_changes(
     (tmp_path / "killed.lock").write_text(lines.replace(digests[BASE_2.name], "0" * 12), encoding="utf-8")
     assert written.changed() == [mutant for name, mutant in MUTANTS.items() if digests[name] == digests[BASE_2.name]]
     assert BASE_2.digest({BASE_2.item: "1"}) != BASE_2.digest({BASE_2.item: "2"})
+    found = []
+    for words, code in (("One.", 1), ("Another.\n\n    More.", 1), ("One.", 2)):
+        text = f'    def f() -> int:\n        """{words}"""\n        return {code}\n'
+        monkeypatch.setattr(Edit, "function", lambda self, text=text: text)
+        found.append(BASE_2.digest({}))
+    assert found[0] == found[1] != found[2]
 
 
 def test_the_record_names_mutants_that_there_are() -> None:
