@@ -31,6 +31,8 @@ class Chosen(NamedTuple):
     """Tokens of the row."""
     sums: Tensor | None = None
     """Numbers that a scorer keeps with each token, in float64, (kept,)."""
+    kept: Tensor | None = None
+    """How many of `at` stay, (1,), where scores decide that: the others, which come last, leave when it is read."""
 
 
 def gather(cache: RetainedCache, index: int, rows: Sequence[Chosen]) -> None:
@@ -51,7 +53,7 @@ def _gathered(layer: DenseLayer, rows: Sequence[Chosen]) -> RaggedLayer:
     assert layer.keys is not None
     assert layer.values is not None
     H, columns, keys, values = layer.heads, layer.stored_length, list[Tensor](), list[Tensor]()
-    for own_keys, own_values, (at, _, groups, n, _) in zip(layer.keys, layer.values, rows, strict=True):
+    for own_keys, own_values, (at, _, groups, n, *_) in zip(layer.keys, layer.values, rows, strict=True):
         slots = at // n * columns + at % n + columns - n
         if groups < H:
             slots = (torch.arange(H, device=at.device)[:, None] * columns + slots).flatten()
@@ -65,13 +67,17 @@ def _gathered(layer: DenseLayer, rows: Sequence[Chosen]) -> RaggedLayer:
     return made
 
 
-def settle(cache: RetainedCache, index: int, retentions: Sequence[Retention], padding: Tensor | None) -> None:
-    """Tell a layer which tokens `gather` has left in it."""
+def settle(
+    cache: RetainedCache, index: int, rows: Sequence[Chosen], retentions: Sequence[Retention], padding: Tensor | None,
+) -> None:
+    """Tell a layer which tokens `gather` has left in it, and evict what it left too many."""
     layer = cache.layers[index]
     assert isinstance(layer, RetainedLayer)
     kept = [kept_by_layer(one, (index,), (index,), layer.heads)[index] for one in retentions]
     before = storage_bytes([layer])
     with failing_whole(cache):
+        if isinstance(layer, RaggedLayer) and any(row.kept is not None for row in rows):
+            layer.keys, layer.values = (_without_rest(x, rows, retentions) for x in (layer.keys, layer.values))
         if not isinstance(layer, RaggedLayer):
             cache.layers[index] = change_of_layer(layer, kept, padding)()
         elif all(map(sets_agree, kept)):
@@ -79,6 +85,13 @@ def settle(cache: RetainedCache, index: int, retentions: Sequence[Retention], pa
         else:
             layer.layout = HeadLayout(tuple(positions for heads in kept for positions in heads))
     cache.bytes_freed += before - storage_bytes([cache.layers[index]])
+
+
+def _without_rest(flat: Tensor | None, rows: Sequence[Chosen], retentions: Sequence[Retention]) -> Tensor:
+    """Of each row's heads (slots, d), which were chosen as one set, the first tokens."""
+    assert flat is not None
+    parts = zip(torch.split(flat, [len(row.at) for row in rows]), retentions, strict=True)
+    return torch.cat([part[: len(kept.positions)] for part, kept in parts])
 
 
 def _dense(layer: RaggedLayer, kept: list[Tensor], padding: Tensor | None) -> DenseLayer:
@@ -111,12 +124,12 @@ def read_retentions(
         SpecError: for a token without a score.
     """
     layers = list(layers)
-    parts = [part for rows in layers for row in rows for part in (row.unscored, row.at, _bits(row.sums))]
+    parts = [part for rows in layers for row in rows for part in (row.unscored, row.kept, row.at, _bits(row.sums))]
     given = [part for part in parts if part is not None]
     at_once = torch.cat([part.to(given[0].device) for part in given]).cpu()
     host = iter(torch.split(at_once, [0 if part is None else len(part) for part in parts]))
     return [
-        tuple(_kept(row, next(host), next(host), next(host), ordinal, granularity) for row in rows)
+        tuple(_kept(row, next(host), next(host), next(host), next(host), ordinal, granularity) for row in rows)
         for ordinal, rows in enumerate(layers)
     ]
 
@@ -126,8 +139,9 @@ def _bits(sums: Tensor | None) -> Tensor | None:
 
 
 def _kept(
-    row: Chosen, unscored: Tensor, at: Tensor, sums: Tensor, ordinal: int, granularity: Granularity,
+    row: Chosen, unscored: Tensor, count: Tensor, at: Tensor, sums: Tensor, ordinal: int, granularity: Granularity,
 ) -> tuple[Retention, Matrix]:
+    at = at[: int(count)] if len(count) else at
     retention = _retention(row, int(unscored), at.numpy(), ordinal, granularity)
     return retention, sums.view(torch.float64).numpy().reshape(row.groups, -1)
 

@@ -36,7 +36,7 @@ from spec.backend import Backend
 from spec.budget import Budget
 from spec.errors import SpecError
 from spec.policy import LayerView, Observation, Policy, RecordingScorer, Running, Scorer, Scores, Selection
-from spec.retention import Retention
+from spec.retention import Granularity, Retention
 
 __all__ = ["DeviceChoices", "choose", "policy_on_device"]
 
@@ -90,7 +90,8 @@ class DeviceChoices:
         each = read_retentions(self.layers.values(), policy.granularity) if self.layers else []
         for layer, kept in zip(self.layers, each, strict=True):
             retentions = tuple(retention for retention, _ in kept)
-            settle(self.cache, layer, [one for one in retentions for _ in range(self.copies)], padding)
+            rows = [one for one in self.layers[layer] for _ in range(self.copies)]
+            settle(self.cache, layer, rows, [one for one in retentions for _ in range(self.copies)], padding)
             after = Nothing() if policy.cadence.every is None else ScorerRecords(policy.name, tuple(
                 _running(policy.scorer, *row, records) for row, records in zip(kept, self.records[layer], strict=True)
             ))
@@ -105,12 +106,13 @@ def _running(scorer: Scorer, retention: Retention, sums: Matrix, records: object
 
 
 def policy_on_device(policy: Policy, engine: Backend) -> Policy | None:
-    """A layerwise policy with scores on the device, if the number of tokens that it keeps depends on no score."""
+    """A layerwise policy with scores on the device, if the most tokens that it keeps depend on no score."""
     twin = with_twins(policy, replace(engine, scores=engine.tensors))
-    (select, b), scorer = _selector(policy), _host(twin.scorer)
+    (select, _), scorer = _selector(policy), _host(twin.scorer)
     known = isinstance(scorer, HeavyHitters if isinstance(twin.scorer, ValueWeighted) else SCORERS)
-    by_value = (Above, Adaptive, Competition) if b else Above
-    if not known or _function(select) not in SELECTORS or isinstance(policy.budgets, by_value):
+    if not known or _function(select) not in SELECTORS or isinstance(policy.budgets, Above):
+        return None
+    if _by_value(policy) and policy.granularity is not Granularity.HEAD:
         return None
     functions = [_function(part) for part in vars(scorer).values()]
     return twin if any(own is one for own in functions for one in engine.tensors.values()) else None
@@ -141,7 +143,13 @@ def choose(policy: Policy, engine: Backend, budget: Budget, one: Observation) ->
     at = torch.argsort((~marks).flatten().int(), stable=True)[:kept]
     lost = torch.where(unscored.any(), unscored.int().argmax(), -1)
     sums = isinstance(_host(twin.scorer), HeavyHitters)
-    return Chosen(at, lost[None], len(values), one.seen, scores.flatten()[at].double() if sums else None)
+    count = marks.sum()[None] if _by_value(policy) else None
+    return Chosen(at, lost[None], len(values), one.seen, scores.flatten()[at].double() if sums else None, count)
+
+
+def _by_value(policy: Policy) -> bool:
+    """Whether scores decide how many tokens stay: whole blocks in shares that are compared."""
+    return isinstance(policy.budgets, Adaptive | Competition) and _selector(policy)[1] > 0
 
 
 def _marks(
@@ -229,7 +237,7 @@ def _scores(scorer: Scorer, layer: int, view: LayerView, B: int, seen: int) -> T
 
 
 def _shares(policy: Policy, engine: Backend, B: int, values: Tensor, protected: BoolVector) -> tuple[Tensor, int]:
-    """Of each kept set (g,), on the device; and how many tokens stay in all of them.
+    """Of each kept set (g,), on the device; and how many tokens stay in all of them, at most.
 
     Raises:
         SpecError: if the budget does not hold the protected tokens.
@@ -238,11 +246,12 @@ def _shares(policy: Policy, engine: Backend, B: int, values: Tensor, protected: 
     free = min(B, n) * g - pinned * g
     if free < 0:
         raise SpecError("budget", B, f"must hold the {pinned} protected tokens of {policy.name}")
+    select, b = _selector(policy)
     if isinstance(policy.budgets, Adaptive | Competition):
         shares = engine.tensors[type(policy.budgets).__name__](values, free, pinned, policy.budgets.safeguard)
-        return shares, free + pinned * g
+        more = int(_touched(protected, b).sum()) * b + n % b if b else 0
+        return shares, min(g * n, free + (pinned + more) * g)
     whole = policy.budgets(B * g, Scores(cast(Any, values), np.arange(n + 1), heads=g)).clip(pinned, n)
-    select, b = _selector(policy)
     kept = whole.sum()
     if b:
         newest = whole // 2 if _function(select) is recent_half else 0 * whole

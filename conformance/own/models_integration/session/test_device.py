@@ -86,15 +86,17 @@ def test_a_session_on_a_device_is_the_session_on_the_host(name: str) -> None:
 
 @pytest.mark.law("parts-equal-the-whole")
 @pytest.mark.parametrize("budget", [0.3, 0.9, 1.0])
-@pytest.mark.parametrize("name", ["snapkv", "adakv", "nestedkv-without-continuum", "pyramidkv", "tova"])
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "adakv block", "nestedkv-without-continuum", "pyramidkv", "tova"])
 def test_padded_rows_that_are_chosen_on_the_device_are_those_of_the_host(name: str, budget: float) -> None:
     """Two prompts of different lengths, each of two rows; and a step behind them."""
     host, runs = models()[0], []
     ids = torch.cat([text(N), text(N).flip(1)]).repeat_interleave(2, dim=0)
     mask = torch.ones_like(ids)
     mask[2:, :17] = 0
+    name, *block = name.split()
     for engine in (BACKEND, None):
-        method = replace(policy_from_name(name, budget, backend="torch").on(host), engine=engine)
+        constants: dict[str, Any] = {"block": 8} if block else {}
+        method = replace(policy_from_name(name, budget, backend="torch", **constants).on(host), engine=engine)
         with Session(method, host) as run, torch.no_grad():
             logits = host(input_ids=ids, attention_mask=mask).logits[:, -1]
             step = host(input_ids=ids[:, -1:], past_key_values=run.cache).logits
