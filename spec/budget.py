@@ -75,7 +75,7 @@ def parse_budget(budget: object, argument: str = "budget") -> Budget:
     if isinstance(budget, Budget):
         return budget
     if isinstance(budget, (bool, np.bool_)):
-        raise SpecError(argument, budget, f"a bool is no budget; use {_FORMS}")
+        raise SpecError(argument, budget, f"a budget must not be a bool; use {_FORMS}")
     if isinstance(budget, str):
         return _parse_text(budget, argument)
     if isinstance(budget, Integral):

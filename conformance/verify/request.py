@@ -178,7 +178,7 @@ def parsed(arguments: Sequence[str]) -> Request:
         bound = "repeats the run of the certificate: give no option but --seed, --yes and --out"
         raise SpecError("check", str(found.check), bound)
     if found.yes and not found.check:
-        raise SpecError("yes", True, "is for --check")
+        raise SpecError("yes", True, "can be given only with --check")
     if found.seed is not None and found.seed < 0:
         raise SpecError("seed", found.seed, "must be 0 or more")
     for option, kinds in _ONLY_FOR.items():
@@ -186,9 +186,9 @@ def parsed(arguments: Sequence[str]) -> Request:
         if option == "precision" and found.method:
             continue
         if value is not None and not any(getattr(found, kind) for kind in kinds):
-            raise SpecError(option, value, f"is for {' and '.join(f'--{kind}' for kind in kinds)}")
+            raise SpecError(option, value, f"can be given only with {' or '.join(f'--{kind}' for kind in kinds)}")
     found.method = tuple(one for text in found.method or () for one in _METHODS.split(text))
     if found.policy and len(found.method) > 1:
-        raise SpecError("as", ",".join(found.method), "must be one method: a policy is one")
+        raise SpecError("as", ",".join(found.method), "must be one method: a policy is compared with one method only")
     found.profile = profile_of(found.profile or ("few" if found.quick else None))
     return Request(**vars(found), pytest=tuple(arguments[at + 1 :]))

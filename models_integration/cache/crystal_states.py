@@ -162,7 +162,7 @@ class DecodeRule:
             SpecError: where layers store different positions.
         """
         if cache.layers_differ:
-            raise SpecError("past_key_values", "layers that differ", f"{policy.name} keeps one set for the whole model")
+            raise SpecError("past_key_values", "layers that differ", f"{policy.name} needs the same tokens everywhere")
 
     def check_padded(self, policy: Policy, cache: RetainedCache) -> None:
         """Padded turns are served."""

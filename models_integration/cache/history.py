@@ -83,7 +83,7 @@ class ReadIds:
         """
         given, seen = cast(Tensor, call["input_ids"]), is_token.shape[1]
         if columns_of(call) <= seen:
-            reason = f"the cache has read {seen} already: pass the whole text again, and new tokens behind it"
+            reason = f"the cache has read {seen} already: pass the whole text again, then the new tokens"
             raise SpecError("input_ids", f"{columns_of(call)} tokens", reason)
         if columns_of(call) != given.shape[1] or len(given) < len(self.ids):
             return  # new tokens alone, or rows that the cache refuses

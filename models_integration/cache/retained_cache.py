@@ -191,7 +191,7 @@ class RetainedCache(StatefulCache):
         """
         self.check_usable()
         if not self._in_context and not self.full_layers[0].uniform:
-            raise SpecError("past_key_values", "rows that differ", "can be read inside the context manager only")
+            raise SpecError("past_key_values", "rows that differ", "can be read only inside `with policy(model)`")
         if not torch.compiler.is_compiling():
             self.check_history()
         if not isinstance(self.layers[layer_idx], CacheLayerMixin):
@@ -207,7 +207,7 @@ class RetainedCache(StatefulCache):
         """Append keys and values of new tokens, and return all stored keys and values."""
         self.check_usable()
         if self.layers_differ and not self._in_context:
-            raise SpecError("past_key_values", "layers that differ", "can be read inside the context manager only")
+            raise SpecError("past_key_values", "layers that differ", "can be read only inside `with policy(model)`")
         stored: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return stored
 
@@ -340,7 +340,7 @@ def check_adoptable(cache: Cache) -> None:
     if isinstance(cache, RetainedCache):
         cache.check_usable()
     elif type(cache) is not DynamicCache:
-        raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left to the policy")
+        raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left out")
     if cache.offloading:
         raise SpecError("past_key_values", "offloading=True", "an offloaded cache cannot be compacted")
     if cache.get_seq_length() > 0:

@@ -61,7 +61,7 @@ class DecideInSteps:
         """
         records, name = cache.continuation, policy.name
         if not isinstance(records, ScorerRecords) or records.policy != name:
-            raise SpecError("past_key_values", "tokens without records", f"{name} continues only caches made by {name}")
+            raise SpecError("past_key_values", "tokens without records", f"{name} needs a cache that {name} has made")
         stored = [len(cache.full_layers[0].head_positions(row, 0)) for row in range(len(records.rows))]
         if stored != [running.live.shape[1] for running in records.rows]:
             raise SpecError("past_key_values", "tokens without records", f"{name} has not read the last tokens")

@@ -63,10 +63,10 @@ def save_cache(
     path = _file(path)
     seen = cache.get_seq_length()
     if seen == 0:
-        raise SpecError("cache", "0 tokens", "there is nothing to save")
+        raise SpecError("cache", "0 tokens", "a cache without tokens cannot be saved")
     if isinstance(cache.continuation, ScorerRecords):
-        reason = "keeps records of single tokens, which are not saved: use one that decides at the ends of segments"
-        raise SpecError("cache", cache.continuation.policy, f"{reason}, as snapkv, or crystalcache")
+        reason = "keeps records of single tokens, which cannot be saved: use a policy that evicts after prompts"
+        raise SpecError("cache", cache.continuation.policy, f"{reason}, such as snapkv or crystalcache")
     tensors: dict[str, Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -116,7 +116,7 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
     manifest, tensors = _read(path)
     for name, own in _belongs(model, identity).items():
         if manifest.get(name) != own:
-            raise SpecError("path", path.name, f"was saved under {name} {manifest.get(name)}, this is {own}")
+            raise SpecError("path", path.name, f"was saved with {name} {manifest.get(name)}, not with {own}")
     try:
         states = _checked_states(manifest, tensors, architecture)
     except Damaged as error:
@@ -228,9 +228,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         metadata, tensors = read(path)
     except Damaged as error:
-        raise SpecError("path", path.name, "its bytes are not those that were saved") from error
+        raise SpecError("path", path.name, "is damaged: the file is not as it was saved") from error
     if metadata["format"] != FORMAT:
-        bound = f"is of format {metadata['format']}, this is {FORMAT}: read the text again, and save its cache"
+        bound = f"has format {metadata['format']}, not {FORMAT}: read the text again and save the new cache"
         raise SpecError("path", path.name, bound)
     try:
         manifest = json.loads(metadata["manifest"])

@@ -36,7 +36,7 @@ def run_put(
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
     if policy is None and budget is not None:
-        raise SpecError("budget", budget, "needs --policy, which keeps so much")
+        raise SpecError("budget", budget, "is the budget of a policy: give --policy too")
     statistics = calibration_of([policy] if policy else [], calibration)
     subject = replace(loading.subject(), calibration=statistics)
     if wrapper == "auto":
@@ -216,7 +216,7 @@ def _next_token(subject: Subject, cache: RetainedCache, ids: Sequence[int]) -> i
 
 def _existing(folder: Path, master_key: Path | None = None, limit: int | None = None) -> Archive:
     if not (folder / "objects").is_dir():
-        raise SpecError("archive", str(folder), "is no archive; `kvspec archive put` makes one")
+        raise SpecError("archive", str(folder), "is not an archive; `kvspec archive put` creates an archive")
     return Archive(folder, _keyring(folder, master_key), limit)
 
 

@@ -92,7 +92,7 @@ def check_defaults(context: typer.Context, names: Iterable[str], rules: Path) ->
     """
     for name in names:
         if getattr(context.get_parameter_source(name), "name", None) != "DEFAULT":
-            reason = f"is decided by {rules}: leave the option out, or edit that file"
+            reason = f"is set in the file {rules}: leave out the option, or edit the file"
             raise SpecError(name, context.params[name], reason)
 
 

@@ -87,5 +87,5 @@ def names_of(option: str, text: str) -> tuple[str, ...]:
     """
     names = tuple(dict.fromkeys(part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()))
     if not names:
-        raise SpecError(option, text, "must name at least one; several are separated by commas")
+        raise SpecError(option, text, "must have at least one entry; separate entries by commas")
     return names

@@ -113,7 +113,7 @@ def _checked(asked: Asked) -> Paper:
     for path in asked.files:
         if path.stem not in known:
             names = ", ".join(sorted(known)) or "no file"
-            raise SpecError("file", str(path), f"is not of this evaluation; its names are {names}")
+            raise SpecError("file", str(path), f"is not a file of this evaluation; use {names}")
     check_folder("out", asked.out, STUDY)
     return paper
 

@@ -64,7 +64,7 @@ def write_outputs(rows: Sequence[Row], table: Path | None, figure: Path | None) 
     kinds = {name: {(row["model"], repr(row.get(name))) for row in rows} for name in ONE_STUDY}
     mixed = [name for name, kind in kinds.items() if len(kind) > len(models)]
     if mixed and (table or figure):
-        reason = f"its rows are of runs that differ in {', '.join(mixed)}: give each a folder of its own"
+        reason = f"contains runs with different {', '.join(mixed)}: write each run to a separate folder"
         raise SpecError("FOLDER", f"{len(rows)} rows", reason)
     if table is not None:
         write_table(summary(rows), table)

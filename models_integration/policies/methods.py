@@ -152,7 +152,7 @@ class CrystalCache(CustomPolicy):
         if not isinstance(parameters, CrystalCacheParameters):
             raise SpecError("parameters", parameters, "must be CrystalCacheParameters")
         if stream and share.count is None:
-            raise SpecError("budget", str(share), "a stream needs a number of tokens: a fraction of it has no end")
+            raise SpecError("budget", str(share), "a stream has no end: give the budget as a number of tokens")
         parameters = replace(parameters, breath_protection=breath_protection)
         breath = ("breath",) if decode or stream else ()
         chosen = fastest("crystal", *breath) if backend == "auto" else resolve(backend)
@@ -227,7 +227,7 @@ class Published(RetentionPolicy):
 
     def __init__(self, name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> None:
         if name in _CLASSES:
-            raise SpecError("name", name, "has a class of its own; policy_from_name takes every name")
+            raise SpecError("name", name, "has a separate class: kvspec.policy_from_name accepts it")
         check_constants(name, constants)
         if "calibration" in constants_of(name):
             constants["calibration"] = _calibration(constants.get("calibration"))
@@ -319,7 +319,7 @@ def check_constants(name: str, constants: Mapping[str, object]) -> None:
 
 def _calibration(given: Calibration | str | PathLike[str] | None) -> Calibration:
     if given is None:
-        raise SpecError("calibration", None, "is needed; `kvspec calibrate` or kvspec.calibrate makes it")
+        raise SpecError("calibration", None, "is needed; `kvspec calibrate` or kvspec.calibrate makes the calibration")
     return given if isinstance(given, Calibration) else load_calibration(given)
 
 

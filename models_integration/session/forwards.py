@@ -68,7 +68,7 @@ def reading(method: Method, architecture: Architecture, cache: object, arguments
         raise SpecError("past_key_values", "0 tokens", "reading() needs a cache that has read a prompt; pass run.cache")
     span, rule = later_span(architecture.vocabulary, arguments, cache, OPEN), method.continuation
     if span.padded:
-        raise SpecError("attention_mask", "zeros", "padding is not served inside reading()")
+        raise SpecError("attention_mask", "zeros", "padding is not supported inside reading()")
     rule.before_reading(method.policy, cache)
     observed = ObservedSegment(rule.step_needs, architecture, cache)
     observed.read(span.ids, span.is_token, arguments["input_ids"].device)

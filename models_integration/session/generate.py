@@ -69,7 +69,7 @@ def _begun(call: Mapping[str, Any]) -> Call:
     config, mode = call["generation_config"], call["generation_mode"].value
     check_call({"assistant_model": call["assistant_model"]}, vars(config))
     if mode not in _MODES:
-        raise SpecError("generate", mode, f"is not served inside a context: {', '.join(_MODES)} are")
+        raise SpecError("generate", mode, f"is not supported inside `with policy(model)`: use {' or '.join(_MODES)}")
     if getattr(config, "is_assistant", False):
         raise SpecError("assistant_model", "this model", _GENERATE["assistant_model"])
     copies = max(config.num_beams or 1, config.num_return_sequences or 1)
@@ -97,8 +97,8 @@ def check_call(*stated: Mapping[str, object]) -> None:
             raise SpecError(name, shown, reason)
     guidance = effective("guidance_scale")
     if guidance not in (None, 1):
-        raise SpecError("guidance_scale", guidance, "is not served: it reads other tokens into a second cache")
+        raise SpecError("guidance_scale", guidance, "is not supported: it needs a second cache")
     if effective("use_cache") is False:
         raise SpecError("use_cache", False, "must be on: there is no cache to compact")
     if effective("prefill_chunk_size") is not None and effective("token_healing"):
-        raise SpecError("token_healing", True, "changes the prompt's length: not beside prefill_chunk_size")
+        raise SpecError("token_healing", True, "changes the prompt: leave out prefill_chunk_size")

@@ -105,7 +105,7 @@ def _check_images(architecture: Architecture, arguments: Mapping[str, object], n
         if reads_attention(needs):
             raise SpecError(name, "given", _BOTH_WAYS)
         if isinstance(cache, RetainedCache) and cache.get_seq_length() > 0:
-            raise SpecError(name, "given", "images, video and sound come with the first prompt: use a new cache")
+            raise SpecError(name, "given", "images, video and sound can only be in the first prompt: use a new cache")
 
 
 def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> Arguments:
@@ -126,7 +126,7 @@ def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> A
         raise SpecError("use_cache", False, "must be on: there is no cache to compact")
     cache = arguments.get("past_key_values")
     if cache is not None and not isinstance(cache, Cache):
-        raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left to the policy")
+        raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left out")
     if arguments.get("is_causal") is False:
         raise SpecError("is_causal", False, "must be omitted or True: policies evict from causal attention only")
     return cast(Arguments, {name: value for name, value in arguments.items() if value is not None})
@@ -216,7 +216,7 @@ def step_span(vocabulary: int, arguments: Arguments, cache: RetainedCache) -> Fo
     """
     span = later_span(vocabulary, arguments, cache, OPEN)
     if span.padded:
-        raise SpecError("attention_mask", "zeros", "a decode step has a token in each row")
+        raise SpecError("attention_mask", "zeros", "a decode step must have a token in each row")
     return span
 
 
@@ -264,7 +264,7 @@ def check_rehearsed(needs: Needs, span: ForwardSpan) -> None:
         SpecError: where rows are padded: the chunks of their contexts would differ.
     """
     if needs.rehearsal is not None and span.padded:
-        raise SpecError("attention_mask", "zeros", "prompts that are rehearsed must have no padding")
+        raise SpecError("attention_mask", "zeros", "this policy repeats the prompts: they must have no padding")
 
 
 def check_tokens(is_token: Tensor) -> None:
@@ -280,7 +280,7 @@ def check_tokens(is_token: Tensor) -> None:
     if fewest < 2:
         raise SpecError("input_ids", f"{fewest} tokens", "one query is a decode step, not a segment")
     if not bool(is_token[:, -1].all()):
-        raise SpecError("attention_mask", "zeros", "right padding is not served: the last column decides what follows")
+        raise SpecError("attention_mask", "zeros", "right padding is not supported: pad on the left")
 
 
 def _read_tokens(

@@ -158,13 +158,13 @@ class Session:
             if self.cache is not None:
                 self.cache.fail("a decode step was wrong")
             reason = f"each id must lie in [0, {self._architecture.vocabulary}), and masks and positions must continue"
-            raise SpecError("input_ids", "a decode step", f"{reason} what was seen")
+            raise SpecError("input_ids", "a decode step", f"{reason} the tokens seen so far")
 
     def _before(
         self, decoder: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object],
     ) -> tuple[tuple[()], dict[str, object]]:
         if self._hold.is_elsewhere:
-            reason = "generate is running on it in another thread, under a policy: join that thread first"
+            reason = "generate is running on this model in another thread, under a policy: join that thread first"
             raise SpecError("model", self._architecture.name, reason)
         # A forward that was interrupted, by Ctrl-C for one, has not passed `_after`.
         self._abandon()
@@ -193,7 +193,7 @@ class Session:
         if call is self._call:
             return
         if call is not NO_CALL and self._block == "prompt()":
-            raise SpecError("prompt()", "generate", "generate reads a prompt of its own: call it outside the block")
+            raise SpecError("prompt()", "generate", "generate reads a separate prompt: call it outside run.prompt()")
         self._stream.check_beams(call.beams)
         if not self._stream.endless:
             self._drop("a prompt was left half way")
@@ -346,7 +346,7 @@ class Session:
         """A block of forwards that are read in another way than outside it."""
         in_generate = call_under_way(self._architecture.decoder, self._call) is not NO_CALL
         if self._block or in_generate or not self._hold.is_open:
-            raise SpecError(block, "a block", "belongs inside the context, and neither in another nor in generate")
+            raise SpecError(block, "a block", "must be inside `with policy(model)`, not in another block or generate")
         self._stream.check_block(block)
         self._drop("a prompt was left half way")
         self._block = block

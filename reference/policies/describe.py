@@ -131,7 +131,7 @@ def describe_policy(name: str) -> PolicyDescription:
         SpecError: if no policy of kvspec has this name. Your own policy has no description.
     """
     if check_name(name) not in NAMES:
-        raise SpecError("name", name, "has no description: it is a policy of your own")
+        raise SpecError("name", name, "has no description: give a name that `kvspec policies` lists")
     row, policy = POLICIES[name.removeprefix(DIVERSE)], example_policy(name)
     needs = policy.scorer.needs
     stepping = policy.cadence.every is not None

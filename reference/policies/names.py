@@ -111,7 +111,7 @@ def own_policy(name: str, argument: str = "name") -> Plugin:
     found = find_plugin(argument, name, ENTRY_POINTS, NAMES)
     if not isinstance(found.value, Policy):
         kind = type(found.value).__name__
-        bound = f"must be a Policy, as kvspec.policy_from_score makes one; is a {kind}"
+        bound = f"must be a Policy, such as kvspec.policy_from_score returns, not a {kind}"
         raise SpecError(argument, name, bound)
     return found
 

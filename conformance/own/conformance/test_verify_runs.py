@@ -378,7 +378,7 @@ def test_an_unknown_profile_and_missing_torch_are_refused(
         ({"backend": "numpy", "precision": "float16"}, "precision = 'float16': must be one of float64, float32"),
         ({"policy": "snapkv", "profile": "fast"}, "profile = 'fast': must be one of few"),
         ({"policy": "snapkv", "seed": "7"}, "seed = '7': must be a number"),
-        ({"policy": "snapkv", "timeout": 3.0}, "timeout = 3.0: is for --command"),
+        ({"policy": "snapkv", "timeout": 3.0}, "timeout = 3.0: can be given only with --command"),
         ({"policy": "nothing:HERE"}, "nothing:HERE"),
     ],
 )

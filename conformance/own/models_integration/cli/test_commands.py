@@ -307,7 +307,7 @@ def test_a_tenant_s_name_is_shown_as_it_was_typed(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("put", "nowhere.txt"), "TEXT = 'nowhere.txt'"),
-        (("list",), "is no archive"),
+        (("list",), "is not an archive"),
         (("inject", "0" * 64, "--ask", "x", "--new-tokens", "0"), "new_tokens = 0"),
         (("get", "0" * 64, "--model", "/nowhere"), "model = '/nowhere'"),
         (("put", __file__, "--device", "cuda:77"), "device = 'cuda:77'"),

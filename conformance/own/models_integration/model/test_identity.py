@@ -330,7 +330,7 @@ def test_a_model_with_other_values_behind_the_first_is_another_model_everywhere(
     with StreamingLLM(20)(model):
         at_once(model, ids, cache)
     save_cache(cache, model, tmp_path / "cache")
-    with pytest.raises(SpecError, match="was saved under weights"):
+    with pytest.raises(SpecError, match="was saved with weights"):
         load_cache(tmp_path / "cache", other)
     with Archive(tmp_path / "archive") as archive:
         key = Library(archive, model, VOCABULARY, "alice").put([5, 6, 7])

@@ -109,17 +109,17 @@ def test_an_empty_block_changes_nothing() -> None:
 def test_a_block_belongs_inside_its_context_and_stands_alone() -> None:
     model = build("llama")
     run = METHODS["crystalcache"]()(model)
-    with pytest.raises(SpecError, match="belongs inside the context"), run.prompt():
+    with pytest.raises(SpecError, match="must be inside `with policy"), run.prompt():
         raise AssertionError
     with run:
         with run.prompt():
-            with pytest.raises(SpecError, match="belongs inside the context"), run.prompt():
+            with pytest.raises(SpecError, match="must be inside `with policy"), run.prompt():
                 raise AssertionError
-            with pytest.raises(SpecError, match="reads a prompt of its own"):
+            with pytest.raises(SpecError, match="reads a separate prompt"):
                 greedy(model, prompt(N), 2)
         greedy(model, prompt(N), 2)
         assert run.kept is not None
-    with pytest.raises(SpecError, match="belongs inside the context"), run.prompt():
+    with pytest.raises(SpecError, match="must be inside `with policy"), run.prompt():
         raise AssertionError
 
 
@@ -297,10 +297,10 @@ def other_rows(model: PreTrainedModel, run: Session, cache: RetainedCache) -> No
 
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(("wrong", "words"), [
-    (padded_question, "padding is not served inside reading"),
+    (padded_question, "padding is not supported inside reading"),
     (generated, "needs a cache that has read a prompt"),
-    (nested, "belongs inside the context"), (inside_a_prompt, "belongs inside the context"),
-    (around_a_prompt, "belongs inside the context"), (before_a_prompt, "needs a cache that has read a prompt"),
+    (nested, "must be inside `with policy"), (inside_a_prompt, "must be inside `with policy"),
+    (around_a_prompt, "must be inside `with policy"), (before_a_prompt, "needs a cache that has read a prompt"),
     (without_a_cache, "needs a cache that has read a prompt"), (other_rows, "the cache has 1 rows"),
 ])
 def test_what_is_no_reading_is_refused_and_changes_nothing(
@@ -315,7 +315,7 @@ def test_what_is_no_reading_is_refused_and_changes_nothing(
         assert live_sets(cache) == before
         with run.reading():
             at_once(model, prompt(4), cache)
-    with pytest.raises(SpecError, match="belongs inside the context"), run.reading():
+    with pytest.raises(SpecError, match="must be inside `with policy"), run.reading():
         raise AssertionError
 
 

@@ -239,7 +239,7 @@ def test_what_a_session_did_can_be_copied(copied: Callable[[Any], Any]) -> None:
         assert twin.kept.tolist() == run.kept.tolist()  # type: ignore[union-attr]
         with pytest.raises(SpecError, match="a session runs once"), twin:
             raise AssertionError
-        with pytest.raises(SpecError, match="belongs inside the context"), twin.reading():
+        with pytest.raises(SpecError, match="must be inside `with policy"), twin.reading():
             raise AssertionError
 
 

@@ -195,7 +195,7 @@ def check_image(name: str, policy: RetentionPolicy) -> Any:
             assert relative(at_once(model, ids, cache), masked.read(ids)) < BOUND
             kept = live_sets(cache)
             masked.keep(list(kept.values()))
-        with pytest.raises(SpecError, match="come with the first prompt"):
+        with pytest.raises(SpecError, match="can only be in the first prompt"):
             at_once(model, prompt(5), cache, pixel_values=given["pixel_values"])
     assert run.bytes_freed > 0
     return kept

@@ -277,13 +277,13 @@ def test_no_diversity_is_the_policy_itself_bit_for_bit(name: str) -> None:
 
 
 CHANGED: list[tuple[str, Callable[[], RetentionPolicy], str]] = [
-    ("adakv", lambda: StreamingLLM(20), "keeps one set for the whole model"),
-    ("adakv", lambda: method("chunkkv"), "keeps one set for a whole layer"),
+    ("adakv", lambda: StreamingLLM(20), "needs the same tokens everywhere"),
+    ("adakv", lambda: method("chunkkv"), "needs the same tokens in all heads"),
     ("adakv", lambda: Published("defensivekv", 0.3, W=8), "compares layers or heads token by token"),
     ("snapkv", lambda: CustomPolicy(diverse(snapkv(W=8)), parse_budget(0.3)), "layers or heads token by token"),
     ("chunkkv", lambda: CustomPolicy(chunkkv(W=8, N_reuse=2), 0.3), "layers or heads token by token"),
-    ("tova", lambda: method("h2o"), "h2o continues only caches made by h2o"),
-    ("adakv", lambda: method("h2o"), "h2o continues only caches made by h2o"),
+    ("tova", lambda: method("h2o"), "h2o needs a cache that h2o has made"),
+    ("adakv", lambda: method("h2o"), "h2o needs a cache that h2o has made"),
     ("streamingllm", METHODS["crystalcache"], "under a different policy"),
 ]
 

@@ -98,12 +98,12 @@ CACHES: list[tuple[str, int, str]] = [
     *(("filled", n, "past_key_values = '5 tokens': must be empty before a prompt") for n in (N, 1, 3)),
 ]
 GENERATE: list[tuple[dict[str, Any], str]] = [
-    ({"prefill_chunk_size": 16, "token_healing": True}, "token_healing = True: changes the prompt's length"),
+    ({"prefill_chunk_size": 16, "token_healing": True}, "token_healing = True: changes the prompt"),
     *(({"cache_implementation": kind}, f"cache_implementation = '{kind}'") for kind in (
         "static", "offloaded", "quantized",
     )),
     ({"use_cache": False}, "use_cache = False"), ({"prompt_lookup_num_tokens": 3}, "assisted decoding"),
-    ({"use_mtp": True}, "assisted decoding"), ({"guidance_scale": 2.0}, r"guidance_scale = 2\.0: is not served"),
+    ({"use_mtp": True}, "assisted decoding"), ({"guidance_scale": 2.0}, r"guidance_scale = 2\.0: is not supported"),
     ({"inputs_embeds": torch.zeros(1, N, 48)}, "inputs_embeds = 'Tensor'"),
 ]
 
@@ -333,7 +333,7 @@ def test_what_differs_can_be_read_inside_the_context_only(name: str) -> None:
         at_once(model, ids, cache, attention_mask=mask)
     before = live_sets(cache)
     for n in (1, 3):
-        with pytest.raises(SpecError, match="can be read inside the context manager only"):
+        with pytest.raises(SpecError, match="can be read only inside `with policy"):
             at_once(model, prompt(n).repeat(rows, 1), cache)
     assert live_sets(cache) == before
 
@@ -378,7 +378,7 @@ def test_steps_need_equal_shares_and_their_records_are_not_saved(tmp_path: Path)
     with chosen(model), torch.no_grad(), pytest.raises(SpecError, match="only with equal shares"):
         model(input_ids=prompt(PROMPT))
     _, cache = read_prompt(model, method("h2o"))
-    with pytest.raises(SpecError, match=r"cache = 'h2o': keeps records of single tokens, .* as snapkv, or"):
+    with pytest.raises(SpecError, match=r"cache = 'h2o': keeps records of single tokens, .* such as snapkv or"):
         save_cache(cache, model, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
 

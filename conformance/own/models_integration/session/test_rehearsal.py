@@ -206,9 +206,9 @@ def test_what_is_not_served_is_named() -> None:
     model, ids = build("llama"), torch.cat([prompt(PROMPT), prompt(PROMPT, seed=7)])
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
-    with CustomPolicy(POLICY, 0.3)(model), pytest.raises(SpecError, match="rehearsed must have no padding"):
+    with CustomPolicy(POLICY, 0.3)(model), pytest.raises(SpecError, match="must have no padding"):
         model(input_ids=ids, attention_mask=mask)
-    with pytest.raises(SpecError, match="rehearsed must have no padding"):
+    with pytest.raises(SpecError, match="must have no padding"):
         observe(model, ids, mask, replace(EVERYTHING, rehearsal=PLAN))
     for other in (EVERYTHING, replace(EVERYTHING, rehearsal=replace(PLAN, chunk=24))):
         with pytest.raises(SpecError, match="must have been made with all that is needed"):

@@ -171,11 +171,11 @@ def test_a_flipped_byte_is_refused_wherever_it_is(tmp_path: Path) -> None:
             data = bytearray(whole)
             data[place] ^= flip
             path.write_bytes(data)
-            with pytest.raises(SpecError, match="its bytes are not those that were saved"):
+            with pytest.raises(SpecError, match="is damaged: the file is not as it was saved"):
                 load_cache(path, model)
     for torn in (b"", whole[:50], whole[:-1], whole + b" ", whole[: head + 3]):
         path.write_bytes(torn)
-        with pytest.raises(SpecError, match="its bytes are not those that were saved"):
+        with pytest.raises(SpecError, match="is damaged: the file is not as it was saved"):
             load_cache(path, model)
     path.write_bytes(whole)
     same(load_cache(path, model), cache)
@@ -201,12 +201,12 @@ def other_heads() -> PreTrainedModel:
 
 
 OTHERS: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
-    "weights": ("was saved under weights", other_weights),
-    "family": ("was saved under weights", lambda: build("qwen2")),
-    "dtype": ("was saved under weights", lambda: build("llama", dtype=torch.bfloat16)),
-    "config": ("was saved under config", other_heads),
-    "base": ("was saved under rotation", lambda: other_rotation(rope_type="default", rope_theta=5e5)),
-    "scaling": ("was saved under rotation", lambda: other_rotation(
+    "weights": ("was saved with weights", other_weights),
+    "family": ("was saved with weights", lambda: build("qwen2")),
+    "dtype": ("was saved with weights", lambda: build("llama", dtype=torch.bfloat16)),
+    "config": ("was saved with config", other_heads),
+    "base": ("was saved with rotation", lambda: other_rotation(rope_type="default", rope_theta=5e5)),
+    "scaling": ("was saved with rotation", lambda: other_rotation(
         rope_type="linear", factor=2.0, rope_theta=1e4,
     )),
 }
@@ -230,12 +230,12 @@ def test_a_file_of_another_specification_or_format_is_refused_by_name(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot_module, "SPEC_VERSION", "0.0.9")
         save_cache(cache, model, tmp_path / "cache")
-    with pytest.raises(SpecError, match=r"was saved under spec 0\.0\.9, this is"):
+    with pytest.raises(SpecError, match=r"was saved with spec 0\.0\.9, not with"):
         load_cache(tmp_path / "cache", model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot_module, "FORMAT", "kvspec-cache/1")
         save_cache(cache, model, tmp_path / "cache")
-    with pytest.raises(SpecError, match="is of format kvspec-cache/1, this is kvspec-cache/3: read the text again"):
+    with pytest.raises(SpecError, match="has format kvspec-cache/1, not kvspec-cache/3: read the text again"):
         load_cache(tmp_path / "cache", model)
 
 
@@ -243,7 +243,7 @@ def test_a_file_of_another_specification_or_format_is_refused_by_name(
 def test_nothing_is_not_saved(tmp_path: Path) -> None:
     model = build("llama")
     cache = RetainedCache(model.config)
-    with pytest.raises(SpecError, match="there is nothing to save"):
+    with pytest.raises(SpecError, match="a cache without tokens cannot be saved"):
         save_cache(cache, model, tmp_path / "cache")
     at_once(model, prompt(5), cache)
     cache.fail("gone")

@@ -303,7 +303,7 @@ def test_the_offset_added_to_slot_numbers_gives_positions() -> None:
 @pytest.mark.law("refused-before-anything-changes")
 def test_the_offset_of_differing_rows_is_refused_outside_the_context() -> None:
     offset = SlotOffset(6, StoredRows(torch.tensor([[0, 3], [EMPTY, 2]]), torch.tensor([9, 4])))
-    with pytest.raises(SpecError, match="inside the context manager only"):
+    with pytest.raises(SpecError, match="can be read only inside `with policy"):
         torch.arange(3) + offset
     with pytest.raises(SpecError, match="not used in"):
         torch.arange(3) * offset

@@ -329,7 +329,7 @@ def test_weights_of_pieces_are_refused_and_those_of_a_segment_served() -> None:
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_what_a_stream_does_not_serve_is_named() -> None:
-    with pytest.raises(SpecError, match=r"budget = '0\.5': a stream needs a number of tokens"):
+    with pytest.raises(SpecError, match=r"budget = '0\.5': a stream has no end: give the budget"):
         CrystalCache(0.5, ENDS, PARAMETERS, "numpy", stream=True)
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with streaming()(model) as run:

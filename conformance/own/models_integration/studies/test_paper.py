@@ -284,7 +284,7 @@ def test_shipped_papers_name_what_there_is(name: str, quick: bool) -> None:
     ("options", "change", "reason"),
     [
         (("--part", "two"), ("", ""), "part = 'two': must be one of latency, memory, one, by-length"),
-        (("--file", "musique.jsonl"), ("", ""), "musique.jsonl': is not of this evaluation; its names are hotpotqa"),
+        (("--file", "musique.jsonl"), ("", ""), "musique.jsonl': is not a file of this evaluation; use hotpotqa"),
         ((), ('rows = ["model"]', 'rows = ["mode"]'), "table by-length: axes = 'mode': must be one of model, policy"),
         ((), ("crystalcache = [0.75]", "crystalcache = []"), "must have a figure for each published column"),
         ((), ('parts = ["files"]', 'parts = ["file"]'), "table files: parts = 'file': must be one of needle, files"),

@@ -227,7 +227,7 @@ def test_a_launch_of_unknown_parts_is_refused(given: dict[str, Any], argument: s
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_sweep_s_file_and_the_options_of_a_grid_exclude_each_other(rules: Path, tmp_path: Path) -> None:
     found = swept(rules, tmp_path / "out", "--length", "300")
-    assert str(found.exception) == f"length = '300': is decided by {rules}: leave the option out, or edit that file"
+    assert str(found.exception) == f"length = '300': is set in the file {rules}: leave out the option, or edit the file"
     assert not (tmp_path / "out").exists()
 
 
