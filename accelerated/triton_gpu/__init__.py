@@ -1,1 +1,1 @@
-"""Triton on CUDA, or in its interpreter. S1 is float32; S2 to S6 are float64 and sum in the stated order."""
+"""Backend `triton` for CUDA, or Triton's interpreter. S1 uses float32; S2 to S6 use float64 and add in fixed order."""

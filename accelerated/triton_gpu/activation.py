@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Decode: the norms of cached keys, where they lie (Section 3.8(a))."""
+"""Decode: norms of cached keys, on the device of the keys (Section 3.8(a))."""
 
 import numpy as np
 import torch
@@ -47,10 +47,10 @@ def mean_inverse_norms(
 
 
 def inverse_key_norms(k: DeviceArray) -> Vector:
-    """Inverse norms (n,) of keys (H_kv, n, d), which are read where they lie.
+    """Return each token's mean of 1 / ||k|| over the KV heads, (n,), for keys (H_kv, n, d) on their device.
 
     Raises:
-        SpecError: for a type, shape, dtype, device or value that the kernels do not take.
+        SpecError: if the kernels do not accept the type, shape, dtype, device or a value of the keys.
     """
     keys = key_tensor(k)
     heads, n, d = keys.shape

@@ -1,4 +1,4 @@
-"""Triton as a backend: `backend="triton"`."""
+"""The backend `triton`."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ require_device()
 
 
 class _OnDevice:
-    """S1 to S6 as Triton kernels; the essay's forms and the extensions beyond the paper stay on the host."""
+    """S1 to S6 as Triton kernels. The essay's formulas and the extensions beyond the paper run on the host."""
 
     coattention = staticmethod(coattention)
 
@@ -85,7 +85,7 @@ class _OnDevice:
 
 
 class _NestedKVOnDevice:
-    """NestedKV's score, on the device to the last sum."""
+    """NestedKV's score, computed fully on the device."""
 
     anomaly_score = staticmethod(anomaly_score)
 

@@ -1,7 +1,7 @@
-"""S1: what the observed layer's attention says of each token (Section 3.2), streamed.
+"""S1: salience and neighbours of each token from the attention of the observed layer (Section 3.2), streamed.
 
-The two large buffers, the peaks of tiles and the attention inside chunks, are made for stripes of the
-segment, so that they stay small at any length; no (n, n) array exists. The host waits once, for the result.
+The two large buffers (maxima of tiles, and attention inside chunks) cover only a stripe of the segment, so they are
+small at any length. No (n, n) array is made. The host waits only once, for the result.
 """
 
 import math
@@ -153,12 +153,12 @@ def coattention(
     q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters, scaling: float,
     softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None,
 ) -> CoAttention:
-    """S1 in float32 with the tiles of the launch table; the same bits on every run.
+    """Return the result of S1, computed in float32 with the tiles of the launch table. Every run returns the same bits.
 
     Implements: CC-ATTENTION, CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
 
     Raises:
-        SpecError: for inputs that the kernels do not take, before any launch.
+        SpecError: if the kernels do not accept an input. The error is raised before any launch.
     """
     on_device = attention_tensors(q, k)
     width = max(16, triton.next_power_of_2(on_device[0].shape[2]))
@@ -174,7 +174,7 @@ def coattention_of(
     q: Tensor, k: Tensor, positions: IntVector, p: CrystalCacheParameters, scaling: float,
     softcap: float | None, tiles: AttentionTiles, lse: Tensor | None = None, sinks: Tensor | None = None,
 ) -> CoAttention:
-    """S1 of checked tensors with given tiles."""
+    """Return the result of S1 for checked tensors and given tiles."""
     for name in ("k_intra", "k_cross"):
         if getattr(p, name) > LONGEST_LIST:
             raise SpecError(name, getattr(p, name), f"this backend keeps at most {LONGEST_LIST} neighbours")

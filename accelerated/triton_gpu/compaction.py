@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""S6: what compaction does to one layer's cache (Section 3.7), and where a mask holds."""
+"""S6: compaction of one layer's cache (Section 3.7), and the indices at which a mask is 1."""
 
 import numpy as np
 import torch
@@ -55,10 +55,10 @@ def places(mask: Tensor) -> Tensor:
 
 
 def compact(K: Tensor, V: Tensor, R: IntVector) -> tuple[Tensor, Tensor]:
-    """Keys and values (H_kv, n, d) of the kept positions R, in new tensors; each keeps its bits and rotation.
+    """Copy the keys and values (H_kv, n, d) of the kept positions R to new tensors. Bits and RoPE are unchanged.
 
     Raises:
-        SpecError: for tensors of another rank, elsewhere than the kernels run, or positions outside them.
+        SpecError: if a tensor has a wrong rank or is on a wrong device, or if a position is outside [0, n).
     """
     for name, x in (("K", K), ("V", V)):
         if x.ndim != 3 or x.dtype.itemsize not in BITS:
@@ -85,6 +85,6 @@ def _gathered(X: Tensor, rows: Tensor) -> Tensor:
 
 
 def positions_of(mask: Tensor) -> IntVector:
-    """`places` on the host."""
+    """Return the result of `places` as a NumPy array."""
     found: IntVector = download(places(mask), np.int64)
     return found

@@ -48,7 +48,7 @@ def logistic(DEGREE, MOMENTS, STEEPNESS, D, m, LANES: tl.constexpr):
 
 
 def crystallization(degree: Vector, s: float, epsilon: float) -> Vector:
-    """D (m,) of the degrees."""
+    """Return D (m,) from the degrees (m,)."""
     m = len(degree)
     deg = upload(degree, np.float64)
     found = torch.empty(2, dtype=torch.float64, device=deg.device)

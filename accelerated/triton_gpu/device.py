@@ -1,4 +1,4 @@
-"""Where Triton runs in this process, and what may be handed to it."""
+"""Device of the backend `triton` in this process, and checks of its inputs."""
 
 import os
 from collections.abc import Sequence
@@ -30,10 +30,11 @@ Tensor = torch.Tensor
 
 
 def require_device() -> None:
-    """Refuse a process in which no kernel can run.
+    """Check that kernels can run in this process.
 
     Raises:
-        BackendUnavailable: without CUDA and without the interpreter, or on a device too small for the launch table.
+        BackendUnavailable: if there is neither CUDA nor the interpreter, or if the device is too small for the launch
+            table.
     """
     if INTERPRETED:
         return
@@ -51,38 +52,40 @@ def require_device() -> None:
 
 
 def shared_memory() -> int:
-    """Bytes of shared memory that one program may take on the current device."""
+    """Return the bytes of shared memory that one program can use on the current device."""
     utils = triton.runtime.driver.active.utils
     return int(utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"])
 
 
 def default_device() -> torch.device:
-    """Where NumPy arrays are copied to."""
+    """Return the device to which NumPy arrays are copied."""
     return torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def upload(array: np.ndarray[Any, Any], dtype: Any, device: torch.device | None = None) -> Tensor:
-    """A NumPy array on the device, contiguous; the array itself may be read-only."""
+    """Copy a NumPy array to the device as a contiguous tensor. The array may be read-only."""
     return torch.from_numpy(np.array(array, dtype=dtype, order="C")).to(device or default_device())
 
 
 def download(tensor: Tensor, dtype: Any) -> Any:
-    """A tensor as a NumPy array on the host."""
+    """Copy a tensor to the host as a NumPy array."""
     return tensor.cpu().numpy().astype(dtype, copy=False)
 
 
 def takes(x: DeviceArray) -> bool:
-    """Whether the kernels read this tensor where it is."""
+    """Return True if the kernels read this tensor on its device."""
     if not isinstance(x, torch.Tensor) or x.device.type != default_device().type:
         return False
     return x.dtype in (torch.float32, torch.float16) or (x.dtype == torch.bfloat16 and not INTERPRETED)
 
 
 def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
-    """q (H, n, d) and k (H_kv, live, d) on one device, of one dtype, arrays of two in float32; tensors are not copied.
+    """Return q (H, n, d) and k (H_kv, live, d) as tensors of one device and dtype. Tensors are not copied.
+
+    Arrays with two different dtypes become float32.
 
     Raises:
-        SpecError: for a type, shape, dtype, device or value that the kernels do not take.
+        SpecError: if the kernels do not accept the type, shape, dtype, device or a value.
     """
     if isinstance(q, torch.Tensor) != isinstance(k, torch.Tensor):
         raise SpecError("k", type(k).__name__, f"must be of q's kind, {type(q).__name__}")
@@ -95,10 +98,10 @@ def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
 
 
 def lse_tensor(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
-    """lse (H, n) of the queries q (H, n, d) in float32 on their device, if it is given; a tensor is not copied.
+    """Return lse (H, n), if given, as a float32 tensor on the device of q (H, n, d). A tensor is not copied.
 
     Raises:
-        SpecError: for a type, shape, dtype, device or value that the kernels do not take.
+        SpecError: if the kernels do not accept the type, shape, dtype, device or a value.
     """
     if lse is None:
         return None
@@ -116,10 +119,10 @@ def lse_tensor(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
 
 
 def key_tensor(k: DeviceArray) -> Tensor:
-    """k (H_kv, n, d) on a device, a float64 array in its own precision; a tensor is not copied.
+    """Return k (H_kv, n, d) as a tensor on a device. A float64 array stays float64. A tensor is not copied.
 
     Raises:
-        SpecError: as `attention_tensors`.
+        SpecError: as in `attention_tensors`.
     """
     keys = _checked("k", k, (*KEPT, np.float64))
     _check_finite("k", keys, k)

@@ -16,9 +16,10 @@ __all__ = ["dissolve", "kept_tokens"]
 
 @triton.jit
 def kept_tokens(size, before, c_0, N_min):
-    """Eq. 32 and 33 in closed form: tokens that a trunk keeps when `before` tokens rank below it.
+    """Return the number of tokens that a trunk keeps, by Eq. 32 and 33 in closed form.
 
-    The loop's remaining cut is c_0 - before as long as it is positive, since only its last step overshoots.
+    `before` is the number of tokens of the trunks with lower scores. In the loop of Eq. 32 the remaining cut is
+    c_0 - before while positive, because only the last step overshoots.
     """
     rest = before + size - c_0
     partial = tl.where(rest >= tl.maximum(N_min, 1), rest, 0)
@@ -84,7 +85,7 @@ def weaken(D, KEPT, SIZE, RATIO, D_AFTER, m, LANES: tl.constexpr):
 def dissolve(
     score: Vector, offsets: IntVector, M: Vector, D: Vector, protected: BoolVector, B: int, N_min: int,
 ) -> tuple[IntVector, Vector, Vector]:
-    """Kept positions, r and D after the eviction."""
+    """Return kept positions, r and D after the eviction."""
     m, first = len(offsets) - 1, int(offsets[0])
     sizes = np.diff(offsets)
     size = upload(sizes, np.int64)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""S4: the graph between trunks (Section 3.5). torch sorts; every sum is a lane that adds left to right."""
+"""S4: the trunk graph (Section 3.5). torch sorts the edges. Each sum is computed by one lane, from left to right."""
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ def pair_weights(KEY, TOTAL, START, SIZE, TAU, W, SURVIVES, pairs, m, LANES: tl.
 def trunk_graph(
     coattention: CoAttention, offsets: IntVector, tau_edge: float,
 ) -> tuple[IntVector, IntVector, Vector, Vector]:
-    """The symmetric graph as (indptr, indices, weights) and the degrees."""
+    """Return the symmetric graph in CSR form (indptr, indices, weights), and the degrees."""
     size = upload(np.diff(offsets), np.int64)
     m = len(size)
     key, weight = _edges(coattention, size, m)

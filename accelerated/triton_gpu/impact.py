@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""S3: how distinctly each token entered the cache (Section 3.4)."""
+"""S3: impact M_i of each token, from salience and rarity (Section 3.4)."""
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ def three_largest(M, OFFSETS, M_BAR, m, LANES: tl.constexpr):
 
 
 def impact(salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters) -> Vector:
-    """M_i (n,)."""
+    """Return M_i (n,) from salience and token ids."""
     if parameters.impact == "uniform":
         return np.ones_like(salience)
     if parameters.impact == "salience":
@@ -80,7 +80,7 @@ def impact(salience: Vector, token_ids: IntVector, parameters: CrystalCacheParam
 
 
 def trunk_impact(M: Vector, offsets: IntVector) -> Vector:
-    """Mbar (m,); `offsets` index M."""
+    """Return Mbar (m,). `offsets` index M."""
     m = len(offsets) - 1
     where = upload(offsets, np.int64)
     M_bar = torch.empty(m, dtype=torch.float64, device=where.device)

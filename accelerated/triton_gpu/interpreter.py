@@ -1,4 +1,4 @@
-"""Triton's interpreter, which looks through `triton.language` anew at each call of a device function: once a launch."""
+"""A speed-up of Triton's interpreter: it patches `triton.language` once per launch, not in every device function."""
 
 from typing import Any
 
@@ -11,10 +11,9 @@ LANGUAGES = (tl, tl.core)
 
 
 def patch_once() -> None:
-    """Have a launch replace the functions of each module once. The second replacement would be the same.
+    """Make a launch replace the functions of each module only once. Later replacements would be the same.
 
-    A third of the interpreter's time goes. Versions of Triton that keep no record of a launch's replacements are left
-    as they are.
+    This saves a third of the interpreter's time. Versions of Triton without a record of the replacements are unchanged.
     """
     if not hasattr(interpreter, "_LangPatchScope"):
         return

@@ -1,9 +1,8 @@
-"""How the kernels are launched: one literal table of tile sizes. No run-time tuning: other tiles, other bits.
+"""Launch table of the kernels: fixed tile sizes. There is no run-time tuning, because different tiles change the bits.
 
-The compiled rows are for Hopper (sm_90), chosen by what the compiler says of them: no register spills
-(float32 at 256 channels excepted). Elements of four bytes go through full float32 products, without tensor
-cores, and need small tiles. The interpreter's tiles are small too, so that a few dozen keys cross several of
-them.
+The rows for compiled kernels are for Hopper (sm_90). They were chosen by compiler reports: no register spills, except
+for float32 with 256 channels. Four-byte elements need full float32 products, without tensor cores, and therefore small
+tiles. The interpreter's tiles are small too, so a few dozen keys already span several tiles.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Shape:
-    """One kernel's tile of rows and columns, and its launch."""
+    """Tile of a kernel (rows and columns), and its launch options."""
 
     rows: int
     columns: int
@@ -33,7 +32,7 @@ class AttentionTiles:
     own: Shape
     intra: Shape
     depth: int = 32
-    """Columns of A that one step of a cosine takes."""
+    """Columns of A that one step of a cosine reads."""
     normalise: Shape = Shape(8, 256)
     tokens: int = 32
     """Tokens whose salience one program adds."""
@@ -69,12 +68,12 @@ FLOAT64 = {"enable_fp_fusion": False}
 
 
 def attention_tiles(width: int, bytes_each: int, interpreted: bool) -> AttentionTiles:
-    """S1's tiles for heads padded to `width`."""
+    """Return S1's tiles for heads padded to `width` channels."""
     return INTERPRETED if interpreted else COMPILED[max(width, 64), bytes_each]
 
 
 def nested_rows(width: int, W: int) -> int:
-    """Tokens of one tile of NestedKV's cosines: at most a window's, so that no sum is much longer than a window."""
+    """Return the tokens per tile of NestedKV's cosines: at most W, so no sum is much longer than a window."""
     rows = max(1, NESTED // max(width, 64))
     while rows > W:
         rows //= 2
@@ -82,5 +81,5 @@ def nested_rows(width: int, W: int) -> int:
 
 
 def searched_row(interpreted: bool) -> Shape:
-    """Items of one step where a program of NestedKV goes over a row again and again."""
+    """Return the items per step for programs of NestedKV that read a row several times."""
     return Shape(1, 64) if interpreted else Shape(1, 4096, 16)

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""NestedKV: two readings of the keys where they lie, one for their mean and one for all else; then a* per token.
+"""NestedKV: the kernels read the keys twice, first for the means and then for the cosines, and then compute a*.
 
-Cosines are float32; a window is a difference of sums over at most three windows, never over the prompt.
-What follows the cosines is float64, and reads 12 bytes a token and head.
+Cosines are float32. A window sum is a difference of sums over at most three windows, never over the prompt. After the
+cosines, all computation is in float64 and reads 12 bytes per token and head.
 """
 
 import math
@@ -285,10 +285,10 @@ def routed(ANOMALY, RANGES, SURPRISE, NUMBERS, SCORE, n, heads, LANES: tl.conste
 
 
 def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Matrix:
-    """a* (H_kv, n) of keys (H_kv, n, d), which are read where they lie.
+    """Return the score a* (H_kv, n) of keys (H_kv, n, d), computed on the device of the keys.
 
     Raises:
-        SpecError: for a type, shape, dtype, device or value that the kernels do not take, and for a zero key.
+        SpecError: if the kernels do not accept the type, shape, dtype, device or a value, or if a key is zero.
     """
     p, keys = parameters, key_tensor(k)
     if keys.dtype == torch.float64:

@@ -46,7 +46,7 @@ def two_paths(D, M_BAR, PROTECTED, NUMBERS, SCORE, m, SCAN: tl.constexpr):
 
 
 def score(D: Vector, M_bar: Vector, protected: BoolVector, alpha: float, epsilon: float) -> Vector:
-    """Score (m,); NaN where protected."""
+    """Return the score (m,). NaN if protected."""
     if protected.all():
         return np.full(len(D), np.nan)
     path = upload(D, np.float64)

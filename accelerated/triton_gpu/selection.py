@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The k best of each row, kept while a kernel streams over the columns; and tiles of a strided matrix."""
+"""Running top k of each row while a kernel streams over the columns; and loads of tiles of a strided matrix."""
 
 import triton
 import triton.language as tl

@@ -1,9 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """S2: trunks, the contiguous units of eviction (Section 3.3).
 
-Whether a sentence joins the running trunk depends on the trunk only through its length, up to five tokens. So
-the interfaces are weighed for each of these lengths in parallel, and the merge pass is a scan over a table of
-decisions.
+Whether a sentence joins the current trunk depends only on the length of the trunk, up to five tokens. So one kernel
+computes the decision for each length in parallel, and the merge pass reads a table of decisions.
 """
 
 import numpy as np
@@ -103,7 +102,7 @@ def merge(SENTENCES, STRONG, OFFSETS, COUNT, sentences, T_max):
 
 
 def sentence_offsets(ends: BoolVector) -> torch.Tensor:
-    """Sentence i holds tokens offsets[i] to offsets[i + 1]; on the device.
+    """Return the sentence offsets on the device: sentence i holds the tokens offsets[i] to offsets[i + 1] - 1.
 
     Implements: CC-SENTENCES
     """
@@ -115,7 +114,7 @@ def sentence_offsets(ends: BoolVector) -> torch.Tensor:
 def trunk_offsets(
     coattention: CoAttention, ends: BoolVector, parameters: CrystalCacheParameters,
 ) -> IntVector:
-    """S2 over the segment, in absolute positions."""
+    """Return the trunk offsets of the segment, in absolute positions."""
     start, p = coattention.start, parameters
     sentences = sentence_offsets(ends)
     number = len(sentences) - 1
