@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
 from conformance.own.models_integration.session.families import ENDS, METHODS, VOCABULARY, build, prompt
 from conformance.own.models_integration.session.sessions import live_sets, method
@@ -291,6 +291,18 @@ def test_a_single_decode_step_needs_no_mask() -> None:
         batch_size=1, q_length=1, kv_length=5, q_offset=10, kv_offset=SlotOffset(6, rows), allow_is_causal_skip=True
     )
     assert mask is None
+
+
+@pytest.mark.law("a-cache-like-any-other")
+def test_a_window_counts_positions_and_not_slots() -> None:
+    """Slots hold positions 0, 3, 7, 9 and 10; the queries are the last two."""
+    mask = retained_mask(sdpa_mask)(
+        batch_size=1, q_length=2, kv_length=5, q_offset=9, local_size=3, allow_is_causal_skip=True,
+        kv_offset=SlotOffset(6, StoredRows(torch.tensor([[0, 3, 7]]), torch.tensor([9]))),
+        mask_function=sliding_window_causal_mask_function(3),
+    )
+    assert mask is not None
+    assert mask[0, 0].tolist() == [[False, False, True, True, False], [False, False, False, True, True]]
 
 
 @pytest.mark.law("a-cache-like-any-other")
