@@ -111,7 +111,7 @@ def page(reports: list[Report], number: int) -> str:
         f"| {number} | 6 to 40 (PyramidKV: to 120) | 1 to 3 | 1 or 2 |", "",
         "| Window | Pool | Chunk | Sinks | Future | Lag |", "|---|---|---|---|---|---|",
         f"| {SMALL.window} | {SMALL.kernel} | {SMALL.chunk} | {SMALL.sinks} | {SMALL.future} | {SMALL.lag} |", "",
-        f"The model for the KVzip presses has {SMALL.layers} layers. It repeats the prompt in chunks of"
+        f"The model for the KVzip presses has {SMALL.layers} layers. This model repeats the prompt in chunks of"
         f" {SMALL.rehearsed} tokens, each after a template of up to 8 tokens. DMS uses a score threshold instead of the"
         " ratio.", "",
         "A *reading* is a named difference between the two implementations. If the kept sets differ on an input, the"
