@@ -43,7 +43,7 @@ def mcnemar(b: int, c: int) -> float:
 
 
 def mcnemar_mid_p(b: int, c: int) -> float:
-    """Return the mid-p of McNemar's test, which counts the observed outcome by half: less conservative, but not exact.
+    """Return the mid-p of McNemar's test: half the probability of the observed outcome counts. Less conservative.
 
     Source: Fagerland, Lydersen and Laake 2013, "The McNemar test for binary matched-pairs data".
 

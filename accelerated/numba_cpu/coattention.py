@@ -93,7 +93,7 @@ class _Chunk:
         self.cross = _no_edges(n, parameters.k_cross)
 
     def steps(self, pool: ThreadPoolExecutor) -> Iterator[bool]:
-        """Queue the blocks of each step, the longest first, when those of the step before are done."""
+        """Run the steps one after the other. Each step queues its blocks, the longest first."""
         for step, size in ((self.attend, self.size), (self.compare, SQUARE), (self.choose, SQUARE)):
             queued = [pool.submit(step, row) for row in reversed(range(0, self.n, size))]
             yield True
@@ -101,7 +101,7 @@ class _Chunk:
                 block.result()
 
     def attend(self, row: int) -> None:
-        """Everything that one block of queries says: own columns, head mean, cross neighbours."""
+        """Compute for a block of queries the column sums, the head mean, and the cross neighbours."""
         n = min(self.size, self.n - row)
         Q = self.logits.queries(slice(self.c + row, self.c + row + n))
         level = np.empty((len(Q), self.group * n), f32)

@@ -37,7 +37,7 @@ def observed(view: LayerView, W: int) -> Tensor:
 
 
 def logits(q: Tensor, k: Tensor, view: LayerView) -> Tensor:
-    """Of q (H, w, d) and k (H_kv, n, d), (H, w, n)."""
+    """Return the logits (H, w, n) of queries q (H, w, d) and keys k (H_kv, n, d)."""
     S = torch.matmul(q.reshape(len(k), -1, q.shape[2]), k.mT).view(*q.shape[:2], k.shape[1]) * view.scaling
     return S if view.softcap is None else view.softcap * torch.tanh(S / view.softcap)
 
@@ -193,7 +193,7 @@ def value_norms(v: DeviceArray) -> Tensor:
 
 
 def output_size(v: DeviceArray, W_o: DeviceArray) -> Tensor:
-    """Of the projections one head is widened at a time.
+    """Return ||W_o v||_1, averaged over the group. To save memory, W_o is converted one head at a time.
 
     Implements: PO-CRITICALKV, PO-DEFENSIVEKV
     """
@@ -205,7 +205,7 @@ def output_size(v: DeviceArray, W_o: DeviceArray) -> Tensor:
 
 
 def outputs(v: Tensor, W_o: DeviceArray) -> Iterator[tuple[int, slice, Tensor]]:
-    """By query head, what some of the tokens' values (H_kv, n, d) give the output, (rows, hidden)."""
+    """Yield for each query head and block of tokens the projected values W_o v, (rows, hidden)."""
     for head, weights in enumerate(W_o):
         own, values = on_device(weights, v.device).to(v.dtype), v[head // (len(W_o) // len(v))]
         for first in range(0, len(values), size := max(1, FLOATS // own.shape[1])):

@@ -37,7 +37,7 @@ class _OnDevice:
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
         """Implements: CC-RARITY-FORMS, CC-UNIT-IMPACT
 
-        Both by the host's function.
+        The host's function computes both items.
         """
         if parameters.impact == "unit" or parameters.rarity != "logarithm":
             return NUMBA.require_crystal().impact(salience, token_ids, parameters)
@@ -49,7 +49,7 @@ class _OnDevice:
     ) -> Trunks:
         """Implements: CC-ADAPTIVE-MERGE, CC-UNIT-TRUNK-IMPACT
 
-        Both by the host's functions.
+        The host's functions compute both items.
         """
         offsets = trunk_offsets(coattention, ends, adapted(coattention, ends, parameters))
         M_bar = trunk_impact(impact, offsets - coattention.start)
@@ -76,7 +76,7 @@ class _OnDevice:
     ) -> Dissolution:
         """Implements: CC-TIER-COUNT, CC-TIERS, CC-COVERAGE
 
-        All by the host's functions.
+        The host's functions compute all three items.
         """
         if parameters.allocation == "tiers" or parameters.coverage:
             host = NUMBA.require_crystal()

@@ -25,7 +25,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """S1's kernels for one width of heads. `softmax` counts rows of all heads that share a program."""
+    """Tiles of S1's kernels for one head dimension. `softmax` counts the rows of all heads that share a program."""
 
     softmax: Shape
     cross: Shape

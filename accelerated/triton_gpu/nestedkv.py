@@ -92,7 +92,7 @@ def stable_direction(BLOCK, STABLE, n, d, blocks, D: tl.constexpr):
 
 @triton.jit
 def cosine(unit, memory, terms):
-    """Of rows and the sums of `terms` unit keys; 0 where such a mean is negligible."""
+    """Cosines of unit keys and memories, which are sums of `terms` unit keys. 0 if the mean is negligible."""
     length = tl.sqrt(tl.sum(memory * memory, 1))
     present = length > NEGLIGIBLE * terms.to(tl.float32)
     return tl.where(present, tl.sum(unit * memory, 1) / tl.where(present, length, 1.0), 0.0)

@@ -52,9 +52,9 @@ def _repeats(view: LayerView) -> tuple[Repeat, ...]:
 def _attended(
     view: LayerView, repeats: Iterable[Repeat], N_sink: int, largest: Largest,
 ) -> Iterator[tuple[slice, Float64[Cube, "H one m"]]]:
-    """Each chunk, and the most that a query of its repeat gives each of its tokens, over the query's norm.
+    """Yield each chunk, and for its tokens the largest attention weight / query norm from the repeat of the chunk.
 
-    The sinks and the repeat itself, which is causal, stand in the denominator; the rest of the prompt does not.
+    The softmax denominator includes the sinks and, causally, the repeat; it excludes the rest of the prompt.
     """
     k = np.asarray(view.k)
     for repeat in repeats:

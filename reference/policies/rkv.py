@@ -50,7 +50,7 @@ def rkv_importance(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_k
 def rkv_redundancy(k: Float64[Matrix, "n d"]) -> Float64[Matrix, "one n"]:
     """Return the redundancy: the softmax of each key's mean cosine with the other keys.
 
-    One cosine of each row is first set to 0: the last column above 1/2, compared in float32, or column 0 without any.
+    In each row the last cosine above 1/2 (in float32) is first set to 0. If there is none, column 0 is set to 0.
 
     Implements: PO-RKV
 
