@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accelerated.torch_device.device import default_device, download, upload
+from accelerated.torch_device.device import block_rows, default_device, download, upload
 from spec.arrays import IntVector, Matrix, Vector
 from spec.policy import DeviceArray
 
@@ -18,8 +18,6 @@ __all__ = [
     "expected_attention", "expected_weights", "largest", "largest_attention", "received", "received_attention",
     "softmax",
 ]
-
-FLOATS = 2**26  # of a block's logits: 256 MiB
 
 
 def received_attention(
@@ -78,14 +76,16 @@ def _blocks(
     """Some of the queries, and their weights on the keys that these may see, (H_kv, group, rows, visible)."""
     keys = k.transpose(1, 2)
     (H, m, d), (H_kv, _, n) = q.shape, keys.shape
-    place, size = torch.arange(n, device=q.device), max(1, FLOATS // (H * n))
+    size = block_rows(q, H * n)
     for first in range(0, m, size):
         rows = q[:, first : first + size].float() * scaling
-        visible = n - m + first + rows.shape[1]
+        own = rows.shape[1]
+        visible = n - m + first + own
         S = torch.matmul(rows.reshape(H_kv, -1, d), keys[:, :, :visible].float())
         S = S if softcap is None else softcap * torch.tanh(S / softcap)
-        ahead = place[:visible] > place[visible - rows.shape[1] : visible, None]
-        S = S.view(H_kv, H // H_kv, *ahead.shape).masked_fill_(ahead, -torch.inf)
+        S = S.view(H_kv, H // H_kv, own, visible)
+        ahead = torch.ones(own, own, dtype=torch.bool, device=q.device).triu(1)
+        S[..., visible - own :].masked_fill_(ahead, -torch.inf)
         yield slice(first, first + size), softmax(S, sinks)
 
 

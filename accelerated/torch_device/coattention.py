@@ -1,7 +1,7 @@
 """S1 (Section 3.2) and the norms of cached keys in PyTorch, on the device of the tensors, with one copy to the host.
 
-Weights are float32, or float64 if q and k are float64. Sums over queries are float64. The workspace is 2 FLOATS numbers
-for the weights of a block of queries, the keys in float32, and four (C, C) matrices for a chunk.
+Weights are float32, or float64 if q and k are float64. Sums over queries are float64. The workspace is two blocks of
+the weights of `block_rows` queries, the keys in float32, and four (C, C) matrices for a chunk.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accelerated.torch_device.attention import softmax
-from accelerated.torch_device.device import download, on_device
+from accelerated.torch_device.device import block_rows, download, on_device
 from spec.arrays import IntVector, Vector
 from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
@@ -25,8 +25,6 @@ from spec.validate import (
 )
 
 __all__ = ["coattention", "inverse_key_norms"]
-
-FLOATS = 2**26
 
 
 def coattention(
@@ -84,7 +82,7 @@ def _chunk(
     Implements: CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS
     """
     H, Q = q.shape[:2]
-    first, size = k.shape[1] - Q, max(1, FLOATS // (H * k.shape[1]))
+    first, size = k.shape[1] - Q, block_rows(k, H * k.shape[1])
     h, own, cross = torch.zeros(H, Q, dtype=torch.float64, device=k.device), list[Tensor](), list[Tensor]()
     for start in range(0, Q, size):
         A = attention(q[:, start : start + size].to(k.dtype), k, first + start, scaling, softcap, sinks)

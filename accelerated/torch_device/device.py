@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spec.policy import DeviceArray
 
-__all__ = ["default_device", "download", "on_device", "takes", "upload"]
+__all__ = ["block_rows", "default_device", "download", "on_device", "takes", "upload"]
 
 
 def default_device() -> torch.device:
@@ -20,6 +20,11 @@ def default_device() -> torch.device:
 def takes(x: DeviceArray) -> bool:
     """Return True if the stages read this tensor on its device."""
     return isinstance(x, Tensor) and x.is_floating_point() and x.device.type != "mps"
+
+
+def block_rows(x: Tensor, columns: int) -> int:
+    """Rows of a block that a CPU's cache holds, or of 2**26 numbers on another device; at least 16."""
+    return max(16, (2**19 if x.device.type == "cpu" else 2**26) // columns)
 
 
 def upload(array: np.ndarray[Any, Any], dtype: Any, device: torch.device | None = None) -> Tensor:

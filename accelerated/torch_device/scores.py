@@ -1,7 +1,7 @@
 """Scores of the published policies, each with the name and the arguments of the reference's function.
 
 A score is computed where the keys are, in float32 (in float64 if the keys are), and stays there. Sums over more tokens
-than a window are float64. Workspace: the weights of a window, (H, W, n), or FLOATS numbers.
+than a window are float64. Workspace: the weights of a window, (H, W, n), or a block of `block_rows`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,14 +15,13 @@ from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
 from accelerated.torch_device.attention import expected_weights, largest, softmax
 from accelerated.torch_device.attention import received as attention_received
-from accelerated.torch_device.device import download, on_device, upload
+from accelerated.torch_device.device import block_rows, download, on_device, upload
 from spec.arrays import Matrix, Vector
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView
 
 __all__ = ["SCORES", "SCORES_OF_LAYERS"]
 
-FLOATS = 2**26
 OFFSETS = 2 ** np.arange(17)
 LEAST_DEVIATION = 1e-6
 P = ParamSpec("P")
@@ -164,9 +163,9 @@ def _redundancy(k: Tensor) -> Tensor:
     n, at = len(k), torch.arange(len(k), device=k.device)
     own = k / (torch.linalg.vector_norm(k, dim=1, keepdim=True) + 1e-8)
     total = torch.zeros(n, dtype=torch.float64, device=k.device)
-    for rows in torch.split(at, max(1, FLOATS // n)):
+    for rows in torch.split(at, block_rows(k, n)):
         C = torch.matmul(own[rows], own.T)
-        C.masked_fill_(at == rows[:, None], 0.0)
+        C.scatter_(1, rows[:, None], 0.0)
         spared = torch.where(C > 0.5, at, 0).amax(dim=1, keepdim=True)
         total += C.scatter_(1, spared, 0.0).sum(dim=0, dtype=torch.float64)
     return torch.softmax(total / n, dim=0)
@@ -208,7 +207,7 @@ def outputs(v: Tensor, W_o: DeviceArray) -> Iterator[tuple[int, slice, Tensor]]:
     """Yield for each query head and block of tokens the projected values W_o v, (rows, hidden)."""
     for head, weights in enumerate(W_o):
         own, values = on_device(weights, v.device).to(v.dtype), v[head // (len(W_o) // len(v))]
-        for first in range(0, len(values), size := max(1, FLOATS // own.shape[1])):
+        for first in range(0, len(values), size := block_rows(v, own.shape[1])):
             yield head, slice(first, first + size), torch.matmul(values[first : first + size], own)
 
 

@@ -115,7 +115,7 @@ def test_tensors_are_scored_in_float32_where_they_are(name: str, seed: int, monk
     want = values(policy, wide)
     found = values(with_twins(policy, BACKEND), inputs)
     assert all(close(got, row) for got, row in zip(found, want, strict=True))
-    monkeypatch.setattr(scores, "FLOATS", 40)
+    monkeypatch.setattr(scores, "block_rows", lambda x, columns: 2)
     again = values(with_twins(policy, BACKEND), inputs)
     assert all(close(got, row) for got, row in zip(again, found, strict=True))
 
@@ -127,7 +127,7 @@ def test_s1_of_tensors_lies_in_the_certified_box(seed: int, monkeypatch: pytest.
     rng, at = np.random.default_rng(seed), np.arange(5, 29)
     q, k = (torch.from_numpy(rng.standard_normal(shape)).bfloat16() for shape in ((4, 21, 4), (2, 24, 4)))
     inputs = AttentionInputs(q.double().numpy(), k.double().numpy(), at, TINY, 0.5, None)
-    monkeypatch.setattr(s1, "FLOATS", 200)
+    monkeypatch.setattr(s1, "block_rows", lambda x, columns: 2)
     found = BACKEND.require_crystal().coattention(q, k, at, TINY, 0.5, None)
     assert not list(stage_checks.coattention(found, inputs, "float32"))
     norms = REFERENCE.require_breath().inverse_key_norms(inputs.k)
