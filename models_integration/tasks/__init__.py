@@ -3,6 +3,7 @@
 from models_integration.tasks.assembly import Filler, TaskTokenizer
 from models_integration.tasks.metrics import is_exact_match
 from models_integration.tasks.samples import (
+    DEFAULT_FILLER,
     DEFAULT_PLACEMENT,
     DENSITIES,
     DEPTHS,
@@ -17,7 +18,6 @@ from models_integration.tasks.samples import (
     place,
     score,
 )
-from models_integration.tasks.sentences import DEFAULT_FILLER
 
 __all__ = [
     "DEFAULT_FILLER", "DEFAULT_PLACEMENT", "DENSITIES", "DEPTHS", "MAX_NEW_TOKENS", "PLACEMENTS", "TASKS", "Filler",

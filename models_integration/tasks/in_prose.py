@@ -4,8 +4,18 @@ from models_integration.tasks.assembly import Anchor, decode, joiner
 from models_integration.tasks.chat import bare
 from models_integration.tasks.context import STRATA, Ground, check_unprotected
 from models_integration.tasks.prose import weave
-from models_integration.tasks.samples import DENSITIES, Sample, distractor_anchors, draw_value, mentions_of, spaced
-from models_integration.tasks.sentences import ALL_VALUES, FRAMING_SENTENCE, NEEDLE_TEMPLATES, TOPIC_TEMPLATES
+from models_integration.tasks.samples import (
+    ALL_VALUES,
+    DENSITIES,
+    FRAMING_SENTENCE,
+    NEEDLE_TEMPLATES,
+    TOPIC_TEMPLATES,
+    Sample,
+    distractor_anchors,
+    draw_value,
+    mentions_of,
+    spaced,
+)
 from spec.errors import SpecError
 from spec.parameters import PAPER
 

@@ -5,8 +5,10 @@
 """
 
 import hashlib
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -23,21 +25,57 @@ from models_integration.tasks.assembly import (
 )
 from models_integration.tasks.chat import NO_TEMPLATE, Frame, bare
 from models_integration.tasks.metrics import FIRST_NUMBER, judge
-from models_integration.tasks.sentences import (
-    ALL_VALUES,
-    DEFAULT_FILLER,
-    FRAMING_SENTENCE,
-    NEEDLE_TEMPLATES,
-    QUESTION_FRAME,
-    TOPIC_TEMPLATES,
-)
 from spec.errors import SpecError
 
 __all__ = [
-    "CONFIRM", "DEFAULT_PLACEMENT", "DELAYED_ASSOCIATION", "DENSITIES", "DEPTHS", "DEV", "MAX_NEW_TOKENS", "NEEDLE",
-    "PLACEMENTS", "TASKS", "Placement", "Sample", "delayed_association_sample", "distractor_anchors", "draw_sample",
-    "draw_value", "generator", "mentions_of", "needle_sample", "part_of", "place", "score", "spaced",
+    "ALL_VALUES",
+    "CONFIRM",
+    "DEFAULT_FILLER",
+    "DEFAULT_PLACEMENT",
+    "DELAYED_ASSOCIATION",
+    "DENSITIES",
+    "DEPTHS",
+    "DEV",
+    "FRAMING_SENTENCE",
+    "MAX_NEW_TOKENS",
+    "NEEDLE",
+    "NEEDLE_TEMPLATES",
+    "PLACEMENTS",
+    "QUESTION_FRAME",
+    "TASKS",
+    "TOPIC_TEMPLATES",
+    "Placement",
+    "Sample",
+    "delayed_association_sample",
+    "distractor_anchors",
+    "draw_sample",
+    "draw_value",
+    "generator",
+    "mentions_of",
+    "needle_sample",
+    "part_of",
+    "place",
+    "score",
+    "spaced",
 ]
+
+ALL_VALUES = range(1000, 10_000)
+QUESTION_FRAME = "Question: {question} Answer:"
+FRAMING_SENTENCE = "The following report summarizes recent activity."
+
+_TEXTS = tomllib.loads((Path(__file__).parent / "assets" / "sentences.toml").read_text(encoding="utf-8"))
+_FACTS = {
+    name: FactTemplate(name, fact["fact"], fact["question"], fact["key"], tuple(fact["other_keys"]))
+    for name, fact in _TEXTS["facts"].items()
+}
+
+NEEDLE_TEMPLATES: tuple[FactTemplate, ...] = tuple(_FACTS[name] for name in _TEXTS["needles"])
+TOPIC_TEMPLATES: tuple[TopicTemplate, ...] = tuple(
+    TopicTemplate(_FACTS[topic["fact"]], tuple(topic["high_density"]), tuple(topic["low_density"]))
+    for topic in _TEXTS["topics"]
+)
+DEFAULT_FILLER: Filler = tuple(line for line in _TEXTS["filler"].splitlines() if line)
+
 
 NEEDLE, DELAYED_ASSOCIATION = "needle", "delayed_association"
 TASKS = (NEEDLE, DELAYED_ASSOCIATION)

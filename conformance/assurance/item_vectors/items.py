@@ -8,8 +8,8 @@ import numpy as np
 
 from conformance.assurance.item_vectors.adapters import DIVERSITY_ITEMS, INJECTION_ITEMS, NESTEDKV_ITEMS
 from conformance.assurance.item_vectors.policies import POLICY_ITEMS
+from conformance.assurance.vector_writer.brute_force import Operation
 from conformance.assurance.vector_writer.expected import OPERATIONS
-from conformance.assurance.vector_writer.operation import Operation
 from conformance.vectors.codec import (
     Item,
     call,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from conformance.assurance.proofs import eviction, shapes, words
-from conformance.assurance.proofs.claims import Claim, decide
 from conformance.assurance.proofs.source import Code
+from conformance.assurance.proofs.words import Claim, decide
 
 
 class Edit(NamedTuple):

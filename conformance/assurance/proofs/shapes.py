@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import z3
 from z3 import And, Bool, Exists, If, Implies, Int, Ints, Real, ToReal
 
-from conformance.assurance.proofs.claims import Claim
 from conformance.assurance.proofs.source import Code, Term, largest, least
+from conformance.assurance.proofs.words import Claim
 
 TOKENS = "spec/budget.py:Budget.tokens"
 EFFECTIVE = "reference/crystalcache/protection.py:effective_budget"

@@ -7,6 +7,7 @@ from fractions import Fraction
 from functools import partial
 
 from conformance.assurance.vector_writer import brute_force as plain
+from conformance.assurance.vector_writer.brute_force import Operation, direct
 from conformance.assurance.vector_writer.expected_decode import DECODE_OPERATIONS
 from conformance.assurance.vector_writer.expected_diversity import DIRECT as DIVERSITY_DIRECT
 from conformance.assurance.vector_writer.expected_diversity import RESULTS as DIVERSITY
@@ -15,7 +16,6 @@ from conformance.assurance.vector_writer.expected_nestedkv import DIRECT as NEST
 from conformance.assurance.vector_writer.expected_nestedkv import RESULTS as NESTEDKV
 from conformance.assurance.vector_writer.expected_policies import DIRECT as POLICIES_DIRECT
 from conformance.assurance.vector_writer.expected_policies import RESULTS as POLICIES
-from conformance.assurance.vector_writer.operation import Operation, direct
 from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
 from conformance.vectors.files import Json, Results
 from spec.parameters import CrystalCacheParameters

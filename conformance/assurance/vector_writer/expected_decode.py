@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence, Set
 
-from conformance.assurance.vector_writer.brute_force import trunk_lists
-from conformance.assurance.vector_writer.operation import Operation, direct
+from conformance.assurance.vector_writer.brute_force import Operation, direct, trunk_lists
 from conformance.oracles import decode, pipeline, s1, s4, s6
 from conformance.oracles.decode import Model, Trunk
 from conformance.vectors.files import Json, Results

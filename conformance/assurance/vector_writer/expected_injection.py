@@ -6,7 +6,7 @@ from fractions import Fraction
 from statistics import NormalDist
 
 from conformance.assurance.oracles import injection, statistics
-from conformance.assurance.vector_writer.operation import Operation, direct
+from conformance.assurance.vector_writer.brute_force import Operation, direct
 from conformance.vectors.files import Json
 
 SYSTEM = [(True, "<|im_start|>"), (False, "system\nYou are a helpful assistant."), (True, "<|im_end|>"), (False, "\n")]

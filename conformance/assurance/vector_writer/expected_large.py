@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from conformance.assurance.vector_writer.brute_force import Operation
 from conformance.assurance.vector_writer.expected import OPERATIONS
-from conformance.assurance.vector_writer.operation import Operation
 from conformance.checks.scale_checks import chosen
 from conformance.oracles.scale import decode, s1, stages
 from conformance.oracles.scale.s1 import Ranked

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
+from conformance.assurance.vector_writer.brute_force import encoded
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.assurance.vector_writer.expected_large import LARGE_OPERATIONS, made, shortened
-from conformance.assurance.vector_writer.operation import encoded
 from conformance.checks.bounds import BOUNDED
 from conformance.methods import brutes
 from conformance.methods.brute import Brute

@@ -10,8 +10,7 @@ from rich.console import Console
 from transformers import logging
 
 from conformance.measure.families.models import Family, families
-from conformance.measure.families.report import cells, counts, page
-from conformance.measure.families.run import Outcome, outcomes
+from conformance.measure.families.run import Outcome, cells, counts, outcomes, page
 from conformance.paths import DOCS
 from models_integration.studies.report import progress_bar
 

@@ -101,7 +101,7 @@ def _parts(report: "Report", chosen: argparse.Namespace) -> dict[str, Callable[[
     from conformance.measure.gpu import measure, models, profile, speed
     from conformance.measure.gpu.ceilings import ceilings
     from conformance.measure.gpu.generation import generation
-    from conformance.measure.gpu.scale import DRY, FULL
+    from conformance.measure.gpu.models import DRY, FULL
     from conformance.measure.gpu.suite import conformance
 
     scale = DRY if chosen.dry_run else FULL

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from accelerated.triton_gpu.device import default_device
 from conformance.measure.gpu.measure import median_ms
+from conformance.measure.gpu.models import Scale
 from conformance.measure.gpu.report import Report
-from conformance.measure.gpu.scale import Scale
 
 LANES, STEPS = 1024, 128
 

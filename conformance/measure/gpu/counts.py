@@ -6,18 +6,218 @@ reads of a prompt of 254 tokens and of a decode step, on an emulated device.
 """
 
 import sys
-from typing import Any
+from collections import Counter
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _DummyPrivateUse1Hook,
+    _setup_privateuseone_for_python_backend,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conformance.measure.gpu.emulated import DeviceTensor, HostReads, on_device
 from models_integration import RetainedCache, Session, calibrate, policy_from_name
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.session.method import Method
 from reference.policies.names import BACKEND, POLICIES, constants_of, families_of
 from spec.backend import resolve
+
+# mypy: allow-untyped-calls
+
+
+class _Hook(_DummyPrivateUse1Hook):
+    """torch.accelerator finds no such device: what runs beside goes on as before."""
+
+    def is_available(self) -> bool:
+        return False
+
+
+class _Module(_DummyBackendModule):
+    def is_available(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 0
+
+
+_setup_privateuseone_for_python_backend("emulated", _Module(), _Hook())
+DEVICE, CPU = torch.device("emulated", 0), torch.device("cpu")
+aten: Any = torch.ops.aten
+_READS = {
+    getattr(aten, name).default for name in (
+        "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim",
+        "unique_consecutive",
+    )
+} | {aten.repeat_interleave.Tensor}
+"""Operators whose result, or the shape of whose result, the host waits for."""
+_SCALARS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+_COPIES = {aten._to_copy.default, aten.copy_.default}
+_INDEXED = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
+_KVSPEC = ("models_integration", "accelerated", "reference", "spec")
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class DeviceTensor(Tensor):
+    """A tensor on the device; `held` has its values."""
+
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> "DeviceTensor":
+        made: DeviceTensor = Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
+            device=DEVICE,
+        )
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None,
+    ) -> Any:
+        with HostReads():
+            return func(*args, **(kwargs or {}))
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory that holds the values."""
+        return self.held.untyped_storage()
+
+    def tolist(self) -> Any:
+        """The values, which the host waits for."""
+        return self.cpu().tolist()
+
+
+class _Tensors(TorchFunctionMode):
+    """`torch.tensor`, which dispatches nothing, makes its result on the host; then the result is copied."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is not torch.tensor or torch.device(kwargs.get("device") or CPU).type != DEVICE.type:
+            return function(*args, **kwargs)
+        return torch.tensor(*args, **kwargs | {"device": CPU}).to(DEVICE)
+
+
+class HostReads(TorchDispatchMode):
+    """Runs what is calculated on the device, and counts host reads.
+
+    Attributes:
+        counts: host reads, by the function of kvspec or transformers that waited.
+    """
+
+    held_on = CPU
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._tensors = _Tensors()
+
+    def __enter__(self) -> "HostReads":
+        self._tensors.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._tensors.__exit__(*error)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        given = [one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)]
+        target = kwargs.get("device")
+        inside = any(isinstance(one, DeviceTensor) for one in given)
+        if not inside and (target is None or torch.device(target).type != DEVICE.type):
+            return function(*args, **kwargs)
+        self._check(function, given)
+        written_on_host = function is aten.copy_.default and not isinstance(given[0], DeviceTensor)
+        to_host = written_on_host or (target is not None and torch.device(target).type == "cpu")
+        if "device" in kwargs:
+            kwargs["device"] = CPU if to_host else self.held_on
+        if inside and (to_host or function in _READS or _masks(function, args)):
+            self.counts[_reader()] += 1
+        wrappers = {id(one.held): one for one in given if isinstance(one, DeviceTensor)}
+        found = self.calculate(function, *_held(args), **_held(kwargs))
+        if to_host or function in _SCALARS:
+            return found
+        return tree_map_only(Tensor, lambda one: wrappers[id(one)] if id(one) in wrappers else DeviceTensor(one), found)
+
+    @staticmethod
+    def calculate(function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run an operator on the values that tensors hold."""
+        return function(*args, **kwargs)
+
+    @staticmethod
+    def _check(function: Any, given: list[Tensor]) -> None:
+        mixed = any(one.ndim for one in given if not isinstance(one, DeviceTensor))
+        if not mixed or function in _COPIES or not any(isinstance(one, DeviceTensor) for one in given):
+            return
+        if function not in _INDEXED or not isinstance(given[0], DeviceTensor):
+            raise RuntimeError(f"{function}: expected all tensors to be on the same device")
+
+    def of_kvspec(self) -> int:
+        """Host reads since the last call, those of transformers left out."""
+        reads = sum(count for place, count in self.counts.items() if place.partition(".")[0] in _KVSPEC)
+        self.counts.clear()
+        return reads
+
+
+class Shapes(HostReads):
+    """The same for tensors that hold no values: the host reads zeros, and all tensors are equal."""
+
+    held_on = torch.device("meta")
+
+    @staticmethod
+    def calculate(function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run an operator on the shapes of tensors."""
+        if function in _SCALARS:
+            return function is aten.equal.default
+        if function is aten.copy_.default and not args[0].is_meta:
+            return args[0].zero_()
+        if function is aten._to_copy.default and args[0].is_meta and kwargs.get("device") == CPU:
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        return function(*args, **kwargs)
+
+
+def _held(values: Any) -> Any:
+    return tree_map_only(DeviceTensor, lambda one: one.held, values)
+
+
+def _masks(function: Any, args: Any) -> bool:
+    """Whether a tensor is indexed by a mask, the length of whose result depends on its values."""
+    if function not in _INDEXED:
+        return False
+    masked = any(isinstance(one, DeviceTensor) and one.dtype == torch.bool for one in args[1])
+    return masked and (function is aten.index.Tensor or args[2].numel() > 1)
+
+
+def _reader() -> str:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] in (*_KVSPEC, "transformers"):
+            return f"{module}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+def on_device(model: Model) -> Model:
+    """The model itself, with its parameters and buffers on the device."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(DeviceTensor(parameter.data), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = DeviceTensor(buffer)
+    return model
+
 
 LAYERS, TOKENS, BUDGET, VOCABULARY = 12, 2_048, 0.3, 131
 SHORT = 254

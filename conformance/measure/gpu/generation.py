@@ -10,9 +10,8 @@ import torch
 
 from conformance import tolerances
 from conformance.measure.gpu.measure import Watch, peak_bytes, say, synchronize
-from conformance.measure.gpu.models import Subject
+from conformance.measure.gpu.models import Scale, Subject
 from conformance.measure.gpu.report import Report
-from conformance.measure.gpu.scale import Scale
 from conformance.tolerances import Interval
 from reference.backend import BACKEND
 from reference.crystalcache import prefill

@@ -4,9 +4,8 @@ import statistics
 import time
 
 from conformance.measure.gpu.measure import Watch, median_ms, say, synchronize
-from conformance.measure.gpu.models import Subject
+from conformance.measure.gpu.models import Scale, Subject
 from conformance.measure.gpu.report import Report, Table
-from conformance.measure.gpu.scale import Scale
 from spec.backend import resolve
 
 COLUMNS = ("length", "whose", "Forward", "S_i", "CoAttn", "M_i fin.", "Trunks", "Graph + D", "Evict", "End-to-end")

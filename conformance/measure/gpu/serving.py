@@ -8,9 +8,8 @@ import torch
 
 from accelerated.triton_gpu.device import default_device
 from conformance.measure.gpu.measure import median_ms, say
-from conformance.measure.gpu.models import Subject
+from conformance.measure.gpu.models import Scale, Subject
 from conformance.measure.gpu.report import Report, Table
-from conformance.measure.gpu.scale import Scale
 from conformance.measure.paged import Load, served
 from models_integration import RetainedCache, StreamingLLM
 from models_integration.archive.splice import Chunk, computed, splice

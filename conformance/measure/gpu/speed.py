@@ -12,9 +12,8 @@ from accelerated.triton_gpu.device import default_device
 from conformance.measure.benchmarks import bench_stages
 from conformance.measure.benchmarks.data import ARCHETYPES, VOCABULARY, torch_s1, zipf_tokens
 from conformance.measure.gpu.measure import Watch, median_ms, peak_bytes, say
-from conformance.measure.gpu.models import Subject
+from conformance.measure.gpu.models import Scale, Subject
 from conformance.measure.gpu.report import Report, Table
-from conformance.measure.gpu.scale import Scale
 
 Tensor = torch.Tensor
 MATCH = 10.0  # what a match adds to a logit

@@ -8,8 +8,8 @@ import time
 from importlib.util import find_spec
 
 from conformance.measure.gpu.measure import PartTimeout, say
+from conformance.measure.gpu.models import Scale
 from conformance.measure.gpu.report import Report
-from conformance.measure.gpu.scale import Scale
 from conformance.paths import ROOT
 
 WORKERS = 8  # compiling is the larger part of the time, and each worker compiles on a core of its own

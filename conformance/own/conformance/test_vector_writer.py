@@ -14,9 +14,9 @@ import pytest
 
 from conformance.assurance.item_vectors.items import ITEMS
 from conformance.assurance.vector_writer import store
+from conformance.assurance.vector_writer.brute_force import encoded
 from conformance.assurance.vector_writer.brute_force import score as plain_score
 from conformance.assurance.vector_writer.expected import OPERATIONS
-from conformance.assurance.vector_writer.operation import encoded
 from conformance.checks.vector_checks import BOUNDED, complaints
 from conformance.vectors import files
 from conformance.vectors.compact import expanded
@@ -36,8 +36,7 @@ def test_a_file_is_what_the_oracles_give(stage: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "vectors.files", "assurance.vector_writer.brute_force",
-        "assurance.vector_writer.operation", "assurance.vector_writer.expected",
+        "vectors.files", "assurance.vector_writer.brute_force", "assurance.vector_writer.expected",
         "assurance.vector_writer.expected_decode", "assurance.vector_writer.expected_diversity",
         "assurance.vector_writer.expected_injection", "assurance.vector_writer.expected_nestedkv",
         "assurance.vector_writer.expected_policies",

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from typer.testing import CliRunner
 
 from conformance.measure.families import __main__ as command
-from conformance.measure.families import models, report, run
+from conformance.measure.families import models, run
 from conformance.measure.families.models import Family, families
 from conformance.measure.families.run import COLUMNS, POLICIES, Outcome, outcomes
 from models_integration import RetainedCache, StreamingLLM
@@ -155,8 +155,7 @@ def test_a_third_outcome_ends_in_an_exit_of_1(
     for name in list(POLICIES)[1:]:
         monkeypatch.delitem(run.POLICIES, name)
     monkeypatch.setattr(run, "PARTS", {})
-    for module in (run, report):
-        monkeypatch.setattr(module, "COLUMNS", ("model",))
+    monkeypatch.setattr(run, "COLUMNS", ("model",))
     with monkeypatch.context() as change:
         wrong(change)
         assert command.main(["llama", "--out", str(tmp_path)]) == 1
@@ -171,7 +170,7 @@ def test_the_page_says_what_becomes_of_each_family() -> None:
     found = [Outcome(family, column, verdict, "why: so", 1e-7) for family, verdict in verdicts.items()
              for column in COLUMNS]
     found += [Outcome("d", column, "holds" if column != "turn" else "refused", "other") for column in COLUMNS]
-    text = report.page(found)
+    text = run.page(found)
     for expected in (
         "Hold in every column (1)\n\n```text\na\n```", "| d | + | + | + | + | - | + | + | + |", "| why | b | no |",
         "| other | d | no |", "Not built: c.",

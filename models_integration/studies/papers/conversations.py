@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models_integration.tasks.samples import generator
-from models_integration.tasks.sentences import DEFAULT_FILLER
+from models_integration.tasks.samples import DEFAULT_FILLER, generator
 from spec.errors import SpecError
 
 __all__ = ["TURNS", "Talk", "draw_talk", "read_locomo"]

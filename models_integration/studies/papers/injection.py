@@ -18,8 +18,14 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.cache_argument import cache_name
 from models_integration.model.rotation import angles_between, frequencies_at, recognise, turned
 from models_integration.studies.papers.conversations import Talk
-from models_integration.studies.papers.patching import PATCHES, patched_layers, patched_residuals
-from models_integration.studies.papers.probes import attention_figures, eager, key_figures
+from models_integration.studies.papers.probes import (
+    PATCHES,
+    attention_figures,
+    eager,
+    key_figures,
+    patched_layers,
+    patched_residuals,
+)
 from models_integration.studies.subject import Subject
 from models_integration.tasks.assembly import encode, joiner, opening_ids
 from models_integration.tasks.metrics import judge

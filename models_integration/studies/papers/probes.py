@@ -1,20 +1,26 @@
-"""The diagnostics of the paper on cross-session injection: attention of a question, keys of archived and fresh text."""
+"""Diagnostics and activation patching of the paper on cross-session injection (Table 13).
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+Diagnostics are the attention of a question, and keys of archived and fresh text. Patching replaces the residuals of the
+markers layer by layer.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models_integration.archive.splice import Chunk
 from models_integration.model.architecture import restored_rotation
 from models_integration.model.rotation import plain_layers, prefilled
-from reference.injection.diagnostics import entropy, key_cosine, sink_mass
+from reference.injection.diagnostics import bands, entropy, key_cosine, sink_mass
+from reference.injection.wrappers import Wrapped
+from spec.errors import SpecError
 
-__all__ = ["attention_figures", "eager", "key_figures"]
-
+__all__ = ["PATCHES", "attention_figures", "eager", "key_figures", "patched_layers", "patched_residuals"]
 
 @contextmanager
 def eager(model: PreTrainedModel) -> Iterator[None]:
@@ -63,3 +69,70 @@ def key_figures(
         for name, each in zip(figures, cosines, strict=True):
             figures[name].append(float(each.mean()))
     return figures
+
+
+PATCHES = ("early", "mid", "upper", "all", "random", "noise")
+"""The bands of `reference.injection.diagnostics.bands`; as many random layers as `upper` has; `upper` with noise."""
+_SEED = 0
+
+
+def patched_layers(patch: str, depth: int) -> tuple[Collection[int], float]:
+    """The layers of a patch, and the standard deviation of its noise over that of the residuals."""
+    name = patch if patch in bands(depth) else "upper"
+    layers = range(*bands(depth)[name])
+    if patch == "random":
+        drawn = torch.randperm(depth, generator=torch.Generator().manual_seed(_SEED))
+        return set(drawn[: len(layers)].tolist()), 0.0
+    return layers, float(patch == "noise")
+
+
+@contextmanager
+def patched_residuals(
+    model: PreTrainedModel, wrapped: Wrapped, layers: Collection[int], noise: float,
+) -> Iterator[None]:
+    """Inside, what each decoder layer reads of the markers is what an unpatched run over the chunk gives it, or zeros.
+
+    Args:
+        layers: those that read the residuals of the unpatched run. All others read zeros.
+        noise: normal noise on these residuals, in their standard deviations.
+
+    Raises:
+        SpecError: for a model whose decoder has no list of layers.
+    """
+    own, at = _decoder_layers(model), list(wrapped.markers)
+    found = dict[int, Tensor]()
+    with _hooked(own, lambda index, x: found.__setitem__(index, x[:, at].clone())), restored_rotation(model):
+        prefilled(model, wrapped.ids)
+    random = torch.Generator().manual_seed(_SEED)
+
+    def write(index: int, x: Tensor) -> None:
+        given = found[index] if index in layers else torch.zeros_like(found[index])
+        if index in layers and noise:
+            given = given + noise * given.std() * torch.randn(given.shape, generator=random).to(given)
+        x[:, at] = given
+
+    with _hooked(own, write):
+        yield
+
+
+def _decoder_layers(model: Any) -> nn.ModuleList:
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise SpecError("model", type(model).__name__, "has no list of decoder layers whose residuals can be patched")
+    return layers
+
+
+@contextmanager
+def _hooked(layers: nn.ModuleList, act: Any) -> Iterator[None]:
+    """Inside, `act` gets the index of each layer and a copy of the hidden states, which the layer then reads."""
+    def hook(index: int) -> Any:
+        def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+            hidden = given[0].clone()
+            act(index, hidden)
+            return (hidden, *given[1:])
+        return before
+
+    with ExitStack() as stack:
+        for index, layer in enumerate(layers):
+            stack.callback(layer.register_forward_pre_hook(hook(index)).remove)
+        yield

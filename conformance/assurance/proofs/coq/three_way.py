@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from conformance.assurance.item_vectors.items import ITEMS
+from conformance.assurance.vector_writer.brute_force import encoded
 from conformance.assurance.vector_writer.expected import OPERATIONS
-from conformance.assurance.vector_writer.operation import encoded
 from conformance.checks.vector_checks import same
 from conformance.engine.process import Engine, backend_of
 from conformance.methods import policies

@@ -19,8 +19,8 @@ from accelerated.triton_gpu.device import INTERPRETED
 from conformance.measure.gpu import __main__ as command
 from conformance.measure.gpu import measure, profile, speed, suite
 from conformance.measure.gpu.generation import coattention_complaints
+from conformance.measure.gpu.models import DRY, FULL
 from conformance.measure.gpu.report import Figure, Report
-from conformance.measure.gpu.scale import DRY, FULL
 from conformance.own.conformance.float32 import BACKEND as FLOAT32
 from conformance.paths import ROOT
 from conformance.strategies.prompts import random_prompt
@@ -109,7 +109,7 @@ def test_a_part_whose_packages_are_missing_fails_alone(tmp_path: Path, monkeypat
 
 
 def test_nothing_is_measured_unless_conformance_is_green(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("conformance.measure.gpu.scale.DRY", replace(DRY, tests=(("no_such_file.py",),)))
+    monkeypatch.setattr("conformance.measure.gpu.models.DRY", replace(DRY, tests=(("no_such_file.py",),)))
     assert command.main(["--dry-run", "--out", str(tmp_path), "--parts", "conformance,speed"]) == 1
     (page,) = tmp_path.glob("*.md")
     text = page.read_text(encoding="utf-8")

@@ -13,8 +13,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelerated.torch_device.backend import BACKEND
-from conformance.measure.gpu.counts import LAYERS, VOCABULARY, deep_llama, host_reads, method_on, text
-from conformance.measure.gpu.emulated import DeviceTensor, HostReads, Shapes, on_device
+from conformance.measure.gpu.counts import (
+    LAYERS,
+    VOCABULARY,
+    DeviceTensor,
+    HostReads,
+    Shapes,
+    deep_llama,
+    host_reads,
+    method_on,
+    on_device,
+    text,
+)
 from conformance.paths import DOCS
 from models_integration import RetainedCache, Session, policy_from_name
 from models_integration.cache import device_compaction

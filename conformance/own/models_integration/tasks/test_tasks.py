@@ -24,8 +24,7 @@ from models_integration.tasks import (
 )
 from models_integration.tasks.assembly import opening_ids
 from models_integration.tasks.metrics import METRICS, judge
-from models_integration.tasks.samples import mentions_of
-from models_integration.tasks.sentences import DEFAULT_FILLER, NEEDLE_TEMPLATES, TOPIC_TEMPLATES
+from models_integration.tasks.samples import DEFAULT_FILLER, NEEDLE_TEMPLATES, TOPIC_TEMPLATES, mentions_of
 from spec.errors import SpecError
 
 
