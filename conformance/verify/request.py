@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
                       help="number of seconds that the engine of --command may take for an answer")
     made.add_argument("--precision", choices=PRECISIONS,
                         help="precision of stage S1 (co-attention). The default is float32, but float64 for\n"
-                             "the numpy backend. An engine of --command reports a precision itself")
+                             "the numpy backend. An engine of --command reports its precision")
     made.add_argument("--profile", choices=PROFILES,
                         help="profile, which sets the number of examples of each test. The default is the\n"
                              "environment variable KVSPEC_PROFILE, or ci if the variable is not set")

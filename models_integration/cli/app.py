@@ -188,7 +188,7 @@ def sweep(
         typer.Argument(metavar="SWEEP.toml", help="Rules file with models, policies, budgets and tasks."),
     ] = None,
     grid: Annotated[
-        str, typer.Option(help="Varied parameters: appendix-a (T_max, s, alpha) or extensions (essay, tiers, ...).")
+        str, typer.Option(help="Parameters to vary: appendix-a (T_max, s, alpha) or extensions (essay, tiers, ...).")
     ] = "appendix-a",
     budget: Budget = "0.3",
     tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",

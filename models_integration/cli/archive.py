@@ -33,7 +33,7 @@ def put(
     wrapper: Annotated[
         str,
         typer.Option(help=f"Tokens of the chat template to store around the text: {', '.join(FORMS)} or auto. With auto"
-                     " the wrapper is the shortest with role markers of the model, or raw if the model has none."),
+                     " the wrapper is the shortest with role markers, or raw for a model without role markers."),
     ] = "auto",
     codec: Annotated[
         str,

@@ -56,9 +56,9 @@ def paper(
 ) -> None:
     """Run the evaluation of a paper on your model and fill the tables of the paper.
 
-    Each table shows your results with 95 % intervals, and the published results. It also shows the differences from the
-    best baseline and from the full cache. A table names the results that were not run. Stored results are not computed
-    again.
+    Each table shows your results with 95 % intervals, and the published results. Each table also shows the differences
+    from the best baseline and from the full cache. A table names the results that were not run. Stored results are not
+    computed again.
     """
     from models_integration.studies.subject import Loading
     from models_integration.studies.workers import Launch
