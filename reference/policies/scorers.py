@@ -64,7 +64,7 @@ def host_tables(*tables: Sequence[DeviceArray]) -> list[Matrix]:
         at += len(part)
     ends = np.cumsum([sum(own.shape[0] * own.shape[1] for own in rows) for rows in tables])
     found = np.split(whole.cpu().numpy(), ends[:-1])
-    return [part.reshape(-1, rows[0].shape[1]) for part, rows in zip(found, tables, strict=True)]
+    return [part.reshape(sum(map(len, rows)), rows[0].shape[1]) for part, rows in zip(found, tables, strict=True)]
 
 
 def stacked(observation: Observation, rows: Sequence[DeviceArray], carry: object = None) -> Scores:
