@@ -70,7 +70,7 @@ READINGS: dict[str, tuple[str, str]] = {
             "a fifth of the budget is divided evenly among the heads"),
     PER_QUERY: ("the attention sum of a key is divided by the number of queries that attend to the key",
                 "the sum is not divided"),
-    IN_FIRST: ("tokens of the window have the largest score and use the first stage, which has"
+    IN_FIRST: ("tokens of the window have the largest scores, so they fill the first stage, which selects"
                " max(1, int(n (1 - r) / 2)) tokens. Window tokens that do not fit compete in the second stage",
                "the window is kept in addition to both stages"),
     SAFE_FIRST: ("each head keeps max(1, int(B / 5)) of its best tokens before the best tokens of the layer are"
