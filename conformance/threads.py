@@ -60,14 +60,16 @@ def in_turns(stage: Stage, calls: tuple[Call, Call], stride: int) -> list[Any]:
 
 
 def side_by_side(stage: Stage, calls: Sequence[Call], seconds: float) -> list[tuple[int, Any]]:
-    """Index and result, or what was raised, of calls that a thread for each makes for so many seconds."""
+    """Index and result, or what was raised, of calls that a thread for each makes once, and for so many seconds."""
     start, until, found = Barrier(len(calls)), monotonic() + seconds, list[tuple[int, Any]]()
 
     def ask(at: int) -> None:
         start.wait()
+        again = True
         try:
-            while monotonic() < until:
+            while again:
                 found.append((at, stage(*calls[at])))
+                again = monotonic() < until
         except BaseException as error:
             found.append((at, error))
 

@@ -44,7 +44,7 @@ class Budget:
             raise SpecError("budget", self.count, _TOKENS)
 
     def tokens(self, seen: int) -> int:
-        """Return the number of tokens to keep out of `seen`: ceil(fraction * seen), computed exactly, or the count."""
+        """Return the number of tokens to keep out of `seen`: the exact ceiling of their fraction, or the count."""
         if self.fraction is not None:
             return math.ceil(self.fraction * seen)
         assert self.count is not None

@@ -285,9 +285,11 @@ DRAWS = """
 import importlib
 from hypothesis import given, settings, strategies as st
 
+ALWAYS = settings(derandomize=True, database=None)
+
 def draws():
     found = []
-    @settings(derandomize=True, database=None)
+    @ALWAYS
     @given(st.lists(st.floats(0, 100)), st.integers(0, 10**5))
     def drawn(x, n):
         found.append((x, n))

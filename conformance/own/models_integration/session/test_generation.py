@@ -246,7 +246,7 @@ def test_a_thread_that_outlives_the_block_generates_under_the_policy(name: str, 
         thread.start()
         assert gate.reached.wait(60)
     assert "generate" not in vars(model)
-    with pytest.raises(SpecError, match="running on it in another thread"):
+    with pytest.raises(SpecError, match="running on this model in another thread"):
         at_once(model, prompt(5), RetainedCache(model.config))
     with pytest.raises(SpecError, match="is inside a context already"), METHODS["fullcache"]()(model):
         raise AssertionError
