@@ -1,9 +1,11 @@
-"""The executable specification: readable NumPy in float64, one function per item. It needs only NumPy and jaxtyping.
+"""The executable specification: a readable NumPy function in float64 for each item of the specification.
+
+The package `reference` needs only NumPy and jaxtyping.
 
     import reference
     reference.crystalcache.prefill(q, k, token_ids, sentence_ends, budget=0.5)
 
-A module is loaded when it is first used.
+`reference` imports a submodule when the submodule is first used.
 """
 
 try:

@@ -26,14 +26,14 @@ class Identity:
     """The model and the rotary embedding (RoPE) for which a calibration was computed."""
 
     model: str
-    """Unique name of the model: different weights or a different computation need a different name."""
+    """Unique name of the model. Models with different weights or a different computation must have different names."""
     inv_freq: Float64[Vector, " half"]
     factor: float = 1.0
-    """Attention factor by which the cosines and sines of the rotary tables are multiplied: 1 except with YaRN etc."""
+    """Attention factor, which multiplies the cosines and sines of RoPE. It is 1 except with scaling such as YaRN."""
 
     @property
     def rope(self) -> str:
-        """Hash (16 hex digits) of the frequencies and the factor in float64."""
+        """Hash (16 hex digits) of the RoPE frequencies and the attention factor, both in float64."""
         numbers = np.append(np.asarray(self.inv_freq, dtype="<f8"), self.factor)
         return hashlib.sha256(numbers.tobytes()).hexdigest()[:16]
 
@@ -45,11 +45,11 @@ class Calibration:
     identity: Identity
     layers: tuple[int, ...]
     mean: Float64[Cube, "_ _ _"]
-    """Mean query before RoPE, (L, H, d). d is 0 if the calibration holds only head scores."""
+    """Mean query before RoPE, (L, H, d). d is 0 if the calibration contains only head scores."""
     magnitude: Float64[Cube, "_ _ _"]
     """Mean norm of each rotary pair of a query, (L, H, d / 2)."""
     head_scores: Float64[Matrix, "_ _"] | None = None
-    """KVzip's head scores, (L, H_kv). None if they were not computed."""
+    """KVzip's head scores, (L, H_kv). None if the head scores were not computed."""
     samples: tuple[str, ...] | None = None
     """Hashes of the study contexts on which the calibration was computed. None if the contexts are unknown."""
 
@@ -82,7 +82,8 @@ class Calibration:
         Implements: TA-CALIBRATION
 
         Raises:
-            SpecError: if the model or its RoPE differs. The message names the expected and the actual value.
+            SpecError: if the served model has a different name or RoPE. The error message contains the expected and the
+                actual value.
         """
         if self.identity.model != served.model:
             raise SpecError("calibration", self.identity.model, f"is another model's; this one is {served.model!r}")
@@ -93,9 +94,10 @@ class Calibration:
 
 
 def save_calibration(calibration: Calibration, file: str | PathLike[str] | BufferedIOBase) -> None:
-    """Write an .npz archive that holds the arrays as float64, and a JSON header.
+    """Write the calibration to an .npz archive, which contains the float64 arrays and a JSON header.
 
-    A path is overwritten in place. To replace a file that another process reads, write to a BytesIO first.
+    If `file` is a path, an existing file is overwritten in place. If another process may be reading the file, save to a
+    BytesIO first, then replace the file.
 
     Implements: TA-CALIBRATION
     """
@@ -118,7 +120,8 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
     Implements: TA-CALIBRATION
 
     Raises:
-        SpecError: if the file is missing, has a different format, or has a wrong hash of the frequencies in its header.
+        SpecError: if the file is missing or has a different format, or if the hash in its header does not match the
+            frequencies.
     """
     try:
         with np.load(path, allow_pickle=False) as archive:

@@ -15,9 +15,9 @@ __all__ = [
 ]
 
 PER_CELL = 0.05
-"""Significance level of one cell: a difference counts if p is below this."""
+"""Significance level for one model at one budget. A difference is significant if its p is below this level."""
 BONFERRONI = 0.0125
-"""PER_CELL divided by four, the number of cells: two models times two budgets."""
+"""Bonferroni-corrected significance level: PER_CELL divided by four (two models times two budgets)."""
 RESAMPLES = 10_000
 _TIE = 0.005
 """Largest difference of two means that counts as a tie."""
@@ -34,7 +34,7 @@ class Cell(NamedTuple):
 
 
 def split_of(unique_id: str) -> Literal["dev", "confirm"]:
-    """Return the part of the data to which a problem belongs: "dev" if the MD5 of its id, modulo 5, is 0 or 1.
+    """Return "dev" if the MD5 of the problem id, modulo 5, is 0 or 1. Return "confirm" otherwise.
 
     Source: Set-Conditioned Diversity, Section 4.2.
     """
@@ -46,7 +46,7 @@ def choose_lambda(differences: Mapping[float, Sequence[float]]) -> float:
     """Return the smallest lambda whose mean difference is within 0.005 of the largest mean.
 
     Args:
-        differences: for each lambda, a value per cell: accuracy with the penalty minus accuracy without it.
+        differences: for each lambda, one value per cell: accuracy with the penalty minus accuracy without the penalty.
 
     Source: Section 4.2, Phase 1; "ties within 0.5 pp are broken toward the smaller".
 
@@ -62,14 +62,16 @@ def choose_lambda(differences: Mapping[float, Sequence[float]]) -> float:
 def paired_difference(
     differences: Float64[Vector, " n"], problems: Int64[IntVector, " n"], resamples: int = RESAMPLES, seed: int = 0,
 ) -> Cell:
-    """Return the mean of paired differences, with a cluster bootstrap: all seeds of a problem are resampled together.
+    """Return the mean of paired differences, with its confidence interval and p from a cluster bootstrap.
 
-    p is twice the smaller share of resamples on one side of 0, and at most 1. A resample at 0 counts on both sides.
-    p is at least 2 / resamples, the finest value that the resamples can show.
+    A cluster contains all seeds of one problem.
+
+    The value p is twice the smaller of two fractions: resamples with a mean <= 0, and resamples with a mean >= 0.
+    The smallest possible p is 2 / resamples, and the largest is 1.
 
     Args:
-        differences: for each problem and seed, correctness (0 or 1) with the penalty minus correctness without it.
-        problems: for each difference, the number of the problem, from 0.
+        differences: per problem and seed, correctness (0 or 1) with the penalty minus correctness without the penalty.
+        problems: for each difference, the index of its problem, counted from 0.
         resamples: number of bootstrap resamples.
         seed: seed of the bootstrap.
 
@@ -88,12 +90,15 @@ def paired_difference(
 
 
 def branch_of(first: Sequence[Cell], second: Sequence[Cell]) -> Branch:
-    """Return the branch of the decision rule. The method was developed on the first model; the second tests transfer.
+    """Return the branch (A, B or C) of the pre-registered decision rule.
+
+    The method was developed on the first model. The second model tests transfer.
 
     Branch A needs three conditions. First, a cell of the first model has a positive difference with p < 0.05. Second,
-    the mean difference of the second model is positive. Third, no cell of the second model is negative with p < 0.05.
-    Branch B: the first condition holds, and the second or the third fails. Branch C: the first condition fails.
-    As registered, negative cells of the first model are ignored.
+    the mean difference of the second model is positive. Third, no cell of the second model has a negative difference
+    with p < 0.05. Branch B is returned if the first condition is true, and the second or third condition is false.
+    Branch C is returned if the first condition is false. As pre-registered, the rule ignores negative differences of
+    the first model.
 
     Source: Section 4.2, "Decision rule".
 

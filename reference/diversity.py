@@ -42,8 +42,8 @@ def unit_rows(u: Float64[Matrix, "n d"]) -> Float64[Matrix, "n d"]:
 def signatures(values: Sequence[Cube], mode: Signature) -> Float64[Cube, "s n d"]:
     """Return V-signatures of n tokens, computed from each layer's values (H_kv, n, d).
 
-    There is one signature per token for the whole cache ("flat"), for each layer, or for each KV head. Means add the
-    layers, and the heads of a layer, in ascending order.
+    There is one signature per token for the whole cache ("flat"), for each layer, or for each KV head. Each mean is
+    computed by adding the layers, and the heads of each layer, in ascending order.
 
     Implements: DV-SIGNATURE
 
@@ -68,7 +68,7 @@ def _mean(parts: Sequence[Matrix]) -> Float64[Matrix, "n d"]:
 
 
 def cosines(V: Float64[Matrix, "n d"]) -> Float64[Matrix, "n n"]:
-    """Return the inner products of all pairs of signatures. Signatures have length 1, so these are cosines.
+    """Return the inner products of all pairs of signatures. Signatures have length 1, so these products are cosines.
 
     Implements: DV-COSINE
 
@@ -80,9 +80,9 @@ def cosines(V: Float64[Matrix, "n d"]) -> Float64[Matrix, "n n"]:
 def diverse(
     s: Float64[Vector, " n"], V: Float64[Matrix, "_ d"], retained: Bool[BoolVector, " _"], k: int, lam: float,
 ) -> Int64[IntVector, " k"]:
-    """Return k tokens, ascending: the retained ones, then greedily the largest score s_i - lam m_i.
+    """Return k tokens, ascending: the retained tokens, and tokens chosen greedily by the largest s_i - lam m_i.
 
-    m_i is the redundancy: the largest cosine of token i with a kept token, and at least 0.
+    m_i is the redundancy of token i: the largest cosine of token i with a kept token, but at least 0.
 
     Implements: DV-GREEDY
 
@@ -104,7 +104,7 @@ def diverse(
 
 
 def toward_mean(V: Float64[Matrix, "n d"]) -> Float64[Vector, " n"]:
-    """Return the cosine of each signature with the mean signature: the fixed direction of `variant_b`.
+    """Return the cosine of each signature with the mean signature, which is the fixed direction of `variant_b`.
 
     Implements: DV-VARIANT-B
 

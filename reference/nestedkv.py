@@ -1,7 +1,7 @@
-"""NestedKV's anomaly score: keys that three memories of the prompt explain badly score high (Eq. 3-15, Appendix A).
+"""NestedKV's anomaly score: a key scores high if it differs from the memories of the prompt (Eq. 3-15, Appendix A).
 
-Keys are read as cached: after RoPE, and after key normalisation if the model has one. The three memories (the paper's
-time scales) have the order stable, episodic, current.
+The score uses the cached keys: after RoPE, and after key normalisation if the model normalises keys. A memory is a mean
+of unit keys. The three memories (the paper's time scales) have the order stable, episodic, current.
 """
 
 import math
@@ -65,8 +65,8 @@ def episodic_memory(unit: Float64[Cube, "H_kv n d"], b: int) -> Float64[Cube, "H
 def current_memory(unit: Float64[Cube, "H_kv n d"], W: int) -> Float64[Cube, "H_kv n d"]:
     """Return the current memory mu_c(i): the mean of the last W unit keys up to and including token i.
 
-    The first W - 1 tokens average fewer keys. The function subtracts running sums. This needs float64: in float32 the
-    error is 1e-4 at 32K tokens.
+    For the first W - 1 tokens, the mean is over fewer than W keys. The function subtracts running sums in float64. In
+    float32, this subtraction would have an error of 1e-4 at 32K tokens.
 
     Implements: NK-CURRENT
 
@@ -80,9 +80,10 @@ def current_memory(unit: Float64[Cube, "H_kv n d"], W: int) -> Float64[Cube, "H_
 
 
 def anomalies(unit: Float64[Cube, "H_kv n d"], memory: Float64[Cube, "H_kv m d"]) -> Float64[Matrix, "H_kv n"]:
-    """Return minus the cosine of each unit key and its memory. All tokens share one memory (m = 1), or each has one.
+    """Return the negative cosine of each unit key with the memory of its token.
 
-    The result is 0 if the length of the memory is negligible.
+    All tokens share one memory (m = 1), or each token has a separate memory (m = n). The anomaly of a token is 0 if the
+    length of its memory is negligible.
 
     Implements: NK-ANOMALY
 
@@ -95,7 +96,7 @@ def anomalies(unit: Float64[Cube, "H_kv n d"], memory: Float64[Cube, "H_kv m d"]
 
 
 def min_max(a: Float64[Matrix, "H_kv n"]) -> Float64[Matrix, "H_kv n"]:
-    """Return each head's values, min-max normalised to [0, 1]. If the range of a head is negligible, all are 0.
+    """Return each head's values, min-max normalised to [0, 1]. If a head's range is negligible, its values become 0.
 
     Implements: NK-MIN-MAX
 
@@ -108,7 +109,9 @@ def min_max(a: Float64[Matrix, "H_kv n"]) -> Float64[Matrix, "H_kv n"]:
 
 
 def gap(a: Float64[Cube, "3 H_kv n"], p: Fraction) -> Float64[Matrix, "3 H_kv"]:
-    """Return Delta per memory and head: the mean of the highest share p of the values minus the mean of the lowest p.
+    """Return Delta per memory and head: the mean of the m largest values minus the mean of the m smallest values.
+
+    m is max(1, floor(p n)) for n tokens.
 
     Implements: NK-GAP
 
@@ -123,7 +126,7 @@ def gap(a: Float64[Cube, "3 H_kv n"], p: Fraction) -> Float64[Matrix, "3 H_kv"]:
 def blend(
     a: Float64[Cube, "3 H_kv n"], delta: Float64[Matrix, "3 H_kv"], parameters: NestedKVParameters,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return a_blend: the mean of the three anomalies, weighted by w0 exp(beta Delta), normalised per head.
+    """Return a_blend, the mean of the three anomalies with weights proportional to w0 exp(beta Delta) in each head.
 
     Implements: NK-BLEND
 
@@ -139,8 +142,8 @@ def blend(
 def rectified_surprise(a: Float64[Cube, "3 H_kv n"]) -> Float64[Matrix, "H_kv n"]:
     """Return the rectified surprise s of each token.
 
-    The population standard deviation over the three memories is min-max normalised per head. s is the part that
-    exceeds the head's mean, or 0.
+    The surprise is the population standard deviation of a token's three anomalies, min-max normalised per head. The
+    rectified surprise s is max(0, surprise - mean surprise of the head).
 
     Implements: NK-SURPRISE
 

@@ -18,7 +18,7 @@ __all__ = [
 
 
 class Interval(NamedTuple):
-    """Percentile interval of a mean difference, and the share of bootstrap resamples above 0."""
+    """Percentile interval of a mean difference, and the fraction of bootstrap resamples with a mean above 0."""
 
     low: float
     high: float
@@ -43,7 +43,9 @@ def mcnemar(b: int, c: int) -> float:
 
 
 def mcnemar_mid_p(b: int, c: int) -> float:
-    """Return the mid-p of McNemar's test: half the probability of the observed outcome counts. Less conservative.
+    """Return the mid-p of McNemar's test, which includes only half the probability of the observed outcome.
+
+    The mid-p test is less conservative than the exact test.
 
     Source: Fagerland, Lydersen and Laake 2013, "The McNemar test for binary matched-pairs data".
 
@@ -68,9 +70,9 @@ def holm(p: Mapping[str, float]) -> dict[str, float]:
 
 
 def wilson(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the Wilson score interval (low, high) of `correct` successes in n trials. It is always inside [0, 1].
+    """Return the Wilson score interval (low, high) of `correct` successes in n trials. The interval is inside [0, 1].
 
-    For 0 successes the low end is exactly 0. For n successes the high end is exactly 1.
+    For 0 successes, `low` is exactly 0. For n successes, `high` is exactly 1.
 
     Implements: IN-WILSON
 
@@ -95,7 +97,7 @@ def wilson(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float
 
 
 def draws(units: int, resamples: int, seed: int) -> Int64[IntMatrix, "resamples units"]:
-    """Return bootstrap indices: units drawn with replacement by PCG64. The same seed gives the same indices.
+    """Return bootstrap indices, drawn with replacement by the generator PCG64. Equal seeds give equal indices.
 
     Raises:
         SpecError: if there is no unit or no resample, or if the seed is negative.
@@ -109,9 +111,10 @@ def draws(units: int, resamples: int, seed: int) -> Int64[IntMatrix, "resamples 
 def stratified_draws(
     strata: Int64[IntVector, " units"], resamples: int, seed: int,
 ) -> Int64[IntMatrix, "resamples units"]:
-    """Return bootstrap indices: units drawn with replacement inside each stratum. With one stratum they equal `draws`.
+    """Return bootstrap indices, drawn with replacement inside each stratum.
 
-    Every resample has as many units of each stratum as the sample. Stratum s is drawn with the seed `seed + s`.
+    Each resample contains as many units of a stratum as the original sample. The seed for stratum s is `seed + s`. With
+    one stratum, the indices equal the result of `draws`.
 
     Raises:
         SpecError: if there is no unit or no resample, or the seed is negative.
@@ -125,12 +128,12 @@ def stratified_draws(
 def sign_flip(differences: Float64[Vector, " n"]) -> float:
     """Return the two-sided p of the sign-flip test: under the null hypothesis each difference has a random sign.
 
-    The test is exact. It enumerates all 2 ** n combinations of signs, so p is at least 2 ** (1 - n).
+    The test is exact, because it enumerates all 2 ** n combinations of signs. The smallest possible p is 2 ** (1 - n).
 
     Source: Fisher 1935, "The Design of Experiments", section 21.
 
     Raises:
-        SpecError: if n is not from 1 to 20.
+        SpecError: if the number n of differences is not from 1 to 20.
     """
     if not 1 <= len(differences) <= 20:
         raise SpecError("differences", len(differences), "must be from 1 to 20, because all signs are tried")
@@ -151,7 +154,7 @@ def bootstrap(
     Source: Section 3.9, "paired bootstrap 95% CI (10,000 resamples), Pr(delta > 0)".
 
     Raises:
-        SpecError: where nothing is drawn, or for a confidence outside (0, 1).
+        SpecError: if `drawn` is empty, or if the confidence is outside (0, 1).
     """
     return _percentiles(differences[drawn].mean(axis=1) if drawn.size else np.empty(0), confidence)
 
@@ -169,7 +172,7 @@ def cluster_bootstrap(
     Source: none in the paper. The benchmark of the paper has 10 conversations.
 
     Raises:
-        SpecError: where nothing is drawn, or for a confidence outside (0, 1).
+        SpecError: if `drawn` is empty, or if the confidence is outside (0, 1).
     """
     sums, sizes = np.bincount(clusters, weights=differences), np.bincount(clusters)
     means = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1) if drawn.size else np.empty(0)
@@ -180,12 +183,13 @@ def ratio_bootstrap(
     numerators: Float64[Vector, " n"], denominators: Float64[Vector, " n"], clusters: Int64[IntVector, " n"],
     drawn: Int64[IntMatrix, "resamples m"], confidence: float = 0.95,
 ) -> Interval:
-    """Return the bootstrap interval of a ratio of means. A cluster is resampled with its numerators and denominators.
+    """Return the bootstrap interval of a ratio of means.
 
-    If all denominators are 1, the result equals `cluster_bootstrap`.
+    The bootstrap resamples whole clusters, with numerators and denominators together. If all denominators are 1, the
+    result equals the result of `cluster_bootstrap`.
 
     Raises:
-        SpecError: where nothing is drawn, or for a confidence outside (0, 1).
+        SpecError: if `drawn` is empty, or if the confidence is outside (0, 1).
     """
     above, below = (np.bincount(clusters, weights=values) for values in (numerators, denominators))
     ratios = above[drawn].sum(axis=1) / below[drawn].sum(axis=1) if drawn.size else np.empty(0)

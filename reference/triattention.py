@@ -38,11 +38,11 @@ def distance_score(
     c: Float64[Matrix, "n d"], t: int, mean: Float64[Matrix, "G d"], magnitude: Float64[Matrix, "G half"],
     inv_freq: Float64[Vector, " half"], factor: float,
 ) -> Float64[Matrix, "G n"]:
-    """Return each query head's score of the cached keys c of its KV head, averaged over future queries.
+    """Return the score of each cached key c for each query head of one KV head, averaged over future queries.
 
-    The queries are at the positions t + 1, t + 2, t + 4, ..., t + 2^16. A key's position p cancels: removing the
-    rotation by p and adding the distance t - p leaves t. The score is linear in the rotations of the offsets, so the
-    function averages these rotations once for all keys.
+    The future queries have the positions t + 1, t + 2, t + 4, ..., t + 2^16. The position p of a key cancels: removing
+    the rotation by p and adding a rotation by t - p is a rotation by t. The score is linear in the rotations by the
+    query offsets 1, 2, 4, ... Therefore the function averages these rotations once for all keys.
 
     Implements: TA-SCORE
 
@@ -61,7 +61,8 @@ def distance_score(
 def z_scores(X: Float64[Matrix, "rows n"], candidates: Bool[BoolVector, " n"]) -> Float64[Matrix, "rows n"]:
     """Return the z-scores of the candidates in each row, and NaN for all other tokens.
 
-    Mean and standard deviation (divisor n, at least 1e-6) are over the candidates.
+    The mean and the population standard deviation are computed over the candidates. The standard deviation is at least
+    1e-6.
 
     Implements: TA-RANKING
 
@@ -76,14 +77,15 @@ def z_scores(X: Float64[Matrix, "rows n"], candidates: Bool[BoolVector, " n"]) -
 
 
 def joined(best: Float64[Cube, "L H_kv n"], mode: Mode) -> Float64[Matrix, "g n"]:
-    """Combine the largest z-scores of the KV heads, (L, H_kv, n), into a row for each kept set.
+    """Combine the KV heads' largest z-scores, (L, H_kv, n), into one row per set of kept tokens.
 
-    "global": one row, the maximum over layers and KV heads. "head": the mean over layers for each KV head, repeated for
-    every layer. "layer and head": a row per layer and KV head, unchanged.
+    Mode "global" returns one row: the maximum over layers and KV heads. Mode "head" returns the mean over layers for
+    each KV head, repeated for every layer. Mode "layer and head" returns the scores unchanged, one row per layer and KV
+    head.
 
     Implements: TA-RANKING
 
-    Source: TriAttention's official code, its three modes.
+    Source: the three modes of TriAttention's official code.
     """
     L, H_kv, n = best.shape
     rows: Matrix = best.reshape(L * H_kv, n)

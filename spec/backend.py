@@ -33,9 +33,9 @@ Stages = TypeVar("Stages")
 
 @runtime_checkable
 class CrystalStages(Protocol):
-    """Stages S1 to S6 of CrystalCache. They take arrays, return records, and change nothing in place.
+    """Stages S1 to S6 of CrystalCache. The stages take arrays, return records, and change nothing in place.
 
-    A stage without `Raises` may assume valid input: the public functions check it first (spec/implementing.md).
+    A stage without `Raises` may assume valid input: the public functions check the input first (spec/implementing.md).
     """
 
     def coattention(
@@ -88,7 +88,7 @@ class CrystalStages(Protocol):
 
 @runtime_checkable
 class BreathStages(Protocol):
-    """Stages of decoding and of later segments, in addition to S1 to S6. They change nothing in place."""
+    """Stages of decoding and of later segments, in addition to S1 to S6. The stages change nothing in place."""
 
     def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
         """Return each token's mean of 1 / ||k|| over the KV heads, (n,), for keys k (H_kv, n, d). A zero key gives inf.
@@ -169,7 +169,7 @@ class NestedKVStages(Protocol):
 
 @runtime_checkable
 class PolicyStages(Protocol):
-    """The slow parts of the published policies. They take and return arrays, and change nothing in place."""
+    """The slow parts of the published policies. These stages take and return arrays, and change nothing in place."""
 
     def received_attention(
         self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None,
@@ -216,7 +216,7 @@ class PolicyStages(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend: a name and the stage families that it implements. None marks a missing family."""
+    """A backend: a name and the stage families that the backend implements. A missing family is None."""
 
     name: str
     crystal: CrystalStages | None = None
@@ -225,17 +225,17 @@ class Backend:
     nestedkv: NestedKVStages | None = None
     policies: PolicyStages | None = None
     takes: Callable[[DeviceArray], bool] | None = None
-    """Function that returns True if the stages read this tensor on its device. None: stages read NumPy arrays only."""
+    """Function that returns True if the stages accept a tensor on its device. None: stages accept only NumPy arrays."""
     scores: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
     """Score functions of published policies. A key is the name of a reference function with the same arguments."""
     tensors: Mapping[str, Callable[..., DeviceArray]] = field(default_factory=dict, hash=False)
-    """Functions whose result stays on the device. They never copy values to the host.
+    """Functions whose result stays on the device. The functions never copy values to the host.
 
-    - Scores of a layer, as in `scores`.
+    - Score functions of one layer, as in `scores`.
     - `top_units(score (g, n), shares (g,), protected (g, n))` returns a mask of the kept tokens.
-    - `fill_units` is the same with two more arguments after the score: chunk size, and number of tokens in chunks.
+    - `fill_units` is `top_units` with two more arguments after `score`: chunk size, and number of tokens in chunks.
     - `Adaptive` and `Competition` take a score (NaN for protected tokens), the number of tokens to share, the number of
-      protected tokens of each set, and the safeguard. They return shares."""
+      protected tokens of each set, and the safeguard. `Adaptive` and `Competition` return the share of each set."""
 
     def require_crystal(self) -> CrystalStages:
         """Return the CrystalCache stages.
@@ -269,12 +269,12 @@ class Backend:
 
 
 def resolve(backend: str | Backend) -> Backend:
-    """Return the backend that `backend` names. A `Backend` instance is returned unchanged.
+    """Return the backend with the name `backend`. A `Backend` object is returned unchanged.
 
-    A name is built in ("numpy"), `module:ATTRIBUTE`, or an entry point in the group `kvspec.backends`.
+    A name is a built-in name ("numpy"), a target `module:ATTRIBUTE`, or an entry point in the group `kvspec.backends`.
 
     Raises:
-        SpecError: if `backend` is neither a string nor a Backend, or if the name is unknown.
+        SpecError: if `backend` is neither a string nor a `Backend`, or if the name is unknown.
         BackendUnavailable: if the module cannot be imported. The message contains the reason.
     """
     if isinstance(backend, Backend):

@@ -28,8 +28,8 @@ class Budget:
     """A budget: either a fraction of the tokens seen (`fraction`) or a fixed number of tokens (`count`).
 
     Raises:
-        SpecError: if none or both are set, if the fraction is outside (0, 1], or if the count is not an int from 1 to
-            2^63 - 1.
+        SpecError: if fraction and count are both set or both None, if the fraction is outside (0, 1], or if the count
+            is not an int from 1 to 2^63 - 1.
     """
 
     fraction: Fraction | None = None
@@ -44,14 +44,14 @@ class Budget:
             raise SpecError("budget", self.count, _TOKENS)
 
     def tokens(self, seen: int) -> int:
-        """Return the number of tokens to keep out of `seen`: the exact ceiling of their fraction, or the count."""
+        """Return the number of tokens to keep of `seen` tokens: `count`, or ceil(fraction * seen) computed exactly."""
         if self.fraction is not None:
             return math.ceil(self.fraction * seen)
         assert self.count is not None
         return self.count
 
     def __str__(self) -> str:
-        """Return text that `parse_budget` reads back. A fraction without a decimal of 28 digits is written as `p/q`."""
+        """Return text for `parse_budget`. A fraction that is not exact in 28 decimal digits is written as `p/q`."""
         if self.fraction is None:
             return str(self.count)
         decimal = Decimal(self.fraction.numerator) / Decimal(self.fraction.denominator)
@@ -62,9 +62,9 @@ class Budget:
 
 
 def parse_budget(budget: object, argument: str = "budget") -> Budget:
-    """Return the Budget for a user's value: float, int, text or Budget.
+    """Return the `Budget` for a user's value, which is a float, an int, text or a `Budget`.
 
-    A float is read as its decimal, `Fraction(str(budget))`: 0.28 of 25 tokens is 7, not 8.
+    A float is converted by `Fraction(str(budget))`, so 0.28 of 25 tokens is 7 tokens, not 8.
 
     Implements: CC-BUDGET-FORMS
 

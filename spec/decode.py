@@ -1,4 +1,4 @@
-"""State of CrystalCache between two decode steps: a frozen record. It does not hold the keys and values."""
+"""State of CrystalCache between two decode steps: a frozen record without keys and values."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,11 +28,11 @@ class LiveTrunks:
     """Absolute positions of the live tokens, ascending."""
     offsets: Int64[IntVector, " m_and_one"]
     impact: Float64[Vector, " live"]
-    """M_i of each token, computed when the token joined a trunk."""
+    """Impact M_i of each token, computed when the token joined a trunk."""
     inverse_norms: Float64[Vector, " live"]
-    """Mean over KV heads of 1 / ||k|| in the observed layer. It is inf if a key is zero."""
+    """Mean of 1 / ||k|| of each token over the KV heads of the observed layer. The mean is inf if a key is zero."""
     trunk_impact: Float64[Vector, " m"]
-    """Impact Mbar of each trunk (Eq. 23). It does not change after the trunk is made."""
+    """Impact Mbar of each trunk (Eq. 23). The impact does not change after the trunk is made."""
 
     @property
     def sizes(self) -> Int64[IntVector, " m"]:
@@ -44,25 +44,25 @@ class LiveTrunks:
 class DecodeState:
     """State of one sequence between two forward passes. Steps, breaths and segments are pure functions of the state.
 
-    The tail holds the newest tokens, which do not belong to a trunk yet. It ends at position `seen - 1`.
+    The tail contains the newest tokens, which are in no trunk yet. The last tail token has position `seen - 1`.
     """
 
     budget: Budget
     seen: int
-    """Number of tokens seen, including evicted tokens and the tail. This is the position of the next token."""
+    """Number of tokens seen, including evicted tokens and the tail. The next token gets position `seen`."""
     step: int
     """Number of decode steps so far. Segments do not count as steps."""
     live: LiveTrunks
     D: Float64[Vector, " m"]
     W: TrunkWeights
     ids: Int64[IntVector, " distinct"]
-    """Distinct ids of all tokens seen, ascending. Evicted tokens are included; the tail is not."""
+    """Distinct ids, ascending, of all tokens seen except the tail. Evicted tokens are included."""
     counts: Int64[IntVector, " distinct"]
-    """Number of occurrences of each id in `ids`."""
+    """Number of times that each id of `ids` has occurred so far outside the tail."""
     mu: float
-    """Mean of the trunks' degrees after the prefill (Eq. 27). 0 if there was no prefill."""
+    """Mean of the trunks' degrees after the prefill (Eq. 27). mu is 0 without a prefill."""
     sigma: float
-    """Standard deviation of the trunks' degrees after the prefill, with the fallback of Eq. 27. 1 without a prefill."""
+    """Standard deviation of the degrees after the prefill (Eq. 27 or its fallback). sigma is 1 without a prefill."""
     tail_ids: tuple[int, ...] = ()
     tail_inverse_norms: tuple[float, ...] = ()
 
@@ -78,10 +78,10 @@ class DecodeState:
 
 
 def check_state(state: DecodeState) -> None:
-    """Check a state from outside: it must be one that the decode functions could have returned.
+    """Check that the decode functions could have returned this state.
 
     Raises:
-        SpecError: if a field breaks a rule. The message names the first such field.
+        SpecError: if a field breaks a rule. The message names the first field that breaks a rule.
     """
     live, m = state.live, len(state.D)
     sizes_fit = len(live.offsets) == m + 1 and live.offsets[0] == 0 and live.offsets[-1] == len(live.positions)

@@ -4,7 +4,7 @@ __all__ = ["BackendUnavailable", "SpecError"]
 
 
 class SpecError(ValueError):
-    """An input is invalid. The error is raised before any state changes.
+    """An input is invalid. kvspec raises SpecError before it changes any state.
 
     The message contains the argument, the given value, and the rule that the value breaks.
     """
@@ -21,4 +21,4 @@ class SpecError(ValueError):
 
 
 class BackendUnavailable(RuntimeError):
-    """The requested backend, or a stage family of the backend, cannot run here. kvspec never substitutes another."""
+    """The requested backend or stage family cannot run here. kvspec never substitutes another backend."""

@@ -22,7 +22,7 @@ class Plugin:
 
     Attributes:
         value: the object.
-        digest: hash (8 hex digits) of the module's file at load time. Empty if the module has no file.
+        digest: first 8 hex digits of the hash of the module's file at load time, or "" if the module has no file.
     """
 
     value: object
@@ -30,13 +30,13 @@ class Plugin:
 
 
 def target_of(argument: str, name: str, group: str, built_in: Collection[str] = ()) -> str:
-    """Return `module:ATTRIBUTE` for a name, which is `module:ATTRIBUTE` already or the name of an entry point.
+    """Return the target `module:ATTRIBUTE` of a named entry point. A name that is a target is returned unchanged.
 
     Args:
-        argument: name of the argument, for the error message.
+        argument: name of the argument that the error message shows.
         name: the user's value.
         group: group of entry points.
-        built_in: further valid names, for the error message.
+        built_in: built-in names that the error message shows as valid names.
 
     Raises:
         SpecError: if the name is unknown. The message lists similar names.
@@ -67,7 +67,7 @@ def load(target: str) -> Plugin:
 
 
 def load_own(target: str) -> Plugin:
-    """Load `module:ATTRIBUTE` from a user's module. The current folder is searched too, as with `python -m`.
+    """Load `module:ATTRIBUTE` from a user's module. The search includes the current folder, as with `python -m`.
 
     Raises:
         ImportError: as in `load`.
@@ -81,7 +81,7 @@ def load_own(target: str) -> Plugin:
 
 
 def find_plugin(argument: str, name: str, group: str, built_in: Collection[str] = ()) -> Plugin:
-    """Load the object that a user named. The arguments are those of `target_of`.
+    """Load the object with the name that the user gave. The arguments are the same as for `target_of`.
 
     Raises:
         SpecError: if the name is unknown, or if loading fails.
@@ -95,6 +95,6 @@ def find_plugin(argument: str, name: str, group: str, built_in: Collection[str] 
 
 @cache
 def _digest(module: ModuleType) -> str:
-    """Made once for each module: its file may change afterwards, and the loaded code does not."""
+    """Return the hash of the module's file, computed once, because the file may change after the module is loaded."""
     file = getattr(module, "__file__", None)
     return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:8]

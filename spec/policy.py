@@ -1,7 +1,7 @@
 """A policy in five parts: scorer, budgets, selector, protection, cadence.
 
-Every method of the field is one record of these parts at one granularity, so that parts compose: any scorer under
-any budgets, any selector over any scores. `reference.policies` holds the definitions.
+Every eviction policy is one record of these parts at one granularity. Parts of different policies can be combined:
+any scorer with any budgets, and any selector with any scores. `reference.policies` defines the published policies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,22 +25,22 @@ DeviceArray: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """How a prompt is rehearsed: behind it the model is asked to repeat its context, chunk by chunk.
+    """Settings of KVzip's repetition: after the prompt, the model is asked to repeat the context chunk by chunk.
 
     Raises:
-        SpecError: for a template of other than three parts, an id below 0, or a number out of range.
+        SpecError: if the template does not have three parts, if an id is below 0, or if a number is out of range.
     """
 
     template: Sequence[Sequence[int]] | None
-    """Ids of the request for the first chunk, of that for each later one, and of what stands before an answer."""
+    """Token ids of the request for the first chunk, the request for a later chunk, and the start of an answer."""
     N_sink: int
-    """First tokens of the prompt that are not repeated: a system prompt, or sinks."""
+    """Number of first prompt tokens that are not repeated, such as a system prompt or attention sinks."""
     N_recent: int
-    """Last tokens of the prompt that are not repeated: a question, or the end of a chat's turn."""
+    """Number of last prompt tokens that are not repeated, such as a question or the end of a chat turn."""
     chunk: int
-    """Tokens of a chunk."""
+    """Number of tokens in a chunk. The last chunk can be shorter."""
     overlap: int
-    """Last tokens of the chunk before that the request for a later one ends with."""
+    """Number of last tokens of a chunk that the request for the next chunk quotes."""
 
     def __post_init__(self) -> None:
         if self.template is None or len(self.template) != 3:
@@ -61,13 +61,13 @@ class Needs:
         needs = kvspec.Needs("all", query_rows=32, values=True)     # keys, values and the last 32 queries of all layers
 
     Attributes:
-        layers: full-attention layers that give keys and queries to the score: "none", "observed" (one layer) or "all".
-        query_rows: number of queries that the score reads, counted from the end of the prompt. None for all queries.
-        observed: if `layers` is "observed", index of the layer among the full-attention layers. -1 is the last layer.
+        layers: full-attention layers whose keys and queries the score reads: "none", "observed" (one layer) or "all".
+        query_rows: number of queries that the score reads, counted from the end of the prompt. None means all.
+        observed: index of the layer among the full-attention layers if `layers` is "observed". -1 is the last layer.
         values: True if the score reads the values of the cache.
         token_ids: True if the score reads the ids of the prompt tokens.
-        takes: function of a tensor that returns True if the score accepts the tensor on its device. None if the score
-            accepts only NumPy arrays.
+        takes: function that takes a tensor and returns True if the score accepts this tensor on its device. None if the
+            score accepts only NumPy arrays.
         budget: True if the scores depend on the budget.
         rehearsal: how the model repeats the prompt, for KVzip. None if the model does not repeat the prompt.
     """
@@ -84,25 +84,25 @@ class Needs:
 
 @dataclass(frozen=True)
 class Repeat:
-    """One layer's attention inputs after RoPE of the r tokens that repeat a chunk, the request for it included."""
+    """Attention inputs of one layer, after RoPE, for r tokens: a request, an answer's start, and the repeated chunk."""
 
     start: int
-    """The chunk's first position in the prompt."""
+    """Position of the chunk's first token in the prompt."""
     stop: int
     q: DeviceArray
-    """(H, r, d)."""
+    """Queries (H, r, d)."""
     k: DeviceArray
-    """(H_kv, r, d)."""
+    """Keys (H_kv, r, d)."""
     norms: Float64[Vector, " r"]
-    """L2 norms of the hidden states that the layer's attention read."""
+    """L2 norm of each token's hidden state at the input of the layer's attention."""
 
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer's attention inputs after RoPE: q (H, n_q, d), k (H_kv, n, d) and, if needed, v (H_kv, n, d).
+    """Attention inputs of one layer, after RoPE: q (H, n_q, d), k (H_kv, n, d), and v (H_kv, n, d) or None.
 
-    q holds the last n_q of the queries, in the order of their positions; k and v hold what is cached, in that order.
-    lse (H, n_q), where the forward's attention has it: see `spec.backend.CrystalStages.coattention`.
+    q contains the last n_q queries. k and v contain the n cached keys and values. All three are sorted by position.
+    lse (H, n_q) is None if the model's attention does not return lse (see `spec.backend.CrystalStages.coattention`).
     """
 
     q: DeviceArray
@@ -112,51 +112,51 @@ class LayerView:
     softcap: float | None
     lse: DeviceArray | None = None
     repeats: tuple[Repeat, ...] | None = None
-    """Each chunk's, where the prompt was rehearsed."""
+    """Attention inputs of each repeated chunk. None if the model did not repeat the prompt."""
     sinks: DeviceArray | None = None
-    """Logits of the query heads' attention sinks (H,), if the layer has some: see `CrystalStages.coattention`."""
+    """Logit of each query head's attention sink (H,), or None (see `CrystalStages.coattention`)."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One sequence at the end of a segment or of a step, as far as the scorer needs it."""
+    """Data about one sequence that the scorer reads at the end of a segment or of a decode step."""
 
     seen: int
-    """Tokens seen: absolute positions run over range(seen)."""
+    """Number of tokens seen. Absolute positions of tokens run from 0 to seen - 1."""
     groups: int
-    """Kept sets to decide at the policy's granularity."""
+    """Number of kept sets to decide at the policy's granularity."""
     token_ids: Int64[IntVector, " n"] | None
     layers: Mapping[int, LayerView]
-    """In ascending order, which is the order of the groups."""
+    """Attention inputs by layer index, ascending. The groups are in the same order of layers."""
     B: int | None = None
-    """Tokens that a group keeps on average, as `retain` knows them; for scores that depend on the budget."""
+    """Budget B: the average number of tokens that a group keeps. Scores that depend on the budget read B."""
     positions: Int64[IntVector, " n"] | None = None
-    """Absolute positions of the n cached tokens, where some were evicted before; None: n is `seen`."""
+    """Absolute positions of the n cached tokens. None means that no token was evicted, so n equals `seen`."""
     first: int = 0
-    """Number of the first group among all groups of the policy: above 0 where a later layer is decided alone."""
+    """Index of the first group among all groups of the policy. It is above 0 if a later layer is decided alone."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Retention priorities over units: unit u holds positions offsets[u] to offsets[u + 1]. Higher is kept first.
+    """Priorities of units. Unit u has the positions offsets[u] to offsets[u + 1] - 1. The highest units are kept first.
 
-    NaN marks a unit without a score: it is protected, or else the last to be kept.
+    A unit whose priority is NaN is either protected or the last unit to be kept.
     """
 
     values: Float64[Matrix, "g m"]
     offsets: Int64[IntVector, " m_and_one"]
     members: Float64[Matrix, "g n"] | None = None
-    """Priorities of tokens inside one unit, for a selector that keeps units in part."""
+    """Priorities of single tokens, for a selector that can keep a part of a unit."""
     carry: object = None
-    """The scorer's own records, handed on untouched."""
+    """Records of the scorer. Budgets and selectors do not change these records."""
     heads: int = 1
-    """Groups of one layer, side by side: the KV heads where each has its own kept set, else 1."""
+    """Number of groups per layer: the number of KV heads if each KV head has a kept set, otherwise 1."""
     signatures: Float64[Cube, "s n d"] | None = None
-    """Directions of the tokens, for a selector that compares them: one for all groups, or one for each s-th part."""
+    """Token signatures, for a selector that compares tokens. Of G groups, group g uses signatures[g * s // G]."""
     second: Float64[Matrix, "g m"] | None = None
-    """Priorities of a second stage, for a selector that has one."""
+    """Priorities for the second stage of a two-stage selector."""
     preferences: Float64[Vector, " L"] | None = None
-    """What each layer is worth, for budgets that share between layers by it."""
+    """Weight of each layer, for budgets that divide the tokens between layers by weight."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,12 @@ class Selection:
     positions: Int64[IntVector, " kept"]
     offsets: Int64[IntVector, " groups_and_one"]
     records: object = None
-    """What the selector has to say beside the set, for reports."""
+    """Further results of the selector, for reports."""
 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Gives each unit a priority; `protected` marks tokens, for scores that are relative to the rest."""
+    """Callable that scores units. Scores can be relative to the unprotected tokens, so `protected` is an argument."""
 
     @property
     def needs(self) -> Needs: ...
@@ -181,36 +181,36 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class SeparableScorer(Scorer, Protocol):
-    """A scorer that may give each kept set its scores from that set's own queries, keys and values alone."""
+    """A scorer that can score each kept set from the queries, keys and values of this kept set alone."""
 
     @property
     def separable(self) -> bool:
-        """Whether it does: then it goes on where other sets have dropped other tokens."""
+        """Return True if the scorer scores each kept set alone. Kept sets may then have evicted different tokens."""
         ...
 
 
 @runtime_checkable
 class LayerwiseScorer(Scorer, Protocol):
-    """A scorer whose scores of a layer may follow from the queries, keys and values of this layer alone."""
+    """A scorer that can score each layer from the queries, keys and values of this layer alone."""
 
     @property
     def layerwise(self) -> bool:
-        """Whether the scores do: then each layer may be decided as soon as it has attended."""
+        """Return True if the scorer scores each layer alone. A layer can then be decided right after its attention."""
         ...
 
 
 @runtime_checkable
 class Budgets(Protocol):
-    """Shares a total over the groups; the shares sum to it exactly wherever every group can hold its share."""
+    """Callable that divides a total among the groups. The shares sum to the total if every group can hold its share."""
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]: ...
 
 
 @runtime_checkable
 class Selector(Protocol):
-    """Picks positions, at most budgets[g] in group g unless protection alone exceeds it.
+    """Callable that selects at most budgets[g] positions in group g, unless more than budgets[g] tokens are protected.
 
-    The choice in a group depends on the scores of this group's layer alone.
+    The selection in a group depends only on the scores of the layer that contains the group.
     """
 
     def __call__(self, scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection: ...
@@ -218,22 +218,22 @@ class Selector(Protocol):
 
 @runtime_checkable
 class Protection(Protocol):
-    """Marks the tokens, out of `seen`, that are never evicted."""
+    """Callable that returns a mask (seen,) of the tokens that are never evicted."""
 
     def __call__(self, seen: int, /) -> BoolVector: ...
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """When a policy decides: at the end of each prompt and, where `every` is set, while tokens are decoded.
+    """Times at which a policy decides what to keep: after each prompt and, if `every` is set, after decode steps.
 
     Implements: PO-STEP
     """
 
     every: int | None = None
-    """A step can be due where the number of tokens seen is a multiple of this; None: no step ever is."""
+    """A decode step is due only if the number of tokens seen is a multiple of `every`. None: no step is due."""
     excess: int = 1
-    """And where a group holds at least this many tokens above its budget."""
+    """A decode step is due only if a group holds at least `excess` tokens more than its budget."""
 
     def __post_init__(self) -> None:
         for name, value in (("every", self.every), ("excess", self.excess)):
@@ -241,7 +241,7 @@ class Cadence:
                 raise SpecError(name, value, "must be at least 1")
 
     def due(self, seen: int, live: int, B: int) -> bool:
-        """Whether a step that leaves `live` tokens in a group, out of `seen`, ends in a decision."""
+        """Return True if a decode step is due after `seen` tokens, with `live` tokens in each group and budget B."""
         return self.every is not None and seen % self.every == 0 and live - B >= self.excess
 
 
@@ -250,41 +250,41 @@ SEGMENT_END = Cadence()
 
 @dataclass(frozen=True)
 class Running:
-    """A policy between two steps: what is cached, and the scorer's records of it."""
+    """State of a policy between two decode steps: the cached positions and the scorer's records of these positions."""
 
     live: Int64[IntMatrix, "g n"]
-    """Absolute positions, ascending; each group holds as many."""
+    """Absolute positions of the cached tokens, ascending. All groups have the same number of tokens."""
     records: object
 
 
 @runtime_checkable
 class RunningScorer(Scorer, Protocol):
-    """A scorer that goes on while tokens are decoded. Slots are columns of what is cached, the new token last."""
+    """A scorer for decode steps. A slot is the index of a token in the cache. The new token has the last slot."""
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """Scores over the slots; `carry` holds the records with the new token in them."""
+        """Return the scores of all slots. `Scores.carry` contains the records, including those of the new token."""
         ...
 
     def keep(self, records: object, slots: IntMatrix, /) -> object:
-        """The records of the slots (g, kept) that stay."""
+        """Return the records of the kept slots (g, kept)."""
         ...
 
 
 @runtime_checkable
 class RecordingScorer(RunningScorer, Protocol):
-    """A running scorer whose records do not follow from scores: a step that does not decide computes none."""
+    """A running scorer that can update its records without scores. Steps without a decision then compute no scores."""
 
     def record(self, records: Any, observation: Observation, /) -> object:
-        """The records with the new tokens in them, which are `carry` of `step`."""
+        """Return the records, including those of the new tokens. `step` returns equal records in `Scores.carry`."""
         ...
 
 
 @runtime_checkable
 class JoiningScorer(RunningScorer, Protocol):
-    """A running scorer whose records of a prompt may be made layer by layer."""
+    """A running scorer that can make the records of a prompt layer by layer."""
 
     def join(self, records: Sequence[Any], /) -> object:
-        """The records of all layers, from those of each layer in ascending order."""
+        """Return the records of all layers. The argument has the records of each layer in ascending order of layers."""
         ...
 
 
@@ -293,9 +293,9 @@ Promised = Literal["yes", "no", "N/A"]
 
 @dataclass(frozen=True)
 class Promises:
-    """What a policy promises: the columns of the table in spec/policies.md. The default is that it does not.
+    """Properties that a policy promises: the columns of the table in spec/policies.md. The default is no promise.
 
-    conformance.policy_suite tests each "yes" on drawn inputs. "N/A" is what makes no sense for the policy.
+    `conformance.policy_suite` tests each "yes" on random inputs. "N/A" marks a property that does not apply.
     """
 
     budget_exact: Promised = "no"
@@ -326,6 +326,6 @@ class Policy:
     cadence: Cadence = SEGMENT_END
     granularity: Granularity = Granularity.MODEL
     floor: int = 0
-    """Tokens below which a budget is raised (Eq. 30: sink + recent)."""
+    """Smallest budget in tokens. A smaller budget is raised to `floor` (Eq. 30: sink + recent)."""
     promises: Promises = NOTHING_PROMISED
-    """Of this composition of parts: another one promises for itself."""
+    """Promises of this combination of parts. A combination with a different part needs separate promises."""

@@ -1,4 +1,4 @@
-"""Promises of the published policies, read from the table in policies.md, which is their only source."""
+"""Promises of the published policies. The table in policies.md is the only source of these promises."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -13,7 +13,7 @@ PAGE = Path(__file__).with_name("policies.md")
 
 @cache
 def promise_table() -> Mapping[str, Mapping[str, str]]:
-    """Return each policy's cells by column: `yes`, `no: REASON` or `N/A: REASON`. {} if policies.md is missing."""
+    """Return `yes`, `no: REASON` or `N/A: REASON` by policy and column. If policies.md is missing, return {}."""
     if not PAGE.exists():
         return {}
     lines = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
@@ -25,12 +25,12 @@ def promise_table() -> Mapping[str, Mapping[str, str]]:
 
 
 def field_of(column: str) -> str:
-    """Return the field of Promises for a column of the table."""
+    """Return the name of the `Promises` field that belongs to a column of the table."""
     return column.replace(" ", "_").replace("-", "_").lower()
 
 
 def promises_of(name: str) -> Promises:
-    """Return the promises of a policy: its row of the table. A policy without a row promises nothing."""
+    """Return the promises in the row of a policy in the table. A policy without a row promises nothing."""
     row = promise_table().get(name)
     if row is None:
         return NOTHING_PROMISED

@@ -1,4 +1,4 @@
-"""Records that CrystalCache's stages pass to each other. Every array is a NumPy array on the host."""
+"""Records that the stages of CrystalCache return and take as arguments. Every array is a NumPy array on the host."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,12 +35,12 @@ class CoAttention:
     cross_weight: Float64[Matrix, "n k_cross"]
 
     def edges(self) -> Edges:
-        """Return the edge set E of Eq. 15: intra edges, then cross edges, each sorted by owner and then by rank.
+        """Return the edge set E of Eq. 15: intra edges, then cross edges. Each kind is sorted by owner, then by rank.
 
         Implements: CC-EDGES
 
-        The owner is the token whose neighbour list holds the edge. An intra edge is (owner, neighbour). A cross edge is
-        (source, owner), so the earlier token comes first.
+        The owner of an edge is the token whose neighbour list contains the edge. An intra edge is (owner, neighbour).
+        A cross edge is (source, owner), so the earlier token comes first.
         """
         owner, rank = np.nonzero(self.intra >= 0)
         late, late_rank = np.nonzero(self.cross >= 0)
@@ -89,9 +89,9 @@ class CrystalRetention:
 
     retention: Retention
     ratio: Float64[Vector, " m"]
-    """Kept ratio r of each trunk (Eq. 32). 1 if the trunk is protected."""
+    """Kept ratio r of each trunk (Eq. 32); r is 1 for a protected trunk."""
     scores: Float64[Vector, " m"]
-    """Score of each trunk (Eq. 29). NaN if the trunk is protected."""
+    """Score of each trunk (Eq. 29); the score of a protected trunk is NaN."""
     D: Float64[Vector, " m"]
     """D of each trunk after the eviction (Eq. 34)."""
     protected: BoolVector
@@ -111,5 +111,5 @@ class CrystalRetention:
 
     @property
     def over_budget(self) -> int:
-        """Return how many kept tokens exceed B: above 0 only if the protected trunks alone exceed B."""
+        """Return how far the number of kept tokens exceeds B: above 0 only if the protected trunks alone exceed B."""
         return max(0, len(self.kept) - self.budget)

@@ -1,4 +1,4 @@
-"""Retention: the positions that the cache of one sequence keeps, at one granularity."""
+"""Retention: the positions that stay in the cache of one sequence, at one granularity."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ __all__ = ["Granularity", "Retention"]
 
 
 class Granularity(Enum):
-    """Owner of a kept set: the whole model, each layer, or each KV head of each layer."""
+    """Part of the model that has one kept set: the whole model, each layer, or each KV head of each layer."""
 
     MODEL = "model"
     LAYER = "layer"
@@ -22,10 +22,10 @@ class Granularity(Enum):
 
 @dataclass(frozen=True)
 class Retention:
-    """Kept positions of one sequence, group by group. A batch is a tuple of Retention.
+    """Kept positions of one sequence, group by group. A batch is a tuple of `Retention` objects.
 
-    Group g keeps the absolute positions `positions[offsets[g]:offsets[g + 1]]`, ascending. MODEL has one group, LAYER
-    one per layer, and HEAD one per layer and KV head (sorted by layer, then head).
+    Group g keeps the absolute positions `positions[offsets[g]:offsets[g + 1]]`, ascending. MODEL has one group.
+    LAYER has one group per layer. HEAD has one group per KV head of each layer, sorted by layer, then head.
 
     Raises:
         SpecError: if offsets and positions do not describe subsets of range(seen).
@@ -49,7 +49,7 @@ class Retention:
 
     @classmethod
     def join(cls, parts: Sequence["Retention"]) -> "Retention":
-        """Concatenate the Retentions of single layers, given in ascending order of the layers."""
+        """Concatenate `Retention` objects of single layers. `parts` must be in ascending order of layers."""
         sizes = np.concatenate([np.diff(part.offsets) for part in parts])
         positions = np.concatenate([part.positions for part in parts])
         return cls(positions, np.append(0, np.cumsum(sizes)), parts[0].seen, parts[0].granularity)

@@ -1,7 +1,7 @@
 """Result tables as validated data frames.
 
 Only this module imports pandera (install the extra `tables`). A table that breaks a rule raises SpecError. The message
-names the column, or the rule across columns, and a wrong value.
+names the column, a wrong value and the rule. If the rule compares columns, the message names the table instead.
 """
 
 from collections.abc import Iterable, Mapping
@@ -46,7 +46,7 @@ class ResultTable(pa.DataFrameModel):
     control: bool
 
     class Config:
-        """Pandera settings: extra columns are errors, and a cell has one row."""
+        """Pandera settings: extra columns are errors, and no two rows describe the same cell of an evaluation."""
 
         strict = True
         unique = RESULT_KEY
@@ -60,7 +60,7 @@ class ResultTable(pa.DataFrameModel):
     @pa.dataframe_check
     @classmethod
     def mean_below_peak(cls, table: pd.DataFrame) -> "pd.Series[bool]":
-        """Check that the mean cache size is at most the peak."""
+        """Check that the mean cache size is at most the peak cache size."""
         return table["mean_cache"] <= table["peak_cache"]
 
 

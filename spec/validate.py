@@ -1,4 +1,4 @@
-"""Input checks of the public functions. They run before any work; errors name the argument, its value and the rule."""
+"""Input checks of the public functions, made before any work. Errors name the argument, its value and the rule."""
 
 import math
 from collections.abc import Collection, Iterable
@@ -17,14 +17,14 @@ __all__ = [
 ]
 
 _LISTED_MOST = 12
-"""Error messages list at most this many valid names. If there are more, they list only similar names."""
+"""Error messages list at most this many valid names. If more names are valid, only similar names are listed."""
 
 
 def check_choices(argument: str, given: Iterable[str], known: Collection[str]) -> None:
     """Check that all given names are known.
 
     Raises:
-        SpecError: if a name is unknown. The message lists the known names, or similar names if there are many.
+        SpecError: if a name is unknown. The message lists all known names, or similar names if many are known.
     """
     for name in given:
         if name not in known:
@@ -32,7 +32,7 @@ def check_choices(argument: str, given: Iterable[str], known: Collection[str]) -
 
 
 def bound_of_names(name: str, known: Collection[str]) -> str:
-    """Return the error text for an unknown name: the known names, or similar names if there are many."""
+    """Return the error text for an unknown name. The text lists all known names, or similar names if many are known."""
     if len(known) <= _LISTED_MOST:
         return f"must be one of {', '.join(known)}"
     near = get_close_matches(name.lower(), known, n=3, cutoff=0.5)
@@ -106,7 +106,7 @@ def check_lse(lse: np.ndarray[Any, Any] | None, q: np.ndarray[Any, Any]) -> None
 
 
 def check_sinks(sinks: Any, q: Any) -> None:
-    """Check that sinks (H,), if given, fit q (H, n, d), have a floating dtype and are finite. Arrays or tensors.
+    """Check that sinks (H,), an array, a tensor or None, fit q (H, n, d), have a floating dtype and are finite.
 
     Raises:
         SpecError: if a condition fails.
@@ -150,7 +150,7 @@ def _check_kind(name: str, array: Any, floating: bool) -> None:
 
 
 def check_token_ids(token_ids: object, tokens: int, vocabulary: int | None = None) -> IntVector:
-    """Return the token ids of one sequence as int64 (n,). n must equal `tokens`, the number of keys.
+    """Return the token ids of one sequence as int64 (n,). The number of ids n must equal `tokens`, the number of keys.
 
     Raises:
         SpecError: if rank, dtype or length is wrong, if an id is outside [0, vocabulary), or if n is below 2.
@@ -196,7 +196,7 @@ def check_sentence_ends(sentence_ends: object) -> frozenset[int]:
 
 
 def check_scaling(scaling: float, softcap: float | None) -> None:
-    """Check that the factor on the logits, and the soft cap if there is one, are positive and finite.
+    """Check that `scaling`, the factor of the logits, and `softcap`, if not None, are positive and finite.
 
     Raises:
         SpecError: if a condition fails.
@@ -207,7 +207,7 @@ def check_scaling(scaling: float, softcap: float | None) -> None:
 
 
 def check_penalty(lam: float, name: str = "lam") -> None:
-    """Check that the weight of the redundancy penalty is finite and at least 0. Errors call the argument `name`.
+    """Check that the weight of the redundancy penalty is finite and at least 0. Errors show `name` as the argument.
 
     Raises:
         SpecError: if a condition fails.

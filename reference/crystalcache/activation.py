@@ -12,12 +12,12 @@ UP, DOWN = 2.0**600, 2.0**-600
 
 
 def inverse_key_norms(k: Float[RawCube, "H_kv n d"]) -> Float64[Vector, " n"]:
-    """Return each token's mean of 1 / ||k|| over the KV heads. It is inf if a key of the token is zero.
+    """Return each token's mean of 1 / ||k|| over the KV heads. The mean is inf if a key of the token is zero.
 
     Implements: CC-KEY-NORM
 
-    Source: Section 3.8(a). k are the observed layer's keys; RoPE does not change a norm. If a squared channel would
-    overflow or underflow float64, the key is first scaled by a power of two, which is exact.
+    Source: Section 3.8(a). k contains the keys of the observed layer. RoPE does not change the norm of a key. If a
+    squared channel would overflow or underflow float64, the key is first scaled by a power of two, which is exact.
     """
     wide = k.astype(np.float64)
     largest = np.abs(wide).max(axis=2)
@@ -44,7 +44,7 @@ def normalised_inverse_norms(inverse_norms: Float64[Vector, " live"]) -> Float64
 
 
 def active_trunks(live: LiveTrunks, theta_act: float) -> Bool[BoolVector, " m"]:
-    """Return a mask of the active trunks. In an active trunk more than half of the live tokens have eta > theta_act.
+    """Return a mask of the active trunks. A trunk is active if over half of its cached tokens have eta > theta_act.
 
     Implements: CC-ACTIVATION
 

@@ -1,4 +1,4 @@
-"""Decode: D decays at every step, and a breath runs every T_breath steps (Section 3.8)."""
+"""Decode: D decays at every step, and every T_breath steps a breath evicts tokens (Section 3.8)."""
 
 from dataclasses import replace
 
@@ -20,18 +20,18 @@ __all__ = ["breath", "breath_protection", "decay", "decode_step", "evict", "prot
 def decay(
     D: Float64[Vector, " m"], trunk_impact: Float64[Vector, " m"], parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " m"]:
-    """Return D after one decode step. Trunks with a small product of D and impact decay faster.
+    """Return D after one decode step. D decays faster in trunks with a small product of D and trunk impact.
 
     Implements: CC-DECAY
 
-    Source: Eq. 36, dt = 1.
+    Source: Eq. 36 with dt = 1.
     """
     rho = parameters.beta_0 * np.exp(-(D * trunk_impact / parameters.D_c))
     return np.maximum(0.0, D - rho * D)
 
 
 def protected_trunks_of(live: LiveTrunks, seen: int, N_sink: int, W_recent: int) -> Bool[BoolVector, " m"]:
-    """Return a mask of the trunks with a live token among the first N_sink or the last W_recent positions seen.
+    """Return a mask of the trunks with a cached token among the first N_sink or the last W_recent positions seen.
 
     Implements: CC-LIVE-PROTECTED
 
@@ -43,7 +43,9 @@ def protected_trunks_of(live: LiveTrunks, seen: int, N_sink: int, W_recent: int)
 
 
 def breath_protection(state: DecodeState, parameters: CrystalCacheParameters) -> Bool[BoolVector, " m"]:
-    """Return a mask of the trunks that a breath may not evict: none, or those with sink or recent tokens.
+    """Return a mask of the trunks that a breath (decode-time eviction) must not evict.
+
+    The mask marks no trunk, or the trunks with sink or recent tokens, as the parameter `breath_protection` says.
 
     Implements: CC-BREATH-PROTECTED
 
@@ -57,7 +59,7 @@ def breath_protection(state: DecodeState, parameters: CrystalCacheParameters) ->
 def evict(
     state: DecodeState, protected: Bool[BoolVector, " m"], parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
-    """Return the state after S5 and S6 on the trunk table. The budget is Eq. 30 with n = tokens seen.
+    """Return the state after S5 (score) and S6 (eviction) on all trunks. The budget is B of Eq. 30 for the tokens seen.
 
     Implements: CC-REEVICT
 
@@ -76,7 +78,7 @@ def breath(
 ) -> DecodeState:
     """Return the state after a breath: activation, resonance, Hebbian update, new trunks, eviction.
 
-    The caller then keeps only the positions `stored` of the returned state in the cache.
+    The caller must then evict all cached tokens except the positions `stored` of the returned state.
 
     Implements: CC-BREATH
 
@@ -95,9 +97,10 @@ def decode_step(
     state: DecodeState, token_id: int, inverse_norm: float, sentence_ends: frozenset[int],
     parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
-    """Return the state after a forward pass of one token. The token joins the tail, and D decays.
+    """Return the state after a forward pass of one token. The token is appended to the tail, and D decays.
 
-    Every T_breath steps a breath follows. `inverse_norm` is CC-KEY-NORM of the token's key.
+    Every T_breath steps, the function also runs a breath (decode-time eviction). `inverse_norm` is the mean of 1 /
+    ||k|| over the KV heads (CC-KEY-NORM).
 
     Implements: CC-STEP
 

@@ -1,7 +1,7 @@
 """S1: salience and neighbours of each token from the attention of the observed layer (Section 3.2).
 
-The segment is processed in chunks of C tokens. Weights come from long sums, so they are rounded to float32 before they
-are compared. The edge stores the weight in float64.
+The segment is processed in chunks of C tokens. Edge weights are results of long sums, so they are compared in float32.
+Edges store their weights in float64.
 """
 
 import numpy as np
@@ -25,8 +25,8 @@ def attention(
 
     Implements: CC-ATTENTION
 
-    Source: Eq. 3, without the product with V. A query attends to keys at its own position and before. The attention
-    sink of a head is one more logit in the softmax denominator, without a column in the result.
+    Source: Eq. 3, without the product with V. A query attends to keys up to the position of the query. An attention
+    sink adds one logit per head to the softmax denominator. The result has no column for the sink.
     """
     # The query heads of one KV head stand below each other: its keys are read once for all of them.
     shared = q.reshape(k.shape[0], -1, q.shape[2])
@@ -42,11 +42,12 @@ def attention(
 
 
 def salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) -> Float64[Vector, " Q"]:
-    """Return S_i: the attention that token i receives from the chunk's queries, summed over its top k_heads heads.
+    """Return S_i: the attention to token i, summed over the k_heads heads with the largest attention to token i.
 
     Implements: CC-SALIENCE
 
-    Source: Eq. 11. `own` are the attention weights of the chunk's queries on the chunk's keys.
+    Source: Eq. 11. S_i is clipped to [M_min, M_max]. `own` contains the attention weights from the chunk's queries to
+    the chunk's keys. The attention to a token is summed over these queries.
     """
     h: Matrix = own.sum(axis=1)
     top = np.sort(h, axis=0)[::-1][: parameters.k_heads]
@@ -55,11 +56,12 @@ def salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) ->
 
 
 def mean_salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) -> Float64[Vector, " Q"]:
-    """Return S_i of the essay: the mean over token i's best k_heads heads instead of the sum.
+    """Return S_i of the essay: the mean attention to token i in the k_heads heads with the largest attention.
 
     Implements: CC-MEAN-SALIENCE
 
-    Source: the essay, section 3. If there are fewer heads, the mean is over all heads. If k_heads is 0, the mean is 0.
+    Source: the essay, section 3. If there are fewer than k_heads heads, the mean is over all heads. If k_heads is 0,
+    the mean is 0.
     """
     h: Matrix = own.sum(axis=1)
     top = np.sort(h, axis=0)[::-1][: parameters.k_heads]
@@ -71,11 +73,11 @@ _SALIENCE = {"sum": salience, "mean": mean_salience}
 
 
 def row_normalise(A: Float64[Matrix, "Q Q"], epsilon: float) -> Float64[Matrix, "Q Q"]:
-    """Return the rows of A divided by (their L2 norm + epsilon). A is the head-mean attention inside the chunk.
+    """Return the rows of A divided by (their L2 norm + epsilon). A is the mean attention of the heads inside the chunk.
 
     Implements: CC-ROW-NORM
 
-    Source: Eq. 12. A zero row stays zero.
+    Source: Eq. 12. A row of zeros is unchanged.
     """
     norm: Matrix = np.sqrt((A * A).sum(axis=1, keepdims=True))
     return A / (norm + epsilon)
@@ -86,7 +88,8 @@ def strongest(
 ) -> tuple[Int64[IntMatrix, "rows k"], Float64[Matrix, "rows k"]]:
     """Return columns and weights of the k largest weights above tau in each row, largest first.
 
-    On a tie the lower column comes first. Weights and tau are compared in float32. Unused entries are -1 with weight 0.
+    Of two equal weights, the weight in the lower column is first. Weights and tau are compared in float32. Unused
+    entries have column -1 and weight 0.
     """
     key = weights.astype(np.float32)
     order = np.argsort(-key, axis=1, kind="stable")[:, :k]
@@ -101,11 +104,12 @@ def strongest(
 def intra_neighbours(
     rows: Float64[Matrix, "Q Q"], parameters: CrystalCacheParameters,
 ) -> tuple[Int64[IntMatrix, "Q k"], Float64[Matrix, "Q k"]]:
-    """Return each token's most similar tokens of the same chunk, by the cosine of their normalised attention rows.
+    """Return the k_intra neighbours of each token: the most similar tokens in the chunk of the token.
 
     Implements: CC-INTRA
 
-    Source: Eq. 13. Neighbours may come before or after the token. The token itself is excluded.
+    Source: Eq. 13. Similarity is the cosine of two normalised attention rows, and must exceed tau_intra. A neighbour
+    may be before or after the token. A token is not a neighbour of itself.
     """
     cosine = np.matmul(rows, rows.T)
     np.fill_diagonal(cosine, -1.0)
@@ -115,11 +119,12 @@ def intra_neighbours(
 def cross_neighbours(
     earlier: Float64[Matrix, "Q before"], parameters: CrystalCacheParameters,
 ) -> tuple[Int64[IntMatrix, "Q k"], Float64[Matrix, "Q k"]]:
-    """Return the earlier tokens, outside the chunk, to which each token attends most, by head-mean attention.
+    """Return, for each token of a chunk, the k_cross tokens before the chunk to which the token attends most.
 
     Implements: CC-CROSS
 
-    Source: Eq. 14. A token of the first chunk has no such neighbour.
+    Source: Eq. 14. Attention is averaged over heads, and must exceed tau_cross. Tokens of a prompt's first chunk have
+    no neighbours before the chunk.
     """
     return strongest(earlier, parameters.k_cross, parameters.tau_cross)
 
@@ -129,9 +134,9 @@ def coattention(
     parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
     sinks: Float64[Vector, " H"] | None = None,
 ) -> CoAttention:
-    """Return the result of S1 for a segment of n tokens. The keys of the segment are the last n of the live keys.
+    """Return salience and neighbours (S1) of a segment of n tokens. The last n keys in `k` belong to the segment.
 
-    Chunks are counted from the first token of the segment.
+    The first chunk begins at the first token of the segment.
 
     Implements: CC-COATTENTION
 

@@ -1,4 +1,4 @@
-"""Coverage backfill: a share of the budget is spent on evenly spaced tokens of evicted trunks (the paper's F3)."""
+"""Coverage backfill: part of the budget is used for evenly spaced tokens of evicted trunks (the paper's F3)."""
 
 from fractions import Fraction
 
@@ -14,9 +14,10 @@ __all__ = ["backfill", "coverage_reserve", "evenly_spaced"]
 def coverage_reserve(
     sizes: Int64[IntVector, " m"], protected: Bool[BoolVector, " m"], B: int, coverage: float,
 ) -> int:
-    """Return the number of tokens reserved for the backfill: floor(coverage * (B - protected tokens)), exactly.
+    """Return the number of tokens reserved for the backfill: floor(coverage * (B - protected tokens)).
 
-    Source: the paper's F3. The reserve is 0 if all tokens fit into B, or if the protected trunks use up B.
+    Source: the paper's F3. The floor is computed in exact arithmetic. The reserve is 0 if there are at most B tokens,
+    or if the protected trunks have at least B tokens.
     """
     if int(sizes.sum()) <= B:
         return 0
@@ -25,7 +26,10 @@ def coverage_reserve(
 
 
 def evenly_spaced(candidates: Int64[IntVector, " e"], k: int) -> Int64[IntVector, " k"]:
-    """Split the candidates into k equal parts and return the middle of each. If there are at most k, return all."""
+    """Split the candidates into k equal parts and return the middle candidate of each part.
+
+    If there are at most k candidates, return all candidates.
+    """
     e = len(candidates)
     if e <= k:
         return candidates
@@ -35,11 +39,12 @@ def evenly_spaced(candidates: Int64[IntVector, " e"], k: int) -> Int64[IntVector
 def backfill(
     found: Dissolution, offsets: Int64[IntVector, " m_and_one"], D: Float64[Vector, " m"], reserve: int,
 ) -> Dissolution:
-    """Return the dissolution with `reserve` evenly spaced tokens added, which come from fully evicted trunks.
+    """Add `reserve` evenly spaced tokens of fully evicted trunks to the kept tokens of a dissolution.
 
     Implements: CC-COVERAGE
 
-    Source: the paper's F3. A trunk that gets tokens back is alive again; its r and D are updated.
+    Source: the paper's F3. A trunk that regains tokens is no longer evicted. The function updates r and D of this
+    trunk.
     """
     sizes = np.diff(offsets)
     evicted = offsets[0] + np.flatnonzero(np.repeat(found.ratio == 0, sizes))

@@ -14,9 +14,9 @@ Allocation = Callable[[Int64[IntVector, " alive"], int, int], Float64[Vector, " 
 
 
 def allocate_step(size: int, c: int, N_min: int) -> tuple[int, int]:
-    """Apply Eq. 32 to one trunk. Return the numerator of its r (tokens that remain), and the remaining cut.
+    """Apply Eq. 32 to one trunk. Return how many tokens the trunk keeps, and how many tokens must still be evicted.
 
-    Source: Eq. 32. The four branches have the order of the paper.
+    Source: Eq. 32. The four branches of the function are in the order of the paper.
     """
     if c <= 0:
         return size, c
@@ -28,7 +28,7 @@ def allocate_step(size: int, c: int, N_min: int) -> tuple[int, int]:
 
 
 def allocate(sizes: Int64[IntVector, " alive"], c_0: int, N_min: int) -> Float64[Vector, " alive"]:
-    """Return the kept ratio r of each trunk. Trunks are sorted by score, ascending.
+    """Return r, the fraction of tokens kept, for each trunk. The trunks must be sorted by ascending score.
 
     Implements: CC-ALLOCATE
 
@@ -45,17 +45,20 @@ def allocate(sizes: Int64[IntVector, " alive"], c_0: int, N_min: int) -> Float64
 
 
 def keep_count(r: float, size: int, N_min: int) -> int:
-    """Return k_g, the number of kept tokens of a partly dissolved trunk. Halves are rounded to even, as in the paper.
+    """Return k_g, the number of kept tokens of a partly evicted trunk.
 
     Implements: CC-KEEP-COUNT
 
-    Source: Eq. 33.
+    Source: Eq. 33. As in the paper, r * size is rounded with halves to even.
     """
     return min(size, max(N_min, round(r * size)))
 
 
 def strongest_members(M: Float64[Vector, " size"], k: int) -> Int64[IntVector, " k"]:
-    """Return the indices of the k largest M_i, ascending; ties go to the lower index. Source: Section 3.7, Stage 2."""
+    """Return the indices of the k largest M_i, ascending. Of equal M_i, the lower index is chosen first.
+
+    Source: Section 3.7, Stage 2.
+    """
     return np.sort(np.argsort(-M, kind="stable")[:k])
 
 
@@ -64,7 +67,8 @@ def dissolved_D(D: Float64[Vector, " m"], r: Float64[Vector, " m"]) -> Float64[V
 
     Implements: CC-DISSOLVE-D
 
-    Source: Eq. 34. The product covers all three cases: r is exactly 0 for a fully evicted trunk, and 1 for a kept one.
+    Source: Eq. 34. The product covers all three cases of Eq. 34, because r is exactly 0 for a fully evicted trunk and 1
+    for a fully kept trunk.
     """
     return r * D
 
@@ -73,11 +77,12 @@ def dissolve(
     score: Float64[Vector, " m"], offsets: Int64[IntVector, " m_and_one"], M: Float64[Vector, " n"],
     D: Float64[Vector, " m"], protected: Bool[BoolVector, " m"], B: int, N_min: int,
 ) -> Dissolution:
-    """Evict trunks in ascending order of score until the rest fits into B. Protected trunks are kept even above B.
+    """Evict trunks in ascending order of score until at most B tokens are kept. Protected trunks are always kept.
 
     Implements: CC-DISSOLVE
 
-    Source: Algorithm 1. The scores of protected trunks are not read. On a tie the earlier trunk is evicted first.
+    Source: Algorithm 1. The scores of protected trunks are ignored. Of two trunks with equal scores, the earlier trunk
+    is evicted first.
     """
     return carried_out(allocate, score, offsets, M, D, protected, B, N_min)
 
@@ -86,7 +91,7 @@ def carried_out(
     allocation: Allocation, score: Float64[Vector, " m"], offsets: Int64[IntVector, " m_and_one"],
     M: Float64[Vector, " n"], D: Float64[Vector, " m"], protected: Bool[BoolVector, " m"], B: int, N_min: int,
 ) -> Dissolution:
-    """Run Algorithm 1 with `allocation` as Stage 1."""
+    """Evict trunks by Algorithm 1 with the function `allocation` as Stage 1."""
     sizes = np.diff(offsets)
     alive = np.flatnonzero(~protected)
     order = alive[np.argsort(score[alive], kind="stable")]

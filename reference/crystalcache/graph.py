@@ -11,7 +11,10 @@ __all__ = ["TrunkPairs", "degree", "symmetric_csr", "trunk_pairs", "trunk_weight
 
 
 class TrunkPairs(NamedTuple):
-    """Size and sum of the multisets W_ab of Eq. 24. There is a row per pair a < b with an edge, sorted by (a, b)."""
+    """Number and sum of the edge weights between two trunks a and b (the multiset W_ab of Eq. 24).
+
+    There is one row for each pair a < b with at least one edge. Rows are sorted by (a, b).
+    """
 
     a: IntVector
     b: IntVector
@@ -20,11 +23,12 @@ class TrunkPairs(NamedTuple):
 
 
 def trunk_pairs(edges: Edges, offsets: Int64[IntVector, " m_and_one"]) -> TrunkPairs:
-    """Return the size and the sum of the multiset W_ab for each pair of different trunks.
+    """Return the size and the sum of W_ab, the multiset of edge weights, for each pair of different trunks.
 
     Implements: CC-TRUNK-EDGES
 
-    Source: Eq. 24. If two tokens are neighbours of each other, both edges count. Weights are added in the order of E.
+    Source: Eq. 24. If two tokens are neighbours of each other, both edges count. Weights are added in the order of the
+    edges E.
     """
     g = np.searchsorted(offsets, edges.first, side="right") - 1
     h = np.searchsorted(offsets, edges.second, side="right") - 1
@@ -40,11 +44,11 @@ def trunk_pairs(edges: Edges, offsets: Int64[IntVector, " m_and_one"]) -> TrunkP
 def trunk_weights(
     pairs: TrunkPairs, sizes: Int64[IntVector, " m"], tau_edge: float,
 ) -> tuple[Float64[Vector, " pairs"], IntVector]:
-    """Return the weights W(g_a, g_b) above tau_edge, and the indices of their pairs.
+    """Return the trunk weights W(g_a, g_b) above tau_edge, and the indices of their pairs.
 
     Implements: CC-TRUNK-WEIGHT
 
-    Source: Eq. 25: the mean weight times the square root of the density.
+    Source: Eq. 25. W is the mean edge weight times the square root of the edge density.
     """
     mean = pairs.total / pairs.edges
     W: Vector = mean * np.sqrt(pairs.edges / (sizes[pairs.a] * sizes[pairs.b]))
@@ -55,7 +59,7 @@ def trunk_weights(
 def symmetric_csr(
     a: IntVector, b: IntVector, W: Float64[Vector, " pairs"], m: int,
 ) -> tuple[IntVector, IntVector, Vector]:
-    """Return the symmetric matrix in CSR form (indptr, indices, weights), with ascending columns in each row."""
+    """Return the symmetric trunk graph in CSR form (indptr, indices, weights), with ascending columns in each row."""
     row, column, weight = np.concatenate([a, b]), np.concatenate([b, a]), np.concatenate([W, W])
     order = np.lexsort((column, row))
     indptr = np.searchsorted(row[order], np.arange(m + 1)).astype(np.int64)
@@ -63,7 +67,7 @@ def symmetric_csr(
 
 
 def degree(indptr: Int64[IntVector, " m_and_one"], weights: Float64[Vector, " edges"]) -> Float64[Vector, " m"]:
-    """Return the weighted degree of each trunk: the sum of the edge weights, in ascending order of the neighbours.
+    """Return the weighted degree of each trunk: its edge weights, added in ascending order of the neighbours.
 
     Implements: CC-DEGREE
 

@@ -12,7 +12,7 @@ __all__ = ["hebbian", "static_graph"]
 def hebbian(
     W: TrunkWeights, active: Bool[BoolVector, " m"], parameters: CrystalCacheParameters,
 ) -> TrunkWeights:
-    """Return W after the Hebbian update of existing edges. Edges of weight tau_edge or less are then removed (Eq. 25).
+    """Return W after the Hebbian update of existing edges. Edges with weight <= tau_edge are then removed (Eq. 25).
 
     Implements: CC-HEBB
 

@@ -27,7 +27,7 @@ def token_counts(token_ids: Int64[IntVector, " n"]) -> Int64[IntVector, " n"]:
 
 
 def rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
-    """Return U_i, the Von Restorff rarity, with the natural logarithm.
+    """Return the Von Restorff rarity U_i = 1 / (1 + ln(1 + c_i)).
 
     Implements: CC-RARITY
 
@@ -38,7 +38,7 @@ def rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
 
 
 def reciprocal_rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
-    """Return U_i = 1 / (1 + c_i). It decreases faster than the rarity of Eq. 21.
+    """Return U_i = 1 / (1 + c_i). This rarity decreases faster than the rarity of Eq. 21.
 
     Implements: CC-RARITY-FORMS
 
@@ -49,7 +49,7 @@ def reciprocal_rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
 
 
 def exponential_rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
-    """Return U_i = exp(-c_i). It is near 0 after a few occurrences.
+    """Return U_i = exp(-c_i). This rarity is near 0 for an id that occurs more than a few times.
 
     Implements: CC-RARITY-FORMS
 
@@ -62,7 +62,7 @@ def exponential_rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
 def impact(
     S: Float64[Vector, " n"], U: Float64[Vector, " n"], parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " n"]:
-    """Return M_i: equal parts of salience and of rarity scaled to the range of salience.
+    """Return M_i = 0.5 S_i + 0.5 M_max U_i, clipped to [M_min, M_max].
 
     Implements: CC-IMPACT
 
@@ -96,11 +96,11 @@ def uniform_impact(
 def unit_impact(
     S: Float64[Vector, " n"], U: Float64[Vector, " n"], parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " n"]:
-    """Return M_i of the essay: equal parts of rarity and of salience divided by the segment's largest salience.
+    """Return M_i of the essay: 0.5 U_i + 0.5 S_i / max(S), with the maximum over the segment.
 
     Implements: CC-UNIT-IMPACT
 
-    Source: the essay, section 3. If every salience is 0, only the rarity counts.
+    Source: the essay, section 3. If all S_i are 0, M_i is 0.5 U_i.
     """
     peak = float(S.max())
     share: Vector = S / peak if peak > 0 else np.zeros_like(S)
@@ -108,11 +108,11 @@ def unit_impact(
 
 
 def trunk_impact(M: Float64[Vector, " n"], offsets: Int64[IntVector, " m_and_one"]) -> Float64[Vector, " m"]:
-    """Return the mean of each trunk's three largest M_i, added in descending order. Short trunks average all tokens.
+    """Return the mean of each trunk's three largest M_i, added in descending order.
 
     Implements: CC-TRUNK-IMPACT
 
-    Source: Eq. 23.
+    Source: Eq. 23. If a trunk has fewer than three tokens, the mean is over all tokens of the trunk.
     """
     M_bar = np.empty(len(offsets) - 1)
     for g in range(len(M_bar)):

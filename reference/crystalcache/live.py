@@ -1,4 +1,4 @@
-"""Decode: the trunk table, and how tokens are added to it and removed from it (Section 3.8)."""
+"""Decode: tokens are added to the trunk table, and evicted tokens are removed from the table (Section 3.8)."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ __all__ = ["count_seen", "empty_state", "join", "keep", "live_weights", "start_s
 
 
 def empty_state(budget: Budget) -> DecodeState:
-    """Return the state before any token: mu = 0 and sigma = 1, so a trunk without edges has D = 0.5."""
+    """Return the decode state before the first token. With mu = 0 and sigma = 1, a trunk without edges has D = 0.5."""
     none, nothing = np.empty(0, dtype=np.int64), np.empty(0)
     zero = np.zeros(1, dtype=np.int64)
     live = LiveTrunks(none, zero, nothing, nothing, nothing)
@@ -24,12 +24,12 @@ def start_state(
     found: CrystalRetention, token_ids: Int64[IntVector, " n"], inverse_norms: Float64[Vector, " n"],
     budget: Budget, parameters: CrystalCacheParameters,
 ) -> DecodeState:
-    """Return the state after a prefill of n tokens: the kept trunks, and the counts of all token ids.
+    """Return the decode state after a prefill of n tokens: the kept trunks, and the counts of all token ids.
 
     Implements: CC-START
 
-    Source: Algorithm 2 makes the records, and Section 3.8 continues with them. `inverse_norms` are CC-KEY-NORM of the n
-    keys.
+    Source: Algorithm 2 computes the records, and Section 3.8 uses the records. `inverse_norms` contains the mean of 1 /
+    ||k|| over the KV heads for each token (CC-KEY-NORM).
     """
     graph, trunks = found.graph, found.trunks
     ids, counts = np.unique(token_ids, return_counts=True)
@@ -42,11 +42,11 @@ def start_state(
 
 
 def keep(state: DecodeState, slots: Int64[IntVector, " kept"], D: Float64[Vector, " m"]) -> DecodeState:
-    """Return the state with only the live tokens at the indices `slots` (ascending). Empty trunks are removed.
+    """Return the state with only the tokens at the ascending table indices `slots`. Empty trunks are removed.
 
     Implements: CC-LIVE
 
-    Source: Section 3.8(d). A removed trunk is no longer in the graph or in any later minimum, maximum or mean.
+    Source: Section 3.8(d). The graph and all later minima, maxima and means exclude removed trunks.
     """
     live, m = state.live, len(D)
     left = np.bincount(np.repeat(np.arange(m), live.sizes)[slots], minlength=m)
@@ -63,7 +63,7 @@ def keep(state: DecodeState, slots: Int64[IntVector, " kept"], D: Float64[Vector
 
 
 def live_weights(W: TrunkWeights, alive: Bool[BoolVector, " m"]) -> TrunkWeights:
-    """Return W restricted to the trunks marked in `alive`, with new numbers."""
+    """Return the edges of W between trunks marked in `alive`. The marked trunks are renumbered from 0."""
     if alive.all():
         return W
     stays = np.repeat(alive, np.diff(W.indptr)) & alive[W.indices]
@@ -78,7 +78,7 @@ def join(
     state: DecodeState, ids: Int64[IntVector, " distinct"], counts: Int64[IntVector, " distinct"],
     added: LiveTrunks, D: Float64[Vector, " added"], W: TrunkWeights,
 ) -> DecodeState:
-    """Return the state with the trunks `added` appended to the trunk table. `W` covers old and new trunks."""
+    """Return the state with the trunks `added` appended to the trunk table. `W` has the edges of old and new trunks."""
     live = state.live
     table = LiveTrunks(
         np.concatenate([live.positions, added.positions]),
@@ -96,11 +96,11 @@ def join(
 def count_seen(
     ids: Int64[IntVector, " distinct"], counts: Int64[IntVector, " distinct"], new: Int64[IntVector, " n"],
 ) -> tuple[IntVector, IntVector, IntVector]:
-    """Return all distinct ids including the new ones, the count of each id, and the count for each new token.
+    """Return all distinct token ids seen, the count of each id, and for each new token the count of its id.
 
     Implements: CC-SEEN-COUNT
 
-    Source: Eq. 20. While decoding, the count is over all tokens seen, including evicted tokens.
+    Source: Eq. 20. During decoding, the counts include evicted tokens.
     """
     fresh, number = np.unique(new, return_counts=True)
     at = np.searchsorted(ids, fresh)

@@ -8,15 +8,15 @@ __all__ = ["observed_layer"]
 
 
 def observed_layer(full_layers: Sequence[int], i: int) -> int:
-    """Return the index of the layer whose queries and keys S1 reads.
+    """Return the index of the observed layer: S1 uses the queries and keys of this layer.
 
     Implements: CC-OBSERVED-LAYER
 
-    Source: Section 3.2. The paper's "First layer only" is i = 0.
+    Source: Section 3.2. The paper's setting "First layer only" is i = 0.
 
     Args:
         full_layers: indices of the model's full-attention layers, ascending.
-        i: index into `full_layers`: 0 is the first, -1 the last.
+        i: index into `full_layers`. 0 is the first full-attention layer, and -1 is the last.
 
     Raises:
         SpecError: if `full_layers` has no index i.

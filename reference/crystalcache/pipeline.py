@@ -27,9 +27,12 @@ def observe(
     parameters: CrystalCacheParameters, scaling: float, softcap: float | None, lse: DeviceArray | None = None,
     sinks: DeviceArray | None = None,
 ) -> tuple[CoAttention, Float64[Vector, " n"], Trunks, TrunkGraph]:
-    """Run S1, S3, S2 and S4 on a prompt, in the order of Algorithm 2. These stages need no budget and no protection.
+    """Run S1, S3, S2 and S4 on a prompt, in the order of Algorithm 2.
 
-    lse (H, n) and sinks (H,) come from the forward pass, if available: see `spec.backend.CrystalStages.coattention`.
+    These stages do not depend on the budget or the protected trunks.
+
+    If available, `lse` (H, n) and `sinks` (H,) are taken from the forward pass, as described in
+    `spec.backend.CrystalStages.coattention`.
 
     Source: Algorithm 2, lines 1-52.
     """
@@ -55,18 +58,18 @@ def prefill(
         q: queries of the observed layer after RoPE, (H, n, d), floating: a NumPy array, or a tensor on the backend's
             device.
         k: keys of the observed layer after RoPE, (H_kv, n, d). H must be a multiple of H_kv.
-        token_ids: the prompt, (n,), n at least 2.
+        token_ids: token ids of the prompt, (n,), n at least 2.
         sentence_ends: ids of the tokens that end a sentence.
         budget: a fraction in (0, 1] as a float or as text with "." or "%"; or a number of tokens as an int.
         parameters: constants of CrystalCache. The ablations of Table 10 are settings of these constants.
         backend: name of a backend such as "numpy", "module:ATTRIBUTE", or a Backend.
-        scaling: factor on q.k in the observed layer. Default: 1 / sqrt(d).
-        softcap: soft cap on the logits of the observed layer, if it has one.
-        sinks: logits of the attention sinks of the observed layer, one per query head, (H,), if it has sinks.
+        scaling: factor that multiplies q.k in the observed layer. Default: 1 / sqrt(d).
+        softcap: soft cap on the attention logits of the observed layer. None if the layer has no soft cap.
+        sinks: logits of the observed layer's attention sinks, one per query head, (H,). None if the layer has no sinks.
 
     Raises:
-        SpecError: if an input is invalid. The error is raised before any work.
-        BackendUnavailable: if the backend cannot run here.
+        SpecError: if an input is invalid. The error is raised before any computation.
+        BackendUnavailable: if the backend cannot run on this machine.
     """
     share = parse_budget(budget)
     engine = resolve(backend)

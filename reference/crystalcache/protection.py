@@ -21,17 +21,17 @@ def protected_trunks(
 
 
 def effective_budget(budget: Budget, n: int, N_sink: int, W_recent: int) -> int:
-    """Return B in tokens: the budget for n tokens, raised to at least N_sink + W_recent.
+    """Return B: the number of tokens that the budget keeps of n tokens, but at least N_sink + W_recent.
 
     Implements: CC-BUDGET
 
-    Source: Eq. 30. The ceiling is computed exactly.
+    Source: Eq. 30. The ceiling in Eq. 30 is computed in exact arithmetic.
     """
     return max(N_sink + W_recent, budget.tokens(n))
 
 
 def cut(sizes: Int64[IntVector, " m"], protected: Bool[BoolVector, " m"], B: int) -> int:
-    """Return c_0: the number of tokens to remove from the unprotected trunks, at most all of their tokens.
+    """Return c_0: the number of tokens to evict from the unprotected trunks, at most all tokens of these trunks.
 
     Implements: CC-CUT
 

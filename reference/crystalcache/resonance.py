@@ -12,9 +12,9 @@ __all__ = ["hop", "pulses", "raised", "resonance"]
 def hop(
     frontier: dict[int, float], visited: set[int], W: TrunkWeights, parameters: CrystalCacheParameters,
 ) -> dict[int, float]:
-    """Return the trunks that the next hop reaches, each with its strongest pulse.
+    """Return the trunks that receive a pulse in the next hop, and the strongest pulse of each trunk.
 
-    Source: Eq. 37. Pulses below tau_pulse stop. Trunks that were visited before are not reached again.
+    Source: Eq. 37. Pulses below tau_pulse are not sent. Trunks that were visited before receive no further pulse.
     """
     reached: dict[int, float] = {}
     for g, pulse in frontier.items():
@@ -27,11 +27,12 @@ def hop(
 
 
 def pulses(source: int, W: TrunkWeights, parameters: CrystalCacheParameters) -> Float64[Vector, " m"]:
-    """Return the pulse that each trunk receives from the active trunk `source`: 1 for the source, 0 if none arrives.
+    """Return the pulse that each trunk receives from the active trunk `source`.
 
     Implements: CC-PULSE
 
-    Source: Eq. 37. The search is breadth first with a visited set, and has at most max_hops hops.
+    Source: Eq. 37. The pulse of `source` is 1. A trunk that no pulse reaches has pulse 0. The search is breadth first
+    with a visited set, and has at most max_hops hops.
     """
     received = np.zeros(len(W.indptr) - 1)
     received[source] = 1.0
@@ -47,7 +48,7 @@ def pulses(source: int, W: TrunkWeights, parameters: CrystalCacheParameters) -> 
 def raised(
     D: Float64[Vector, " m"], pulse: Float64[Vector, " m"], alpha_res: float,
 ) -> Float64[Vector, " m"]:
-    """Return D after one pulse per trunk. A trunk regains the share alpha_res * pulse of 1 - D.
+    """Return D after one pulse per trunk, which adds alpha_res * pulse * (1 - D) to D. D is at most 1.
 
     Implements: CC-RAISE
 
@@ -59,7 +60,7 @@ def raised(
 def resonance(
     D: Float64[Vector, " m"], W: TrunkWeights, active: Bool[BoolVector, " m"], parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " m"]:
-    """Return D after every active trunk, in ascending order, has sent its pulse.
+    """Return D after the pulses of all active trunks, applied in ascending order of the trunks.
 
     Implements: CC-RESONANCE
 

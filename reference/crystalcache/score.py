@@ -10,11 +10,12 @@ __all__ = ["normalised_impact", "score"]
 def normalised_impact(
     M_bar: Float64[Vector, " m"], protected: Bool[BoolVector, " m"], epsilon: float,
 ) -> Float64[Vector, " m"]:
-    """Return the logarithm of the trunk impact, min-max normalised over the unprotected trunks. NaN if protected.
+    """Return log(1 + trunk impact), min-max normalised over the unprotected trunks.
 
     Implements: CC-NORMALISED-IMPACT
 
-    Source: Eq. 28. If all impacts are equal, the result is 0. If all trunks are protected, every value is NaN.
+    Source: Eq. 28. If all impacts of unprotected trunks are equal, their values are 0. The values of protected trunks
+    are NaN.
     """
     M_tilde = np.full(len(M_bar), np.nan)
     alive = np.log1p(M_bar[~protected])
@@ -25,7 +26,7 @@ def normalised_impact(
 
 
 def score(D: Float64[Vector, " m"], M_tilde: Float64[Vector, " m"], alpha: float) -> Float64[Vector, " m"]:
-    """Return the score: the maximum of D and alpha M_tilde, so a high value of either keeps a trunk. NaN if protected.
+    """Return the score of each trunk: the maximum of D and alpha M_tilde. The score of a protected trunk is NaN.
 
     Implements: CC-SCORE
 

@@ -25,12 +25,15 @@ def segment_graph(
     edges: Edges, bounds: Int64[IntVector, " m_and_one"], sizes: Int64[IntVector, " m"], W: TrunkWeights,
     tau_edge: float,
 ) -> TrunkWeights:
-    """Return W over old and new trunks. Weights of two old trunks are unchanged; others come from the segment's edges.
+    """Return the weights W between old and new trunks.
+
+    Weights between two old trunks are unchanged. All other weights are computed from the edges of the segment.
 
     Implements: CC-SEGMENT-GRAPH
 
-    Source: Eq. 24 and 25 with the numbers of live tokens as sizes. `bounds` holds the first live position of each
-    trunk, and then the end. Live tokens of a trunk are between two bounds, even if evicted tokens left gaps.
+    Source: Eq. 24 and 25 with the number of cached tokens as the size of a trunk. `bounds` contains the first cached
+    position of each trunk, and the end of the last trunk. All cached tokens of a trunk are between two bounds, even if
+    other tokens of the trunk were evicted.
     """
     pairs = trunk_pairs(edges, bounds)
     weights, kept = trunk_weights(pairs, sizes, tau_edge)
@@ -44,11 +47,11 @@ def segment_graph(
 def segment_crystallization(
     deg: Float64[Vector, " m"], old: int, parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " new"]:
-    """Return D of the trunks after the first `old` ones. mu and sigma are over all trunks.
+    """Return D of the new trunks, which follow `old` older trunks. mu and sigma are computed over all trunks.
 
     Implements: CC-SEGMENT-D
 
-    Source: Eq. 27. Older trunks keep their D.
+    Source: Eq. 27. D of the older trunks is unchanged.
     """
     D = crystallization(deg, parameters.s, parameters.epsilon)[old:]
     return D if parameters.graph == "degree" else np.zeros_like(D)
@@ -58,7 +61,7 @@ def add_segment(
     state: DecodeState, found: CoAttention, ids: Int64[IntVector, " n"], ends: frozenset[int],
     inverse_norms: Float64[Vector, " n"], parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
-    """Return the state with a segment added by S2 to S4. The given state must have no tail. Nothing is evicted."""
+    """Add the trunks of a segment to the state by S2 to S4, without eviction. The given state must have no tail."""
     crystal, breath = backend.require_crystal(), backend.require_breath()
     all_ids, counts, c = count_seen(state.ids, state.counts, ids)
     M = breath.impact(found.salience, c, parameters)
@@ -80,27 +83,28 @@ def extend(
     sentence_ends: frozenset[int], parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "numpy", *,
     scaling: float | None = None, softcap: float | None = None, sinks: DeviceArray | None = None,
 ) -> DecodeState:
-    """Return the state after a segment of n tokens. The tail becomes trunks first; S5 and S6 then run on all trunks.
+    """Return the state after a segment of n tokens. First the tail becomes trunks.
 
     Implements: CC-SEGMENT
 
-    Source: Section 3.8 and Algorithm 2. On `empty_state` the result is that of the prefill.
+    Source: Section 3.8 and Algorithm 2. S5 and S6 are applied to all trunks. With `empty_state` as the state, `extend`
+    keeps the tokens that `prefill` keeps.
 
     Args:
-        state: state before the segment. It is not changed.
+        state: state before the segment. `extend` does not change this object.
         q: queries of the segment in the observed layer, (H, n, d).
-        k: keys of the observed layer, (H_kv, stored + n, d): those of `state.stored`, then those of the segment.
-        token_ids: ids of the segment, (n,), n at least 2. Use `decode_step` for a single token.
+        k: keys of the observed layer, (H_kv, stored + n, d): first the keys of `state.stored`, then the segment's keys.
+        token_ids: token ids of the segment, (n,), n at least 2. Use `decode_step` for a single token.
         sentence_ends: ids of the tokens that end a sentence.
         parameters: constants of CrystalCache.
-        backend: as in `prefill`. It needs the stage families crystal and breath.
-        scaling: factor on q.k in the observed layer. Default: 1 / sqrt(d).
-        softcap: soft cap on the logits of the observed layer, if it has one.
-        sinks: logits of the attention sinks of the observed layer, one per query head, (H,), if it has sinks.
+        backend: as in `prefill`. The backend needs the stage families `crystal` and `breath`.
+        scaling: factor that multiplies q.k in the observed layer. Default: 1 / sqrt(d).
+        softcap: soft cap on the attention logits of the observed layer. None if the layer has no soft cap.
+        sinks: logits of the observed layer's attention sinks, one per query head, (H,). None if the layer has no sinks.
 
     Raises:
         SpecError: if an input is invalid.
-        BackendUnavailable: if the backend cannot run here.
+        BackendUnavailable: if the backend cannot run on this machine.
     """
     engine = resolve(backend)
     breath = engine.require_breath()

@@ -12,7 +12,8 @@ def sentence_offsets(ends: Bool[BoolVector, " n"]) -> Int64[IntVector, " M_and_o
 
     Implements: CC-SENTENCES
 
-    Source: Section 3.3, Step 1. A token that ends a sentence belongs to it. Tokens after the last end form a sentence.
+    Source: Section 3.3, Step 1. A token that ends a sentence is the last token of this sentence. Tokens after the last
+    sentence end are one more sentence.
     """
     stops = np.flatnonzero(ends) + 1
     n = len(ends)

@@ -21,7 +21,7 @@ def append(state: DecodeState, token_id: int, inverse_norm: float) -> DecodeStat
 
     Implements: CC-TAIL
 
-    Source: Section 3.8. `inverse_norm` is CC-KEY-NORM of the token's key.
+    Source: Section 3.8. `inverse_norm` is the mean of 1 / ||k|| over the KV heads (CC-KEY-NORM).
 
     Raises:
         SpecError: if the id is negative, or if the inverse norm is not positive.
@@ -58,13 +58,14 @@ def edgeless_D(mu: float, sigma: float, parameters: CrystalCacheParameters) -> f
 def join_tail(
     state: DecodeState, sentence_ends: frozenset[int], parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
-    """Return the state after the tail has become trunks, by S2 without edges.
+    """Return the state after S2 has turned the tail into trunks, which have no edges.
 
-    The salience of these tokens is M_min, and their rarity counts all tokens seen.
+    The salience of each tail token is M_min. The rarity of a tail token is computed from the counts of all tokens seen.
 
     Implements: CC-TAIL-TRUNKS
 
-    Source: Section 3.3 for the trunks, Eq. 22 and 23 for their impact. The end of the tail ends a sentence.
+    Source: Section 3.3 for the trunks, Eq. 22 and 23 for their impact. The last token of the tail always ends a
+    sentence.
     """
     if not state.tail_ids:
         return state
@@ -90,14 +91,15 @@ def join_chunk(
     inverse_norms: Float64[Vector, " k"], sentence_ends: frozenset[int], parameters: CrystalCacheParameters,
     backend: Backend,
 ) -> DecodeState:
-    """Return the state after an archived chunk was spliced in. The tail, then the chunk, become trunks.
+    """Return the state after an archived chunk was spliced in. First the tail becomes trunks, then the chunk.
 
-    `kept` are the indices of the chunk's stored tokens, ascending, and `inverse_norms` CC-KEY-NORM of their keys. The
-    other tokens of the chunk are removed from the trunks.
+    `kept` contains the indices of the chunk's stored tokens, ascending. `inverse_norms` contains the mean of 1 / ||k||
+    for each stored token (CC-KEY-NORM). Chunk tokens that are not stored are removed from the trunks.
 
     Implements: CC-CHUNK-TRUNKS
 
-    Source: none. The chunk is treated like the tail of Section 3.8: no query of this session has attended to it.
+    Source: none. The chunk is treated like the tail of Section 3.8, because no query of this session has attended to
+    the chunk.
     """
     before, n = join_tail(state, sentence_ends, parameters, backend), len(token_ids)
     norms = np.full(n, np.inf)

@@ -1,7 +1,7 @@
-"""The essay's Stage 1: the rank of a trunk decides whether it is kept fully, in part, or not at all.
+"""The essay's Stage 1: trunks are kept, partly kept or evicted according to their rank by score.
 
-The boundaries between these tiers shift to fit the budget. Rank 0 is the trunk with the highest score; Eq. 32 evicts in
-the reverse order.
+The boundaries between these tiers shift to fit the budget. The trunk with the highest score has rank 0. Eq. 32 instead
+begins with the lowest score.
 """
 
 import numpy as np
@@ -14,18 +14,18 @@ __all__ = ["dissolve_in_tiers", "least_shift", "tier_allocate", "tier_bounds", "
 
 
 def tier_bounds(m: int, t: int) -> tuple[int, int]:
-    """Return the tier boundaries (a, b) of m trunks at shift t: ranks below a are kept, ranks from b are evicted."""
+    """Return the tier boundaries (a, b) of m trunks at shift t: ranks < a are kept, and ranks >= b are evicted."""
     a = min(max(3 * m // 10 + t, 0), m)
     return a, min(max(7 * m // 10 + t, a), m)
 
 
 def tier_counts(sizes: Int64[IntVector, " m"], t: int, N_min: int) -> Int64[IntVector, " m"]:
-    """Return the number of tokens that each trunk keeps at shift t. Trunks are sorted by score, descending.
+    """Return the number of tokens that each trunk keeps at shift t. The trunks must be sorted by descending score.
 
     Implements: CC-TIER-COUNT
 
-    Source: the essay, section 5. The j-th of the w middle trunks keeps the share 0.8 - 0.3 j / (w - 1) of its tokens.
-    Halves are rounded up, in integer arithmetic.
+    Source: the essay, section 5. Trunk j of the w trunks in the middle tier keeps the fraction 0.8 - 0.3 j / (w - 1) of
+    its tokens. Token counts are rounded in integer arithmetic, halves up.
     """
     a, b = tier_bounds(len(sizes), t)
     j = np.arange(b - a)
@@ -37,18 +37,19 @@ def tier_counts(sizes: Int64[IntVector, " m"], t: int, N_min: int) -> Int64[IntV
 
 
 def least_shift(sizes: Int64[IntVector, " m"], B_avail: int, N_min: int) -> int:
-    """Return the smallest shift t at which the trunks keep at least B_avail tokens. At t = m they keep all tokens."""
+    """Return the smallest shift t at which the trunks keep at least B_avail tokens. At t = m all tokens are kept."""
     shifts = range(-len(sizes), len(sizes) + 1)
     return next(t for t in shifts if tier_counts(sizes, t, N_min).sum() >= B_avail)
 
 
 def tier_allocate(sizes: Int64[IntVector, " alive"], c_0: int, N_min: int) -> Float64[Vector, " alive"]:
-    """Return the kept ratio r of each trunk. Trunks are sorted by score, ascending, as in `allocate`.
+    """Return r, the fraction of tokens kept, for each trunk. The trunks must be sorted by ascending score.
 
     Implements: CC-TIERS
 
-    Source: the essay, section 5. If the tiers keep more than the budget, the loop of Eq. 32 cuts the rest. In this loop
-    the size of a trunk is the number of tokens that its tier keeps. Precondition: c_0 is at most the sum of the sizes.
+    Source: the essay, section 5. If the tiers keep more tokens than the budget allows, the loop of Eq. 32 evicts the
+    excess. In this loop, the size of a trunk is the number of tokens that its tier keeps. Precondition: c_0 is at most
+    the sum of the sizes.
     """
     B_avail = int(sizes.sum()) - c_0
     best_first = sizes[::-1]
@@ -65,7 +66,7 @@ def dissolve_in_tiers(
     score: Float64[Vector, " m"], offsets: Int64[IntVector, " m_and_one"], M: Float64[Vector, " n"],
     D: Float64[Vector, " m"], protected: Bool[BoolVector, " m"], B: int, N_min: int,
 ) -> Dissolution:
-    """Run Algorithm 1 with the essay's tiers as Stage 1.
+    """Evict trunks by Algorithm 1 with the essay's tiers as Stage 1.
 
     Implements: CC-TIERS
 

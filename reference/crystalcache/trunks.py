@@ -24,7 +24,8 @@ def interface(current: tuple[int, int], sentence: tuple[int, int]) -> tuple[rang
 
     Implements: CC-INTERFACE
 
-    Source: Eq. 16. The arguments are (start, stop). A shorter trunk or sentence is used fully.
+    Source: Eq. 16. The arguments are position ranges (start, stop). If the trunk or the sentence has fewer than five
+    tokens, P contains all tokens of this trunk or sentence.
     """
     return (
         range(max(current[0], current[1] - WINDOW), current[1]),
@@ -35,33 +36,33 @@ def interface(current: tuple[int, int], sentence: tuple[int, int]) -> tuple[rang
 def interface_weights(
     edges: dict[tuple[int, int], float], P: tuple[range, range],
 ) -> Float64[Vector, " edges_in_P"]:
-    """Return the weights of the edges (a, b) with a in the trunk and b in the sentence, sorted by a, then b.
+    """Return the weights of the edges (a, b) in P, with a in the trunk and b in the sentence, sorted by (a, b).
 
     Implements: CC-INTERFACE-EDGES
 
-    Source: Eq. 17, read literally: the stored first endpoint is in the current trunk.
+    Source: Eq. 17, taken literally. Only edges whose stored first endpoint is in the current trunk are used.
     """
     return np.array([edges[pair] for pair in itertools.product(*P) if pair in edges], dtype=np.float64)
 
 
 def merges(weights: Float64[Vector, " k"], size: int, next_size: int, parameters: CrystalCacheParameters) -> bool:
-    """Return True if the sentence joins the trunk: the mean weight exceeds tau_merge, and the sizes fit into T_max.
+    """Return True if the mean edge weight exceeds tau_merge and trunk and sentence together have at most T_max tokens.
 
     Implements: CC-MERGE
 
-    Source: Eq. 18 and 19. The test is sum(w) - tau k > 0 for k edges, so no division rounds. Without edges the strength
-    is 0.
+    Source: Eq. 18 and 19. The test is sum(w) - tau_merge k > 0 for k edges, which avoids the rounding error of a
+    division. Without edges the mean weight is 0.
     """
     fits = size + next_size <= parameters.T_max
     return fits and left_to_right_sum(weights) - parameters.tau_merge * len(weights) > 0
 
 
 def split_sizes(size: int, T_max: int) -> list[int]:
-    """Return the sizes of the ceil(size / T_max) pieces of a trunk. Sizes differ by at most one, larger pieces first.
+    """Return the sizes of the ceil(size / T_max) pieces into which a trunk is split, larger pieces first.
 
     Implements: CC-SPLIT
 
-    Source: Section 3.3, Step 3.
+    Source: Section 3.3, Step 3. The sizes differ by at most one.
     """
     pieces = -(-size // T_max)
     small, larger = divmod(size, pieces)
@@ -91,8 +92,9 @@ def median_strength(
 
     Implements: CC-ADAPTIVE-MERGE
 
-    Source: the paper's F4. An interface without edges has strength 0. If rounding makes CC-MERGE merge at a strength
-    equal to the threshold, the next larger float is used. A single sentence has no interface and gives tau_merge.
+    Source: the paper's F4. The strength is the mean edge weight, or 0 without edges. If CC-MERGE would merge at a
+    strength equal to the threshold because of rounding, the next larger float is used. For a single sentence, the
+    threshold is tau_merge.
     """
     bounds = sentences.tolist()
     strengths = []
@@ -109,7 +111,8 @@ def trunk_offsets(
 ) -> Int64[IntVector, " m_and_one"]:
     """Return the trunk offsets of a segment that begins at position `start`.
 
-    S2 finds sentences, merges neighbours, and splits the results into trunks of at most T_max tokens.
+    S2 finds sentences, merges neighbouring sentences, and splits the merged sentences into trunks of at most T_max
+    tokens.
 
     Implements: CC-TRUNKS
 

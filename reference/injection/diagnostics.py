@@ -31,7 +31,7 @@ def entropy(weights: Float64[Cube, "heads q n"]) -> Float64[Matrix, "heads q"]:
 def sink_mass(
     weights: Float64[Cube, "heads q n"], positions: Int64[IntVector, " n"], sinks: int = SINKS,
 ) -> Float64[Matrix, "heads q"]:
-    """Return the sum of the attention on positions below `sinks`, added in the order of the positions.
+    """Return the total attention of each query to positions below `sinks`, added in the order of the positions.
 
     Implements: IN-SINK-MASS
 
@@ -48,14 +48,14 @@ def key_cosine(
     positions: tuple[Int64[IntVector, " n"], Int64[IntVector, " n"]], inverse_frequencies: Float64[Vector, " pairs"],
     style: str,
 ) -> tuple[Float64[Matrix, "heads n"], Float64[Matrix, "heads n"]]:
-    """Return the cosines of archived and fresh keys of the same tokens, with RoPE and with RoPE removed.
+    """Return the cosine of each token's archived and fresh key, first with RoPE, then with RoPE removed.
 
     Implements: IN-KEY-COSINE
 
-    Source: Section 3.10. `positions` are the positions at which the archived and the fresh keys were computed.
+    Source: Section 3.10. `positions` contains the positions at which the archived and the fresh keys were computed.
 
     Raises:
-        SpecError: if the style is unknown.
+        SpecError: if the RoPE style is unknown.
     """
     if style not in TURNS:
         raise SpecError("style", style, f"must be one of {', '.join(TURNS)}")
@@ -74,7 +74,7 @@ def _cosine(a: Float64[Cube, "heads n d"], b: Float64[Cube, "heads n d"]) -> Flo
 
 
 def bands(depth: int) -> Mapping[str, tuple[int, int]]:
-    """Return the bands of layers [low, high) whose residuals are patched, scaled from the paper's 40 layers to `depth`.
+    """Return the layer bands [low, high) for residual patching, scaled from the paper's 40 layers to `depth` layers.
 
     Implements: IN-BANDS
 

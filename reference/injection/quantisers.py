@@ -1,4 +1,7 @@
-"""Quantisation of archived keys and values: symmetric integers with float32 scales. Names say what shares a scale."""
+"""Quantisation of archived keys and values: symmetric integers with float32 scales.
+
+The name of a scheme, such as "per_head", says which elements share one scale.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +26,9 @@ SMALLEST_SCALE = 2.0**-126
 
 
 def scale(x: Float64[Cube, "heads n d"], axes: tuple[int, ...], bits: int) -> Float64[Cube, "h t c"]:
-    """Return the quantisation step of each group, rounded to float32 and stored as float64. Grouped axes have length 1.
+    """Return the quantisation step of each group, rounded to float32 and stored as float64.
+
+    In the result, the axes in `axes` have length 1.
 
     Implements: IN-SCALE
 
@@ -52,9 +57,10 @@ def decoded(code: Int64[IntCube, "heads n d"], step: Float64[Cube, "h t c"]) -> 
 
 @dataclass(frozen=True)
 class Arm:
-    """A quantisation experiment: the tensors, layers and tokens that are quantised. None means not quantised.
+    """A quantisation experiment: the tensors, layers and tokens that are quantised.
 
-    The `first` and `last` tokens are not quantised. `half` names the quantised layers: all, lower or upper.
+    `keys` and `values` are names of schemes; a tensor with scheme None is not quantised. The first `first` tokens and
+    the last `last` tokens are not quantised. `half` selects the quantised layers: all, lower or upper.
     """
 
     keys: str | None
@@ -81,7 +87,7 @@ ARMS: Mapping[str, Arm] = {
 
 
 def quantised_region(arm: Arm, layers: int, n: int) -> tuple[range, range]:
-    """Return the layers and the tokens that are quantised. A middle layer belongs to the upper half.
+    """Return the layers and the tokens that are quantised. A middle layer is part of the upper half.
 
     Implements: IN-ARMS
 

@@ -1,4 +1,4 @@
-"""Moving archived keys to new positions by RoPE rotations with the model's inverse frequencies."""
+"""RoPE rotations, with the model's inverse frequencies, that move archived keys to new positions."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ __all__ = ["TURNS", "rebase_angles", "shift_angles", "turn_half_split", "turn_in
 
 
 def shift_angles(n: int, start: int, inverse_frequencies: Float64[Vector, " pairs"]) -> Float64[Matrix, "n pairs"]:
-    """Return angles in radians that move n tokens, archived at positions from 0 on, to positions from `start` on.
+    """Return RoPE angles (radians) that move n tokens, archived at positions 0 to n - 1, by `start` positions.
 
     Implements: IN-SHIFT-ANGLES
 
-    Source: Section 3.7 and Appendix B. All tokens are rotated by the same angles, which do not depend on the token.
+    Source: Section 3.7 and Appendix B. The angles are equal for all tokens.
     """
     return np.tile(start * inverse_frequencies, (n, 1))
 
@@ -22,18 +22,19 @@ def shift_angles(n: int, start: int, inverse_frequencies: Float64[Vector, " pair
 def rebase_angles(
     n: int, start: int, archived: Float64[Vector, " pairs"], live: Float64[Vector, " pairs"],
 ) -> Float64[Matrix, "n pairs"]:
-    """Return angles in radians that move n tokens, and replace the archive's frequencies by the live session's.
+    """Return RoPE angles (radians) that move n tokens and replace the archive's RoPE frequencies by the session's.
 
     Implements: IN-REBASE-ANGLES
 
-    Source: none in the paper. With longrope and dynamic scaling, frequencies depend on the length of the session.
+    Source: none in the paper. With longrope and dynamic scaling, the RoPE frequencies depend on the length of the
+    session.
     """
     at = np.arange(n, dtype=np.float64)[:, None]
     return (start + at) * live - at * archived
 
 
 def turn_half_split(x: Float64[Cube, "heads n d"], angles: Float64[Matrix, "n pairs"]) -> Float64[Cube, "heads n d"]:
-    """Rotate the channel pairs (i, pairs + i) of each token. Channels from 2 * pairs on are unchanged.
+    """Rotate the channel pairs (i, pairs + i) of each token. The channels 2 * pairs and above are unchanged.
 
     Implements: IN-HALF-SPLIT
 
@@ -46,11 +47,12 @@ def turn_half_split(x: Float64[Cube, "heads n d"], angles: Float64[Matrix, "n pa
 
 
 def turn_interleaved(x: Float64[Cube, "heads n d"], angles: Float64[Matrix, "n pairs"]) -> Float64[Cube, "heads n d"]:
-    """Rotate the channel pairs (2i, 2i + 1) of each token. Channels from 2 * pairs on are unchanged.
+    """Rotate the channel pairs (2i, 2i + 1) of each token. The channels 2 * pairs and above are unchanged.
 
     Implements: IN-INTERLEAVED
 
-    Source: none in the paper. In transformers, GLM, Cohere and DeepSeek-V2 use adjacent channels as pairs.
+    Source: none in the paper. In Hugging Face transformers, the models GLM, Cohere and DeepSeek-V2 use adjacent
+    channels as pairs.
     """
     width = 2 * angles.shape[1]
     turned = x.copy()

@@ -1,4 +1,4 @@
-"""Splices: positions of archived tokens in a session, and the contents of the baselines of injection (arms)."""
+"""Positions of archived tokens that are spliced into a session, and session contents of each baseline (arm)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ SINKS = 4
 
 
 def placed(n: int, hidden: int, start: int, kept: Int64[IntVector, " k"]) -> tuple[Int64[IntVector, " v"], int]:
-    """Return the absolute positions of the stored tokens that a splice adds, and the position of the next token.
+    """Return the session positions of the stored tokens that are spliced in, and the position of the next token.
 
     Implements: IN-PLACES
 
     Source: Sections 3.5 and 3.7 for a whole chunk. The paper has no chunks with evicted tokens.
 
     Raises:
-        SpecError: if `hidden` is outside [0, n), or if `kept` does not rise strictly inside range(n).
+        SpecError: if `hidden` is outside [0, n), or if `kept` is not strictly increasing inside range(n).
     """
     if not 0 <= hidden < n:
         raise SpecError("hidden", hidden, f"must lie in [0, {n})")
@@ -34,7 +34,7 @@ def placed(n: int, hidden: int, start: int, kept: Int64[IntVector, " k"]) -> tup
 
 @dataclass(frozen=True)
 class Held:
-    """Contents of a session: the id at each position, the number of first tokens that it computes, each key's RoPE."""
+    """Contents of a session: token ids, number of leading tokens that the session computes, RoPE position per key."""
 
     ids: tuple[int, ...]
     live: int
@@ -53,18 +53,18 @@ ARMS: Mapping[str, tuple[str, str, str]] = {
     "text": ("session", "raw", "read"),
     "text_wrapped": ("session", "wrapped", "read"),
 }
-"""The arms. LegoLink and CacheBlend equal `inject`, except that IN-LEGOLINK and IN-CACHEBLEND recompute some tokens."""
+"""The arms. LegoLink and CacheBlend are the arm `inject` with some tokens recomputed (IN-LEGOLINK, IN-CACHEBLEND)."""
 
 
 def held(
     arm: str, session: Sequence[int], prefix: Sequence[int], raw: Sequence[Sequence[int]],
     wrapped: Sequence[Sequence[int]],
 ) -> Held:
-    """Return the contents of the session of an arm before the query is read.
+    """Return the session contents of a baseline (arm) before the session computes the query.
 
     Implements: IN-BASELINES
 
-    Source: Sections 3.4, 3.5 and 3.12. Full recomputation is the limit r = 1 of CacheBlend (arXiv 2405.16444).
+    Source: Sections 3.4, 3.5 and 3.12. Full recomputation is CacheBlend (arXiv 2405.16444) with r = 1.
 
     Raises:
         SpecError: if the arm is unknown.
@@ -102,7 +102,10 @@ def first_tokens(start: int, lengths: Sequence[int], k: int) -> list[int]:
 def most_deviating(
     spliced: Float64[Cube, "heads n d"], fresh: Float64[Cube, "heads n d"], start: int, r: float,
 ) -> list[int]:
-    """Return the positions that CacheBlend recomputes, ascending: the share r of tokens whose keys deviate most.
+    """Return the positions that CacheBlend recomputes, ascending.
+
+    CacheBlend recomputes floor(r n) of the n tokens. These tokens have the largest deviation of spliced from fresh
+    keys.
 
     Implements: IN-CACHEBLEND
 

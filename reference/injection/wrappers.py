@@ -25,7 +25,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Form:
-    """Text and markers before and after a chunk. The first `hidden` parts of the prefix are never spliced."""
+    """Text and markers before and after a chunk. The first `hidden` prefix parts are never spliced into a session."""
 
     prefix: tuple[Marker | str, ...] = ()
     suffix: tuple[Marker | str, ...] = ()
@@ -34,10 +34,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """Ids of a wrapped chunk. The model computes all of them.
+    """Ids of a wrapped chunk. The model computes keys and values for all ids.
 
-    The first `hidden` ids are not spliced. `markers` are the positions of the markers, ascending. The chunk itself has
-    the positions [start, stop).
+    The first `hidden` ids are not spliced into a session. `markers` are the positions of the markers, ascending. The
+    chunk itself has the positions [start, stop).
     """
 
     ids: tuple[int, ...]
@@ -75,7 +75,7 @@ def marker_id(marker: Marker, vocabulary: Vocabulary) -> int:
 
     Implements: IN-MARKER
 
-    Source: Appendix A ("Tokens: 3"). The count is right only if each marker is one token.
+    Source: Appendix A ("Tokens: 3"). This count of 3 is correct only if each marker is one token.
 
     Raises:
         SpecError: if the tokenizer encodes the marker as several ids, or as an id that decodes to different text.
@@ -119,11 +119,12 @@ def _ids(part: Marker | str, vocabulary: Vocabulary) -> list[int]:
 
 
 def slices(ids: Sequence[int], ends: frozenset[int], size: int) -> list[tuple[int, int]]:
-    """Return chunks [start, stop) of at most `size` tokens. Each chunk ends at the last sentence end that fits.
+    """Split ids into chunks [start, stop) of at most `size` tokens. A chunk ends at the last sentence end that fits.
 
     Implements: IN-SLICES
 
-    Source: Section 3.5, the 2 x 2 experiment. An empty set of ends gives the paper's arbitrary slices of `size` tokens.
+    Source: Section 3.5, the 2 x 2 experiment. If `ends` is empty, the chunks are the paper's arbitrary slices of `size`
+    tokens.
 
     Raises:
         SpecError: if the size is below 1.

@@ -1,4 +1,4 @@
-"""Published eviction policies. `retain` runs a policy on a prompt, `start` and `advance` while decoding."""
+"""Published eviction policies. `retain` applies a policy to a prompt; `start` and `advance` apply it while decoding."""
 
 from reference.policies.adakv import adakv, with_adaptive_budgets
 from reference.policies.blocks import in_blocks

@@ -1,4 +1,7 @@
-"""Ada-KV: the heads of a layer share a budget; heads with widely spread attention get more. Works with any scorer."""
+"""Ada-KV: the heads of a layer share a budget. Heads with widely spread attention get more tokens.
+
+The head budgets can be added to any policy that scores each KV head separately.
+"""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -18,7 +21,7 @@ __all__ = ["adakv", "adakv_score", "with_adaptive_budgets"]
 
 
 def adakv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv n"]:
-    """Return the attention of the last W queries, averaged over the queries and the group, then max-pooled.
+    """Return the mean attention of the last W queries on each key per KV head, max-pooled along the keys.
 
     Implements: PO-ADAKV
 
@@ -34,11 +37,14 @@ def adakv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv n
     "SnapKV's tokens; the heads of a layer share its budget by their scores",
 )
 def adakv(W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 5)) -> Policy:
-    """Return SnapKV's window with Ada-KV's adaptive head budgets. The share `safeguard` of the budget is split evenly.
+    """Return Ada-KV: SnapKV's window of W tokens, with head budgets that adapt to the scores.
 
-    The official code rounds each head separately, so the sum can differ from the budget (`budgets.adakv_official`). By
-    default it keeps one set per query head. Its default safeguard is 0.5; the paper's experiments use 0.2. kvpress
-    treats the safeguard as a quota (`budgets.Competition`), and masks tokens instead of evicting them.
+    The fraction `safeguard` of a layer's budget beyond the window is split evenly over the heads.
+
+    The official code rounds each head's budget separately, so the sum can differ from the layer's budget
+    (`budgets.adakv_official`). By default the official code keeps a separate set of tokens for each query head. The
+    default safeguard of the official code is 0.5. The paper's experiments use a safeguard of 0.2. kvpress treats the
+    safeguard as a quota (`budgets.Competition`), and masks tokens instead of evicting them.
 
     Raises:
         SpecError: if the window is not positive, the kernel is even, or the safeguard is outside [0, 1].
@@ -52,7 +58,7 @@ def with_adaptive_budgets(host: Policy, safeguard: Fraction | int = Fraction(1, 
     """Return the host policy with Ada-KV's head budgets. The host must score each KV head separately.
 
     Raises:
-        SpecError: if the host keeps one set for all heads, or if the safeguard is outside [0, 1].
+        SpecError: if the host keeps the same tokens in all heads, or if the safeguard is outside [0, 1].
     """
     if host.granularity is not Granularity.HEAD:
         raise SpecError("host", host.name, "must have a kept set per layer and KV head")

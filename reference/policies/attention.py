@@ -44,7 +44,7 @@ def observed_attention(view: LayerView, W: int) -> Float64[Cube, "H w n"]:
 
 
 def accumulated_attention(view: LayerView) -> Float64[Matrix, "H n"]:
-    """Return the attention on each key per query head, summed over all captured queries.
+    """Return for each query head the attention that each key receives, summed over all captured queries.
 
     Implements: PO-OBSERVED-ATTENTION
 
@@ -72,7 +72,9 @@ def _blocks(view: LayerView) -> Iterator[tuple[slice, slice, Float64[Cube, "H ro
 def received_attention(
     q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, sinks: DeviceArray | None = None,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return the attention on each key per KV head, summed over queries and group: the stage `received_attention`.
+    """Return for each KV head the attention that each key receives, summed over queries and group.
+
+    This function is the stage `received_attention`.
 
     Implements: PO-OBSERVED-ATTENTION
     """
@@ -83,7 +85,9 @@ def largest_attention(
     q: DeviceArray, k: DeviceArray, norms: Float64[Vector, " m"], scaling: float, softcap: float | None,
     sinks: DeviceArray | None = None,
 ) -> Float64[Matrix, "H n"]:
-    """Return the largest attention weight / query norm that each key receives: the stage `largest_attention`.
+    """Divide each query's attention weights by its entry in `norms`, and return the largest quotient on each key.
+
+    This function is the stage `largest_attention`.
 
     Implements: PO-KVZIP, PO-KVZIP-PLUS
     """
@@ -97,7 +101,7 @@ def largest_attention(
 def softmax(
     x: Float64[Matrix, "rows n"], sinks: Float64[Vector, " rows"] | None = None,
 ) -> Float64[Matrix, "rows n"]:
-    """Return the softmax along each row. A sink adds one logit to the denominator of a row."""
+    """Return the softmax along each row. A sink logit adds one term to the denominator of a row."""
     logits = x if sinks is None else np.column_stack([x, sinks])
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
     weights: Matrix = (powers / powers.sum(axis=1, keepdims=True))[:, : x.shape[1]]
@@ -133,7 +137,7 @@ def max_pool(x: Float64[Matrix, "rows n"], kernel: int) -> Float64[Matrix, "rows
 
 
 def average_pool(x: Float64[Matrix, "rows n"], kernel: int) -> Float64[Matrix, "rows n"]:
-    """Return the sum of the `kernel` entries around each entry, divided by `kernel`, even at the edges.
+    """Return the sum of the `kernel` entries around each entry, divided by `kernel`. Entries beyond the edges are 0.
 
     Implements: PO-POOL
 
@@ -160,7 +164,7 @@ def tables(
 def turned_back(
     x: Float64[Cube, "H n d"], cos: Float64[Matrix, "n half"], sin: Float64[Matrix, "n half"],
 ) -> Float64[Cube, "H n d"]:
-    """Return x with the rotation of each token removed."""
+    """Return x without the RoPE rotation of each token."""
     first, second = np.split(x, 2, axis=2)
     back: Cube = np.concatenate([first * cos + second * sin, second * cos - first * sin], axis=2)
     return back
@@ -169,7 +173,7 @@ def turned_back(
 def unrotated(
     x: Float64[Cube, "H n d"], positions: Int64[IntVector, " n"], inv_freq: Float64[Vector, " half"], factor: float,
 ) -> Float64[Cube, "H n d"]:
-    """Return x before RoPE: with the rotation removed, and divided by the attention factor."""
+    """Return x before RoPE: remove the rotation of each token, then divide by the attention factor."""
     return turned_back(x, *tables(positions, inv_freq)) / factor
 
 

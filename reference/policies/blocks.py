@@ -16,7 +16,7 @@ __all__ = ["InBlocks", "in_blocks"]
 
 @dataclass(frozen=True)
 class InBlocks:
-    """Selector that selects whole blocks where its host selects single tokens."""
+    """Selector that selects whole blocks instead of the host's single tokens."""
 
     select: Callable[..., Selection]
     choose: Choice
@@ -26,10 +26,11 @@ class InBlocks:
 
 
 def in_blocks(host: Policy, b: int) -> Policy:
-    """Return the host policy with a selector that keeps whole blocks of b tokens. Its other parts are unchanged.
+    """Return the host policy with a selector that keeps whole blocks of b tokens. The rest of the host is unchanged.
 
-    Blocks are runs of b cached tokens, counted from the first cached token. If every eviction is by blocks, they are
-    also runs of absolute positions, because all blocks before the last, open block are complete.
+    Blocks are runs of b cached tokens, counted from the first cached token. If every eviction removes whole blocks,
+    each block is also a run of absolute positions. The reason is that all blocks before the last, open block are
+    complete.
 
     Implements: PO-BLOCKS
 

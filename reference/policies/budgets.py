@@ -1,4 +1,4 @@
-"""Budgets: functions that share a total of tokens among the kept sets (groups), sorted by layer, then by head."""
+"""Budgets: functions that divide a total of tokens among kept sets (groups). Groups are sorted by layer and head."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ __all__ = [
 
 
 def even(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-    """Return equal shares. If the total does not divide, the first groups get one token more.
+    """Return equal shares. If the total is not a multiple of the number of groups, the first groups get one token more.
 
     Implements: PO-WHOLE-SHARES
     """
@@ -29,7 +29,7 @@ def even(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
 
 @dataclass(frozen=True)
 class Above:
-    """Budgets that keep the tokens with scores above a threshold, but at most an even share."""
+    """Budgets that keep the tokens with scores above a threshold, but at most an even share of the total per group."""
 
     tau: float
 
@@ -46,14 +46,15 @@ class Above:
 
 
 def everything(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-    """Return the number of all tokens for every group. The total is ignored."""
+    """Return the number of all cached tokens as the budget of every group. The total is ignored."""
     return np.full(len(scores.values), scores.offsets[-1], dtype=np.int64)
 
 
 def largest_remainder(targets: Sequence[Fraction]) -> Int64[IntVector, " g"]:
     """Round fractional targets to integers with the same sum, by the largest-remainder method.
 
-    Targets are rounded down. The missing tokens go to the largest remainders, on a tie to the lower index.
+    Targets are rounded down. The missing tokens go to the targets with the largest remainders. On a tie the target with
+    the lower index gets the token.
 
     Implements: PO-WHOLE-SHARES
     """
@@ -65,14 +66,15 @@ def largest_remainder(targets: Sequence[Fraction]) -> Int64[IntVector, " g"]:
 
 
 def pyramid_targets(base: Fraction, past: int, L: int, beta: int) -> list[Fraction]:
-    """Return the tokens before the window that each of L layers keeps: linear in the layer, with mean `base`.
+    """Return how many tokens before the window each of L layers keeps.
 
-    Layer 0 keeps most. The last layer keeps base / beta.
+    The numbers are linear in the layer index and have the mean `base`. Layer 0 keeps the most tokens. The last layer
+    keeps base / beta tokens.
 
     Implements: PO-PYRAMID-BUDGET
 
-    Source: PyramidKV, Section 3.2. If layer 0 would keep more than the `past` tokens before the window, it keeps
-    `past`, and the last layer keeps more, so that the mean stays `base`.
+    Source: PyramidKV, Section 3.2. Layer 0 keeps at most the `past` tokens before the window. If layer 0 keeps `past`
+    tokens, the last layer keeps more than base / beta, so the mean is still `base`.
     """
     if L == 1 or base >= past:
         return [min(base, Fraction(past))] * L
@@ -85,14 +87,14 @@ def pyramid_targets(base: Fraction, past: int, L: int, beta: int) -> list[Fracti
 
 @dataclass(frozen=True)
 class Pyramid:
-    """PyramidKV's budgets, more for lower layers, rounded by largest remainder. The sum equals the total exactly."""
+    """PyramidKV's budgets: lower layers keep more tokens. The rounded budgets add up to the total exactly."""
 
     W: int
     """Tokens of the window, which every group keeps in addition to the pyramid."""
     beta: int = 20
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Return the shares. The pyramid over layers is computed for each head index separately.
+        """Return the budget of each group. The pyramid over the layers is computed separately for each head index.
 
         Implements: PO-PYRAMID-BUDGET
         """
@@ -120,7 +122,7 @@ def winners(values: Float64[Matrix, "h n"], k: int) -> Int64[IntVector, " h"]:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Ada-KV's budgets: a head gets tokens by its number of the layer's best scores; a part is shared evenly."""
+    """Ada-KV's budgets: the fraction `safeguard` is split evenly, the rest by each head's number of best scores."""
 
     safeguard: Fraction | int
 
@@ -128,9 +130,10 @@ class Adaptive:
         _check_share(self.safeguard)
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Return for each head (1 - safeguard) * wins + safeguard * even share, rounded by largest remainder per layer.
+        """Return each head's budget: (1 - safeguard) * wins + safeguard * even share, rounded by largest remainder.
 
-        The wins of a head are its number of the layer's best scores.
+        The wins of a head are the number of the layer's best scores that belong to the head. Protected tokens are
+        added.
 
         Implements: PO-ADAPTIVE-BUDGET
         """
@@ -146,7 +149,7 @@ class Adaptive:
 
 @dataclass(frozen=True)
 class Competition:
-    """Budgets of kvpress's Ada-KV: each head first gets a quota; the layer's best remaining scores get the rest."""
+    """Budgets of Ada-KV in kvpress: each head gets a quota. The rest goes to the best remaining scores of the layer."""
 
     safeguard: Fraction | int
 
@@ -154,7 +157,7 @@ class Competition:
         _check_share(self.safeguard)
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Return shares: the quota of a head is floor(safeguard * even share), including the protected tokens.
+        """Return head budgets. The quota of a head is floor(safeguard * even share), including the protected tokens.
 
         Implements: PO-COMPETITION-BUDGET
         """
@@ -170,7 +173,7 @@ class Competition:
 
 
 def across_layers(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-    """Return shares by a global ranking: a group gets a token for each of its scores among the best of all layers.
+    """Return budgets by a global ranking: a group's budget is the number of its tokens among the best of all layers.
 
     Implements: PO-GLOBAL-BUDGET
 
@@ -186,7 +189,7 @@ def _check_share(share: Fraction | int) -> None:
 
 
 def spread(total: int, parts: int) -> list[int]:
-    """Return even shares of a total. If the total does not divide, the first parts get one more."""
+    """Return even shares of a total. If the total is not a multiple of `parts`, the first shares are larger by 1."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
@@ -206,9 +209,10 @@ def _open(rows: Float64[Matrix, "h n"], share: int) -> tuple[int, int]:
 
 
 def pyramidkv_official(capacity: int, W: int, L: int, n: int, beta: int = 20) -> Int64[IntVector, " L"]:
-    """Return the tokens per layer of the official PyramidKV code, including the window.
+    """Return how many tokens the official PyramidKV code keeps in each layer, including the window.
 
-    The official code rounds the step between layers down to an integer, so the sum exceeds L * capacity.
+    The official code rounds the step between layers down to an integer, so the sum over the layers exceeds
+    L * capacity.
 
     Implements: PO-PYRAMID-OFFICIAL
 
@@ -234,11 +238,12 @@ def pyramidkv_official(capacity: int, W: int, L: int, n: int, beta: int = 20) ->
 
 
 def adakv_official(wins: Sequence[int], base: int, safeguard: Fraction) -> Int64[IntVector, " h"]:
-    """Return the tokens per head of the official Ada-KV code, without the window. Halves are rounded to even.
+    """Return how many tokens before the window the official Ada-KV code keeps in each head. Halves are rounded to even.
 
     Implements: PO-ADAKV-OFFICIAL
 
-    Source: Ada-KV's official code. It rounds each head separately, so the sum can differ from len(wins) * base.
+    Source: Ada-KV's official code. The code rounds each head's budget separately, so the sum over the heads can differ
+    from len(wins) * base.
     """
     floor = int(base * safeguard)
     return np.array([round(won * (1 - safeguard) + floor) for won in wins], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Decoding with a policy: pure functions that decide what to keep. The caller evicts from its cache accordingly."""
+"""Decoding with a policy: pure functions that decide which tokens to keep. The caller evicts the other tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,11 +25,11 @@ __all__ = ["advance", "advance_turn", "join", "start", "take_up"]
 
 
 def start(policy: Policy, budget: Budget, observation: Observation) -> tuple[Retention, Running]:
-    """Return the decision of `retain` at the end of the prompt, and the state for decoding.
+    """Return the tokens that `retain` keeps at the end of the prompt, and the state for decoding.
 
     Raises:
-        SpecError: as in `retain`; or if the policy cannot evict while decoding, because its scorer has no `step` or its
-            groups keep different numbers of tokens.
+        SpecError: as in `retain`, or if the policy cannot evict while decoding. A policy cannot evict while decoding if
+            the scorer has no `step`, or if the groups keep different numbers of tokens.
     """
     scorer = _running(policy)
     protected = policy.protection(observation.seen)
@@ -40,7 +40,7 @@ def start(policy: Policy, budget: Budget, observation: Observation) -> tuple[Ret
 
 
 def join(policy: Policy, parts: Sequence[Running]) -> Running:
-    """Join the decoding states of single layers, given in ascending order, into the state of all layers."""
+    """Join the decoding states of single layers into the state of all layers. `parts` is sorted by layer."""
     assert isinstance(policy.scorer, JoiningScorer)
     return Running(
         np.concatenate([part.live for part in parts]), policy.scorer.join([part.records for part in parts])
@@ -50,9 +50,9 @@ def join(policy: Policy, parts: Sequence[Running]) -> Running:
 def advance(
     policy: Policy, budget: Budget, running: Running, observation: Observation,
 ) -> tuple[Retention | None, Running]:
-    """Run one decode step. The token at position seen - 1 joins the cache; if the cadence is due, the policy decides.
+    """Run one decode step. Add the token at position seen - 1 to the cache. If the cadence is due, evict tokens.
 
-    `observation` holds the cache including the new token. The first result is None if no decision was due.
+    The cache in `observation` includes the new token. The first result is None if the cadence is not due.
 
     Implements: PO-STEP
     """
@@ -66,7 +66,7 @@ def advance(
 def advance_turn(
     policy: Policy, budget: Budget, running: Running, observation: Observation, tokens: int,
 ) -> tuple[Retention, Running]:
-    """Add a later segment, the last `tokens` tokens, to the cache as in single steps; then decide what to keep.
+    """Add a later segment (the last `tokens` tokens) to the cache as in single steps, then decide which tokens to keep.
 
     Implements: PO-TURN
     """
@@ -75,7 +75,7 @@ def advance_turn(
 
 
 def take_up(policy: Policy, budget: Budget, running: Running, observation: Observation, tokens: int) -> Running:
-    """Add the last `tokens` tokens to the cache and the scorer's records as in single steps, without a decision.
+    """Add the last `tokens` tokens to the cache and the scorer's records as in single steps, but evict no tokens.
 
     Implements: PO-READ
     """

@@ -1,4 +1,4 @@
-"""CAKE: layers share the cache by the entropy and the variance of their attention over the last queries."""
+"""CAKE: a layer's budget depends on the entropy and the variance of the layer's attention from the last queries."""
 
 import math
 from collections.abc import Callable
@@ -22,10 +22,11 @@ __all__ = ["Cake", "Preferred", "cake", "cake_score", "layer_preference", "prefe
 
 
 def layer_preference(A: Float64[Cube, "H w past"], tau1: float, tau2: float) -> float:
-    """Return a layer's preference H^(1 / tau1) V^(1 / tau2), from the window queries' attention on earlier keys.
+    """Return a layer's preference H^(1 / tau1) V^(1 / tau2). A is the window's attention on earlier keys.
 
-    H is the entropy of the attention rows. V is the variance of each key's weight over the window queries. H and V are
-    summed over the layer's query heads. 0 log 0 is 0, and the variance of a single query is 0.
+    H is the entropy of an attention row, summed over the queries and the query heads. V is the variance of a key's
+    weight over the window's queries, summed over the keys and the query heads. 0 log 0 counts as 0. The variance over a
+    single query is 0.
 
     Implements: PO-CAKE
 
@@ -37,7 +38,9 @@ def layer_preference(A: Float64[Cube, "H w past"], tau1: float, tau2: float) -> 
 
 
 def cake_score(A: Float64[Cube, "H w past"], gamma: float, kernel: int, H_kv: int) -> Float64[Matrix, "H_kv past"]:
-    """Return mean + gamma * variance of each key's weight over the window, pooled per query head, averaged per group.
+    """Return mean + gamma * variance of each key's attention weight over the window's queries.
+
+    The result is average-pooled along the keys of each query head, then averaged over the query heads of each group.
 
     Implements: PO-CAKE
 
@@ -86,9 +89,10 @@ class Cake:
 
 
 def preferred_targets(preferences: list[Fraction], total: Fraction, most: int) -> list[Fraction]:
-    """Return shares of a total in proportion to the preferences, at most `most` each.
+    """Return the layers' shares of a total in proportion to their preferences, with at most `most` tokens per layer.
 
-    The excess of a capped layer goes to the other layers, in proportion. If all preferences are 0, shares are even.
+    Tokens above a layer's maximum go to the other layers, in proportion to their preferences. If all preferences are 0,
+    all shares are equal.
 
     Implements: PO-PREFERENCE-BUDGET
     """
@@ -108,12 +112,12 @@ def preferred_targets(preferences: list[Fraction], total: Fraction, most: int) -
 
 @dataclass(frozen=True)
 class Preferred:
-    """Budgets before the window in proportion to the layers' preferences. The sum equals the total exactly."""
+    """Budgets in proportion to the layers' preferences, plus the window. The budgets add up to the total exactly."""
 
     W: int
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Return the shares, computed for each head index separately.
+        """Return the budget of each layer and head. The layers split the total of each head index separately.
 
         Implements: PO-PREFERENCE-BUDGET
 
@@ -136,13 +140,14 @@ class Preferred:
     "what the window attends to, in the mean and in variance; layers share the budget by preference",
 )
 def cake(W: int = 32, kernel: int = 5, gamma: float = 200.0, tau1: float = 1.0, tau2: float = 1.0) -> Policy:
-    """Return CAKE: each KV head keeps the last W tokens and its best others, as many as its layer's share holds.
+    """Return CAKE: each KV head fills its layer's share with the last W tokens and the best other tokens.
 
-    The policy decides once, at the end of the prompt, and the cache grows while tokens are decoded. The official code
-    differs. It updates the shares layer by layer while the prompt is read, with the same final shares, and rounds them
-    down. It spreads the excess of a full layer evenly; excess above a second full layer is lost. It does not evict from
-    prompts up to W tokens above the budget. It also evicts while decoding. Its temperatures are tuned per model and
-    budget (0.4 to 2.3); kvspec uses 1.
+    The policy evicts once, at the end of the prompt, so the cache grows while tokens are decoded. The official code
+    updates the shares after each layer of the prompt. The final shares are the same, but the official code rounds the
+    shares down. The official code spreads tokens above a layer's maximum evenly over other layers, and loses tokens
+    above the maximum of a second layer. The official code does not evict from prompts of at most B + W tokens. The
+    official code also evicts while decoding. The official code tunes tau1 and tau2 for each model and budget (0.4 to
+    2.3). The default in kvspec is 1.
 
     Raises:
         SpecError: if the window or a temperature is not positive, if the kernel is even, or if gamma is negative.

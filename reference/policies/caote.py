@@ -1,4 +1,4 @@
-"""CAOTE: scores by how much the eviction of a token would change the attention output."""
+"""CAOTE: the score of a token is the change of the attention output if the token is evicted."""
 
 import numpy as np
 
@@ -19,12 +19,12 @@ __all__ = ["caote", "caote_error", "caote_score"]
 def caote_error(alpha: Float64[Matrix, "H_kv n"], v: Float64[Cube, "H_kv n d"]) -> Float64[Matrix, "H_kv n"]:
     """Return alpha_j / (1 - alpha_j) ||X - v_j||: the change of the attention output X if only token j is evicted.
 
-    The error is inf if alpha_j is 1.
+    The returned change is inf if alpha_j is 1.
 
     Implements: PO-CAOTE
 
-    Source: CAOTE, Theorem 3.2; CrystalCache, Eq. 7. alpha sums to 1, including the weight of an attention sink, which
-    has the value 0.
+    Source: CAOTE, Theorem 3.2; CrystalCache, Eq. 7. alpha plus the weight of an attention sink sums to 1. The value
+    vector of an attention sink is 0.
     """
     X = (alpha[:, :, None] * v).sum(axis=1, keepdims=True)
     distance = np.sqrt(((X - v) ** 2).sum(axis=2))
@@ -34,7 +34,7 @@ def caote_error(alpha: Float64[Matrix, "H_kv n"], v: Float64[Cube, "H_kv n d"]) 
 
 
 def caote_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
-    """Return the CAOTE error. alpha is the attention of the last query, averaged over the group.
+    """Return `caote_error` of each key. alpha is the attention of the last query, averaged over the group.
 
     Implements: PO-CAOTE
 
@@ -48,10 +48,13 @@ def caote_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
 
 @named("caote", "Goel et al., CAOTE (arXiv 2504.14051)", "tokens whose eviction would change the attention output most")
 def caote() -> Policy:
-    """Return CAOTE with the last query's attention, as in TOVA. In every step each KV head keeps the B largest errors.
+    """Return CAOTE: at every step each KV head keeps the B tokens with the largest `caote_error`.
 
-    The paper applies the error to several host policies. With scores of H2O or SnapKV, alpha is the score divided by
-    its sum. The paper's FastCAOTE uses the mean value as X. The paper has no rule for groups: kvspec averages alpha.
+    alpha is the attention of the last query, as in TOVA.
+
+    The paper adds the CAOTE error to several existing policies. If the existing policy is H2O or SnapKV, alpha is the
+    token's score divided by the sum of all scores. FastCAOTE in the paper uses the mean of the value vectors as X. The
+    paper has no rule for grouped-query attention: kvspec averages alpha over the group.
     """
     return Policy(
         "caote", LayerScorer(Needs("all", 1, values=True), caote_score), even, top_units, SinkAndRecent(0, 0),

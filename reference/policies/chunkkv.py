@@ -53,13 +53,13 @@ class Chunks:
 
     @property
     def separable(self) -> bool:
-        """Return True if each layer has its own scores, that is, if N_reuse is 1."""
+        """Return True if each layer computes separate scores, that is, if N_reuse is 1."""
         return self.N_reuse == 1
 
     layerwise = separable
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        """Return the scores of chunks and of the tokens inside them, for each layer.
+        """Return for each layer the scores of the chunks and the scores of the tokens.
 
         Implements: PO-CHUNKKV
         """
@@ -87,12 +87,13 @@ def all_members(view: LayerView, received: Received = received_attention) -> Flo
     "whole chunks of tokens with the largest sums of the window's attention", diverse=False, blocks=False,
 )
 def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
-    """Return ChunkKV: each layer keeps the last W tokens and the chunks with the largest sums.
+    """Return ChunkKV: each layer keeps the last W tokens and the chunks with the largest sums of attention.
 
-    The last kept chunk is cut to its best tokens to use up B, which includes the window. Chunks begin at position 0 and
-    end before the window; a shorter last chunk is summed without correction. The paper keeps only whole chunks. Its
-    layer-wise index reuse is N_reuse > 1. The version in kvpress, by the paper's author, has c = 20, averages a chunk,
-    counts the budget in chunks, and does not reuse indices.
+    The budget B includes the window. To use all of B, the policy keeps only the best tokens of the last selected chunk.
+    Chunks begin at position 0 and end before the window. The sum of a shorter last chunk is not corrected for the
+    length of the chunk. The paper keeps only whole chunks. N_reuse > 1 is the paper's layer-wise index reuse. kvpress
+    has a version by the paper's author with c = 20 and without index reuse. The kvpress version averages the scores of
+    a chunk and counts the budget in chunks.
 
     Raises:
         SpecError: if a constant is not positive.
@@ -112,7 +113,7 @@ def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
 def chunkkv_described(c: int = 10, backend: str | Backend = "numpy") -> Policy:
     """Return ChunkKV as the CrystalCache paper describes it (Eq. 6): attention of all queries, and no window.
 
-    Scores are summed over the heads. The last kept chunk is cut to its best tokens.
+    The scores are summed over the heads of a layer. The policy keeps only the best tokens of the last selected chunk.
 
     Implements: PO-CHUNKKV-DESCRIBED
 

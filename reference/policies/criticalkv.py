@@ -1,4 +1,4 @@
-"""CriticalKV: half of the budget by attention, the rest by attention times the L1 norm of the projected value."""
+"""CriticalKV keeps half of the budget by attention, the rest by attention times the L1 norm of the projected value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -34,9 +34,9 @@ EPSILON = 1e-4
 def two_stages(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, share: Fraction, choose: Choice = best_tokens,
 ) -> Selection:
-    """Select per group the protected tokens, the share `share` of the rest by score, then the best by second score.
+    """Select per group the protected tokens, then tokens with the best scores, then with the best second scores.
 
-    The number of tokens by score is rounded down.
+    The tokens with the best scores fill the fraction `share` of the budget without the protected tokens, rounded down.
 
     Implements: PO-TWO-STAGES
 
@@ -49,9 +49,9 @@ def two_stages(
 
 @dataclass(frozen=True)
 class TwoScores:
-    """Scorer that returns the host's scores, from which budgets are computed, and second scores for the second stage.
+    """Scorer that returns the host's scores for budgets and the first stage, and second scores for the second stage.
 
-    `W_o` maps a layer's index to its output projection (H, d, hidden).
+    `W_o` maps the index of a layer to the layer's output projection (H, d, hidden).
     """
 
     host: Scorer
@@ -67,7 +67,7 @@ class TwoScores:
         return isinstance(self.host, LayerwiseScorer) and self.host.layerwise
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        """Return the host's scores. The second scores are (host score + EPSILON) times the L1 norm of W_o v.
+        """Return the host's scores, and second scores: (host score + EPSILON) times the L1 norm of W_o v.
 
         Implements: PO-CRITICALKV
 
@@ -86,11 +86,11 @@ class TwoScores:
 def with_critical_selection(host: Policy, W_o: Mapping[int, DeviceArray], share: Fraction = Fraction(1, 2)) -> Policy:
     """Return the host policy with CriticalKV's two-stage selection.
 
-    The host must keep the best single tokens of each KV head by attention scores, and decide at the end of segments.
+    The host must keep the tokens with the best attention scores in each KV head, and evict only at the end of segments.
 
     Raises:
-        SpecError: if the host is of a different kind, or if the share is outside [0, 1]. The policy raises the error if
-            a score is negative.
+        SpecError: if the host is unsuitable, or if the share is outside [0, 1]. The returned policy raises `SpecError`
+            if a score is negative.
     """
     if getattr(host.selector, "func", host.selector) not in (top_units, top_tokens):
         raise SpecError("host", host.name, "must keep single tokens, by their scores alone")
@@ -111,8 +111,8 @@ def with_critical_selection(host: Policy, W_o: Mapping[int, DeviceArray], share:
 def criticalkv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7) -> Policy:
     """Return SnapKV with CriticalKV's two-stage selection.
 
-    The authors' code is in kvpress. There the window counts in the first stage. If the window is larger than the first
-    stage, the rest of the window can be evicted.
+    The authors' code in kvpress counts the window as part of the first stage. If the window is larger than the first
+    stage, the kvpress code can evict tokens of the window.
 
     Raises:
         SpecError: if the window is not positive, or if the kernel is even.

@@ -1,4 +1,4 @@
-"""CrystalCache as a policy: S1 to S5 score the trunks, and S6 (dissolution) selects the tokens."""
+"""CrystalCache as a policy: stages S1 to S5 score the trunks, and stage S6 (dissolution) selects the tokens."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ __all__ = ["CrystalRecords", "crystal_retention", "crystalcache"]
 
 @dataclass(frozen=True)
 class CrystalRecords:
-    """Results of S1 to S4, which the scorer passes on to the final result."""
+    """Results of the scorer's stages, from which `crystal_retention` builds the full result."""
 
     coattention: CoAttention
     impact: Vector
@@ -61,7 +61,7 @@ class CrystalScorer:
 def crystalcache(
     sentence_ends: frozenset[int], parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "numpy",
 ) -> Policy:
-    """Return CrystalCache's prefill as a policy. The result equals that of `reference.crystalcache.prefill`.
+    """Return CrystalCache's prefill as a policy. The policy keeps the same tokens as `reference.crystalcache.prefill`.
 
     Raises:
         SpecError: if `sentence_ends` is empty, or if the backend is unknown.

@@ -1,4 +1,4 @@
-"""DefensiveKV: the largest attention over queries, at least a prior, times the L1 norm of the projected value."""
+"""DefensiveKV: a key's score is max(largest attention weight, prior) times the L1 norm of the projected value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ COVERED = 0.9
 
 
 def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> Float64[Matrix, "H_kv past"]:
-    """Return each key's maximum over group and queries of the pooled attention, raised to at least the head's mean.
+    """Return each key's largest pooled weight over queries and group, but at least the mean of the head's maxima.
 
-    After pooling, each row is rescaled to its sum before pooling.
+    Each attention row is average-pooled, then rescaled to the sum that the row had before pooling.
 
     Implements: PO-DEFENSIVEKV
 
@@ -43,7 +43,7 @@ def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> F
 
 
 def output_size(v: DeviceArray, W_o: DeviceArray) -> Float64[Matrix, "H_kv n"]:
-    """Return ||W_o v||_1, averaged over the group. W_o (H, d, hidden) holds the rows of each query head.
+    """Return ||W_o v||_1, averaged over the query heads of the group. W_o has the shape (H, d, hidden).
 
     Implements: PO-DEFENSIVEKV, PO-CRITICALKV
 
@@ -54,7 +54,7 @@ def output_size(v: DeviceArray, W_o: DeviceArray) -> Float64[Matrix, "H_kv n"]:
 
 
 def output_share(v: Float64[Cube, "H_kv n d"], W_o: Float64[Cube, "H d hidden"]) -> Float64[Matrix, "H_kv n"]:
-    """Return the output size (`output_size`) divided by its sum over the KV heads.
+    """Return the `output_size` of a token in each KV head, divided by the sum over the KV heads.
 
     Implements: PO-DEFENSIVEKV
 
@@ -72,14 +72,14 @@ def output_share(v: Float64[Cube, "H_kv n d"], W_o: Float64[Cube, "H d hidden"])
 
 
 def first_stage(A: Float64[Cube, "H w past"], H_kv: int, W: int, most: int) -> list[IntVector]:
-    """Return for each KV head the keys with the largest mean attention: at most `most`, with total share below a bound.
+    """Return for each KV head at most `most` keys with the largest mean attention, up to a bound on the sum of shares.
 
-    The share of a key is its mean attention divided by the head's sum over the keys before the window. The bound is 0.9
-    minus the attention on the last W of these keys, averaged over all heads and queries.
+    The share of a key is its mean attention divided by the sum of mean attention over all keys before the window. The
+    bound is 0.9 minus the attention on the last W keys before the window, averaged over all heads and queries.
 
     Implements: PO-DEFENSIVEKV
 
-    Source: DefensiveKV's official code. If a head has no attention before the window, it gets no keys.
+    Source: DefensiveKV's official code. If a head has no attention before the window, the head gets no keys.
     """
     mean = group_mean(A.mean(axis=1), H_kv)
     total = mean.sum(axis=1, keepdims=True)
@@ -92,7 +92,7 @@ def first_stage(A: Float64[Cube, "H w past"], H_kv: int, W: int, most: int) -> l
 
 
 def defensive_score(view: LayerView, W_o: DeviceArray, B: int, W: int, kernel: int) -> Float64[Matrix, "H_kv n"]:
-    """Return defensive maximum * output share. Keys of the first stage get the layer's largest score.
+    """Return `defensive_maximum` * `output_share`. Keys of `first_stage` get the layer's largest score.
 
     Implements: PO-DEFENSIVEKV
     """
@@ -111,7 +111,7 @@ def defensive_score(view: LayerView, W_o: DeviceArray, B: int, W: int, kernel: i
 
 @dataclass(frozen=True)
 class Defensive:
-    """DefensiveKV's scorer. `W_o` maps a layer's index to its output projection (H, d, hidden)."""
+    """DefensiveKV's scorer. `W_o` maps the index of a layer to the layer's output projection (H, d, hidden)."""
 
     W_o: Mapping[int, DeviceArray]
     W: int
@@ -139,10 +139,11 @@ class Defensive:
     "the largest attention in the window, times the projected values; heads compete", of_model=frozenset({"W_o"}),
 )
 def defensivekv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 5) -> Policy:
-    """Return DefensiveKV: each layer keeps the last W tokens, and the best others of all its KV heads together.
+    """Return DefensiveKV: each layer keeps the last W tokens, and the best other tokens among all its KV heads.
 
-    In the layer-wise form of the official code, layers compete too. With a budget below W the official code marks
-    nearly every token. Eq. 8 of the CrystalCache paper cannot be implemented: it subtracts a risk without a definition.
+    In the layer-wise form of the official code, the layers also compete for the budget. With a budget below W the
+    official code marks nearly every token. kvspec does not implement Eq. 8 of the CrystalCache paper: the paper does
+    not define the risk that the equation subtracts.
 
     Raises:
         SpecError: if the window is not positive, or if the kernel is even.

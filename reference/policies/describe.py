@@ -1,4 +1,4 @@
-"""What every policy is, costs and serves: the list behind `kvspec policies` and the guide."""
+"""Descriptions of all policies for `kvspec policies` and the guide: kept tokens, costs and supported uses."""
 
 import ast
 import inspect
@@ -54,7 +54,10 @@ MEANINGS: Mapping[str, str] = {
     "template": "token ids of the requests to repeat the prompt: kvspec.repeat_template(tokenizer)",
     "vase.share": "share of the budget for tokens with the widest values, from 0 to 1",
 }
-"""By name, or by `policy.name` if policies differ. Fields of a policy's `parameters` are documented in their class."""
+"""Meaning of each constant, by name, or by `policy.name` if the meaning differs between policies.
+
+Fields of a policy's `parameters` are documented in the class of `parameters`.
+"""
 
 
 def field_meanings(record: type) -> dict[str, str]:
@@ -78,17 +81,17 @@ class PolicyDescription:
     """Description of a policy: kept tokens, costs, supported uses and constants.
 
     Attributes:
-        name: name of the policy, in `policy_from_name`, in `--policies` and in rules files.
+        name: name of the policy for `policy_from_name`, for `--policies` and for rules files.
         paper: publication that defines the policy, or "".
         keeps: description of the tokens that the policy keeps.
         passes: number of times that the model reads the prompt, 1 or 2.
         layers: layers that give queries and keys to the policy: "none", "observed" (one layer) or "all".
         granularity: "model", "layer" or "layer and KV head": the part of the model that has a separate kept set.
-        layer_by_layer: True if each layer is compacted while the model reads the prompt. If False, the peak memory is
-            the full cache.
+        layer_by_layer: True if each layer is compacted while the model reads the prompt. If `layer_by_layer` is False,
+            the peak memory is the full cache.
         decode_time: True if the policy evicts while tokens are generated.
-        later_turns: True if the policy also evicts from later prompts on the same cache. If False, read later prompts
-            inside `with run.reading():`.
+        later_turns: True if the policy also evicts from later prompts on the same cache. If `later_turns` is False,
+            read later prompts inside `with run.reading():`.
         padded_batches: True if the prompts of a batch may have different lengths.
         constants: constants that have a default, with the default.
         required: names of the constants that have no default.
@@ -128,7 +131,7 @@ def describe_policy(name: str) -> PolicyDescription:
     0.5
 
     Raises:
-        SpecError: if no policy of kvspec has this name. Your own policy has no description.
+        SpecError: if no policy of kvspec has this name. A policy that you wrote has no description.
     """
     if check_name(name) not in NAMES:
         raise SpecError("name", name, "has no description: give a name that `kvspec policies` lists")

@@ -60,12 +60,12 @@ class Signed:
 
     @property
     def separable(self) -> bool:
-        """Return True if the host is separable and the mode is "head". Other modes average over heads."""
+        """Return True if the host is separable and the mode is "head". Other modes average over the heads."""
         return self.mode == "head" and isinstance(self.host, SeparableScorer) and self.host.separable
 
     @property
     def layerwise(self) -> bool:
-        """Return True if the host is layerwise and the mode is not "flat", which averages over the layers."""
+        """Return True if the host is layerwise and the mode is not "flat". Mode "flat" averages over layers."""
         return self.mode != "flat" and isinstance(self.host, LayerwiseScorer) and self.host.layerwise
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
@@ -129,9 +129,9 @@ def _signatures(scores: Scores) -> Float64[Cube, "s n d"]:
 
 @dataclass(frozen=True)
 class Diverse:
-    """Selector: per group the protected tokens, then greedily the largest (score - lam * redundancy).
+    """Selector that keeps each group's protected tokens, then greedily adds the largest (score - lam * redundancy).
 
-    The redundancy of a token is its largest cosine with a kept token.
+    The redundancy of a token is the largest cosine similarity of its signature to the signature of a kept token.
     """
 
     stages: DiversityStages
@@ -141,7 +141,7 @@ class Diverse:
         check_penalty(self.lam)
 
     def __call__(self, scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
-        """Return the selection. At lam = 0 it equals the selection of the host.
+        """Return the selection. If lam is 0, the selection equals the selection of the host.
 
         Implements: DV-POLICY
         """
@@ -174,23 +174,24 @@ class TowardMean:
 def diverse(
     host: Policy, lam: float = 0.5, mode: str = "flat", backend: str | Backend = "numpy",
 ) -> Policy:
-    """Return the host policy with set-conditioned selection. Its scores, budgets and cadence are unchanged.
+    """Return the host policy with set-conditioned selection. The host's scores, budgets and cadence do not change.
 
-    The host in the paper is TriAttention's global mode with one signature for the whole cache (mode "flat"). Mode
-    "layer" needs a separate kept set for each layer, and mode "head" one for each KV head.
+    In the paper the host is TriAttention in its global mode, and a token has one signature for the whole cache (mode
+    "flat"). Mode "layer" needs a separate kept set for each layer. Mode "head" needs a separate kept set for each KV
+    head.
 
     Implements: DV-POLICY
 
     Raises:
         SpecError: if lam is negative or not finite, if the host does not keep the best single tokens, or if the mode is
             finer than the host's kept sets.
-        BackendUnavailable: if the backend cannot run here, or lacks the stage family diversity.
+        BackendUnavailable: if the backend cannot run here, or lacks the stage family `diversity`.
     """
     return _signed(host, mode, "diverse", Diverse(resolve(backend).require_diversity(), lam))
 
 
 def toward_mean_values(host: Policy, lam: float = 0.5, mode: str = "flat") -> Policy:
-    """Return the host with `variant_b`, which the paper rejects: it favours values near the mean direction.
+    """Return the host with `variant_b`, which favours values near the mean direction. The paper rejects `variant_b`.
 
     Implements: DV-VARIANT-B
 
@@ -212,17 +213,17 @@ def _signed(host: Policy, mode: str, name: str, selector: Selector) -> Policy:
 
 
 def scheduled(B: int, rounds: int, tilt: int) -> Int64[IntVector, " rounds"]:
-    """Return `schedule`, which the paper rejects: budgets that fall from B + tilt to B - tilt, with mean B.
+    """Return `schedule`: budgets that fall from B + tilt to B - tilt, with mean B. The paper rejects `schedule`.
 
     Implements: DV-SCHEDULE
 
     Args:
         B: mean budget, tokens.
         rounds: number of decisions.
-        tilt: tokens of the first round above the mean. If negative, the budgets rise.
+        tilt: budget of the first round minus the mean budget, tokens. If tilt is negative, the budgets rise.
 
     Raises:
-        SpecError: if there are fewer than two rounds, or if a round has no token.
+        SpecError: if there are fewer than two rounds, or if the budget of a round is not positive.
     """
     if rounds < 2:
         raise SpecError("rounds", rounds, "must be at least 2")

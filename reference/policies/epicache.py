@@ -1,4 +1,4 @@
-"""EpiCache's scoring of cached keys: by the attention of a patched prompt."""
+"""EpiCache: the score of a cached key is the largest attention weight from the queries of a patched prompt."""
 
 from fractions import Fraction
 
@@ -32,11 +32,11 @@ def epicache_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
 
 
 def epicache() -> Policy:
-    """Return EpiCache: each layer keeps the best tokens of all its KV heads together.
+    """Return EpiCache: each layer keeps the tokens with the best scores among all KV heads of the layer.
 
-    q must be the queries of the patched prompt, which is not cached. The policy does not build episodes, embed them or
-    choose one for a question: these steps need the dialogue. EpiCache chooses episodes by embeddings, not by attention
-    as the CrystalCache paper writes.
+    q must be the queries of the patched prompt. The patched prompt itself is not cached. The policy does not build,
+    embed or choose episodes, because these steps need the dialogue. EpiCache chooses episodes by embeddings. The
+    CrystalCache paper writes that EpiCache chooses episodes by attention.
     """
     return Policy(
         "epicache", LayerScorer(Needs("all", None), epicache_score), Competition(Fraction(0)), top_units,

@@ -23,7 +23,7 @@ __all__ = ["ExpectedAttention", "expected_attention", "expected_logits", "expect
 
 
 def query_statistics(q: Float64[Cube, "H m d"]) -> tuple[Float64[Matrix, "H d"], Float64[Cube, "H d d"]]:
-    """Return mean and covariance (divisor m) of each head's queries before RoPE.
+    """Return the mean and the covariance (divisor m) of each head's m queries before RoPE.
 
     Implements: PO-EXPECTED-ATTENTION
 
@@ -54,9 +54,10 @@ def expected_weights(
     q: DeviceArray, k: DeviceArray, v: DeviceArray, at: Int64[IntVector, " m"], ahead: Int64[IntVector, " N_future"],
     inv_freq: Float64[Vector, " half"], factor: float, scaling: float, sinks: DeviceArray | None = None,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return the softmax of the expected logits, averaged over the group, times the norm of the value.
+    """Return the softmax of the expected logits, averaged over the group, times the norm of each key's value.
 
-    This is the stage `expected_attention`. Query heads are processed one by one, so their data fits the CPU cache.
+    This function is the stage `expected_attention`. Query heads are processed one by one, so the data of a head fits in
+    the CPU cache.
 
     Implements: PO-EXPECTED-ATTENTION
     """
@@ -79,7 +80,7 @@ Weigh = Callable[
 
 @dataclass(frozen=True)
 class ExpectedAttention:
-    """Scorer of Expected Attention. It needs the model's RoPE frequencies for past and future positions."""
+    """Scorer of Expected Attention. The scorer needs the model's RoPE frequencies for past and future positions."""
 
     inv_freq: Vector
     factor: float
@@ -94,9 +95,10 @@ class ExpectedAttention:
         return stacked(observation, [self.of_layer(view, observation.seen) for view in observation.layers.values()])
 
     def of_layer(self, view: LayerView, seen: int) -> Float64[Matrix, "H_kv n"]:
-        """Return each key's expected weight, averaged over the group, times the norm of the value.
+        """Return each key's expected attention weight, averaged over the group, times the norm of the key's value.
 
-        Sinks are excluded from the keys and from the queries. The queries are those of the last tokens of `seen`.
+        The first N_sink tokens are excluded from the keys and from the queries. The queries belong to the last tokens
+        before position `seen`.
 
         Implements: PO-EXPECTED-ATTENTION
         """
@@ -122,10 +124,10 @@ def expected_attention(
     inv_freq: Float64[Vector, " half"], factor: float = 1.0, N_sink: int = 4, N_future: int = 512,
     backend: str | Backend = "numpy",
 ) -> Policy:
-    """Return Expected Attention: each KV head keeps the first N_sink tokens and the best others.
+    """Return Expected Attention: each KV head keeps the first N_sink tokens and the other tokens with the best scores.
 
-    The policy follows the authors' code, which is in kvpress. The paper instead uses the norm of the value after the
-    output projection. Both ignore the variance that the changing rotation adds.
+    The policy follows the authors' code in kvpress. The paper uses the norm of the value after the output projection,
+    but the code uses the norm of the value. Code and paper ignore the variance that RoPE adds over future positions.
 
     Args:
         inv_freq: inverse frequencies of the model's RoPE, one per pair of channels.
@@ -135,7 +137,7 @@ def expected_attention(
 
     Raises:
         SpecError: if N_sink is negative, if N_future or factor is not positive, or if the backend is unknown.
-        BackendUnavailable: if the backend cannot run here, or lacks the stage family policies.
+        BackendUnavailable: if the backend cannot run here, or lacks the stage family `policies`.
     """
     for name, value, least in (("N_sink", N_sink, 0), ("N_future", N_future, 1)):
         if value < least:

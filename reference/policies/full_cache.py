@@ -1,4 +1,4 @@
-"""FullCache: nothing is evicted; the upper bound of every comparison."""
+"""FullCache keeps every token. FullCache is the upper bound of every comparison."""
 
 from reference.policies.budgets import everything
 from reference.policies.named import named

@@ -1,4 +1,4 @@
-"""H2O: half of the budget for the keys with the most attention so far (heavy hitters), half for the newest tokens."""
+"""H2O: half of the budget is for keys with the most attention so far (heavy hitters), half for the newest tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ __all__ = ["HeavyHitters", "h2o", "h2o_described", "h2o_score"]
 
 
 def h2o_score(view: LayerView, received: Received = received_attention) -> Float64[Matrix, "H_kv n"]:
-    """Return the attention on each key, summed over all queries and over the group.
+    """Return the attention that each key receives, summed over all queries and over the group.
 
     Implements: PO-H2O-DESCRIBED
 
@@ -44,7 +44,7 @@ class HeavyHitters:
         return Scores(scores.values, scores.offsets, carry=scores.values, heads=scores.heads)
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """Add the attention of the new queries to the sums. The sums of the new keys start with this attention.
+        """Add the attention of the new queries to the sum of each key. The sum of a new key starts at 0.
 
         Implements: PO-H2O
         """
@@ -66,16 +66,17 @@ class HeavyHitters:
     "half the newest tokens, half those with the largest sums of attention", diverse=False,
 )
 def h2o(backend: str | Backend = "numpy") -> Policy:
-    """Return H2O: each KV head keeps B / 2 newest tokens and the heavy hitters, and decides in every decode step.
+    """Return H2O: at every decode step each KV head keeps the B / 2 newest tokens and the heavy hitters.
 
     The policy follows the real-drop version of the official repository. The repository has three more versions: a
-    simulation by masks with one slot less, a one-pass version that uses future queries, and one for FlexGen.
-    KVCache-Factory decides once, after the prompt. kvpress's ObservedAttention averages over the queries that attend
-    to a key, and has no window. The paper's models have no groups; kvspec sums over the group.
+    simulation by masks with one slot less, a one-pass version that uses future queries, and a version for FlexGen.
+    KVCache-Factory evicts once, after the prompt. ObservedAttention in kvpress averages the attention over the queries
+    that attend to a key, and has no window. The paper's models have no grouped-query attention; kvspec sums the
+    attention over the group.
 
     Raises:
         SpecError: if the backend is unknown.
-        BackendUnavailable: if the backend cannot run here, or lacks the stage family policies.
+        BackendUnavailable: if the backend cannot run here, or lacks the stage family `policies`.
     """
     engine = resolve(backend)
     stages = engine.require_policies()
@@ -96,7 +97,8 @@ def h2o(backend: str | Backend = "numpy") -> Policy:
 def h2o_described(W: int = 128, backend: str | Backend = "numpy") -> Policy:
     """Return H2O as the CrystalCache paper describes it (Eq. 5): heavy hitters and a recent window of W tokens.
 
-    The policy decides once, and B includes the window. The paper has no value for W; the default is kvspec's.
+    The policy evicts once, at the end of the prompt. The budget B includes the window. The paper gives no value for W,
+    so kvspec chose the default.
 
     Raises:
         SpecError: if the window is not positive, or if the backend is unknown.

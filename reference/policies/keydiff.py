@@ -17,7 +17,7 @@ __all__ = ["keydiff", "keydiff_score"]
 
 
 def keydiff_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
-    """Return minus the cosine of each key and the mean unit key. If the mean is zero, the score is 0.
+    """Return minus the cosine similarity of each key to the mean unit key. If the mean is zero, the scores are 0.
 
     Implements: PO-KEYDIFF
 
@@ -37,9 +37,9 @@ def keydiff_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
 def keydiff() -> Policy:
     """Return KeyDiff: each KV head keeps the B keys least similar to the anchor (the mean unit key).
 
-    The policy decides once, at the end of the prompt. The paper reads a prompt in blocks of 128 tokens and evicts after
-    each block: pass the blocks as segments to do this. EpiCache's version has one anchor for all heads. A runtime by
-    Qualcomm does not normalise the keys.
+    The policy evicts once, at the end of the prompt. The paper evicts after each block of 128 tokens of the prompt. To
+    evict after each block, pass the blocks as segments. EpiCache has a version of KeyDiff with one anchor for all
+    heads. A KeyDiff runtime by Qualcomm does not normalise the keys.
     """
     return Policy(
         "keydiff", LayerScorer(Needs("all", 0), keydiff_score), even, top_units, SinkAndRecent(0, 0),

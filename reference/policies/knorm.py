@@ -31,8 +31,8 @@ def knorm_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
 def knorm() -> Policy:
     """Return Knorm: each KV head keeps the B keys with the smallest norms.
 
-    The official code does not evict from prompts up to 2048 tokens, and its experiments skip layers 0 and 1. kvpress
-    rounds the budget down. cold-compress protects ten recent tokens.
+    The official code does not evict from prompts of at most 2048 tokens. The official experiments do not evict from
+    layers 0 and 1. kvpress rounds the budget down. cold-compress protects ten recent tokens.
     """
     return Policy(
         "knorm", LayerScorer(Needs("all", 0), knorm_score), even, top_units, SinkAndRecent(0, 0),

@@ -1,4 +1,4 @@
-"""KVCrush: keeps most blocks by score, and some representatives of the evicted blocks."""
+"""KVCrush keeps most blocks by score, and some blocks as representatives of the evicted blocks."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -23,13 +23,14 @@ ANCHORS = ("alternating", "mean", "zeros", "ones")
 def anchor_distances(
     values: Float64[Matrix, "h n"], protected: Bool[BoolVector, " n"], b: int, anchor: str,
 ) -> Int64[IntVector, " m"]:
-    """Return the Hamming distance of each full block to the anchor. Protected blocks have distance 0.
+    """Return the Hamming distance between each full block and the anchor. Protected blocks have distance 0.
 
-    A token has one bit per head: 1 if its score is in the better half of the head.
+    A token has one bit per head. The bit is 1 if the token's score is in the better half of the head's scores.
 
     Implements: PO-REPRESENTATIVES
 
-    Source: KVCrush's official code, steps 1 to 3. As in the vLLM pull request, a layer uses the bits of all its heads.
+    Source: KVCrush's official code, steps 1 to 3. As in the vLLM pull request, a distance uses the bits of all heads of
+    the layer.
     """
     h, m = len(values), values.shape[1] // b
     free = ~protected[: m * b].reshape(m, b).any(axis=1)
@@ -51,10 +52,10 @@ def representatives(
     totals: Float64[Matrix, "g m"], places: Int64[IntVector, " g"], held: Bool[BoolMatrix, "g m"], /,
     distances: Int64[IntMatrix, "g m"], share: Fraction,
 ) -> Selection:
-    """Select per group the protected blocks and the best blocks by total score, and representatives of the rest.
+    """Select per group the protected blocks, the blocks with the best total scores, and representatives of the rest.
 
-    The representatives fill the share `share` of the places that protected blocks leave. The remaining blocks, sorted
-    by distance, are split into equal runs; the first block of each run is a representative.
+    A group with p protected blocks selects share * (places - p) representatives, rounded down. The blocks that are not
+    selected by score are sorted by distance and split into equal runs. The first block of each run is a representative.
 
     Implements: PO-REPRESENTATIVES
 
@@ -73,7 +74,7 @@ def representatives(
 def scored_or_representative(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, b: int, share: Fraction, anchor: str,
 ) -> Selection:
-    """Select blocks with `representatives`, using the distances of the layer of each kept set.
+    """Select blocks with `representatives`. All kept sets of a layer use the layer's `anchor_distances`.
 
     Implements: PO-REPRESENTATIVES
     """
@@ -86,13 +87,14 @@ def scored_or_representative(
 def with_representatives(
     host: Policy, block: int = 16, share: Fraction | float = Fraction(1, 4), anchor: str = "alternating",
 ) -> Policy:
-    """Return the host policy with KVCrush's selection of blocks, the share `share` of them representatives.
+    """Return the host policy with KVCrush's selection of blocks.
 
-    The host must keep the best single tokens and decide at the end of segments.
+    The fraction `share` of the selected blocks that are not protected are representatives. The host must keep the
+    single tokens with the best scores, and evict only at the end of segments.
 
     Raises:
-        SpecError: if the host is of a different kind, if block is below 1, if the share is outside [0, 1], or if the
-            anchor is unknown.
+        SpecError: if the host is unsuitable, if block is below 1, if the share is outside [0, 1], or if the anchor is
+            unknown.
     """
     chosen = getattr(host.selector, "func", host.selector) in (top_units, top_tokens)
     if not chosen or not isinstance(host.scorer, LayerScorer) or host.cadence.every is not None:
@@ -117,11 +119,11 @@ def kvcrush(
     W: int = 32, kernel: int = 7, block: int = 16, share: Fraction | float = Fraction(1, 4),
     anchor: str = "alternating",
 ) -> Policy:
-    """Return KVCrush: SnapKV's scores and window, with blocks as the unit of selection.
+    """Return KVCrush: SnapKV's scores and window, but the policy selects whole blocks.
 
-    OpenVINO GenAI keeps one set per layer, by scores summed over the heads. Its representatives exceed the budget. It
-    adds none if the evicted blocks are fewer than the representatives. The vLLM pull request uses the same
-    representatives for all heads.
+    OpenVINO GenAI keeps the same blocks in all heads of a layer, by scores summed over the heads. OpenVINO GenAI keeps
+    representatives in addition to the budget, but only if at least as many blocks are evicted. The pull request that
+    adds KVCrush to vLLM uses the same representatives for all heads.
 
     Implements: PO-KVCRUSH
 

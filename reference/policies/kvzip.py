@@ -1,4 +1,4 @@
-"""KVzip: the score of a token is the largest attention that it receives while the model repeats the context."""
+"""KVzip: the score of a token is the largest attention weight on the token while the model repeats the context."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,11 +26,11 @@ Largest = Callable[[DeviceArray, DeviceArray, Vector, float, float | None, Devic
 def rehearsal_chunks(
     token_ids: Int64[IntVector, " n"], rehearsal: Rehearsal,
 ) -> list[tuple[int, int, Int64[IntVector, " r"]]]:
-    """Return for each chunk of the context its start, its stop, and the r ids that the model reads after the prompt.
+    """Return each chunk's start and stop, and the r ids that the model reads after the prompt to repeat the chunk.
 
     Implements: PO-REHEARSAL
 
-    Source: KVzip, Section 3.4 and Figure 7. The order of the parts is that of the official code.
+    Source: KVzip, Section 3.4 and Figure 7. The ids have the same order of parts as in the official code.
     """
     assert rehearsal.template is not None
     first, later, answer = rehearsal.template
@@ -66,9 +66,9 @@ def _attended(
 def kvzip_score(
     view: LayerView, N_sink: int, largest: Largest = largest_attention,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return each token's largest attention weight over the group and all queries that repeat its chunk.
+    """Return the largest attention weight on each token, over the group and all queries that repeat the token's chunk.
 
-    Tokens outside all chunks get NaN.
+    Tokens outside all chunks have the score NaN.
 
     Implements: PO-KVZIP
 
@@ -89,9 +89,8 @@ def kvzip_plus_score(
 ) -> Float64[Matrix, "H_kv n"]:
     """Return KVzip's score with each weight multiplied by ||W_o v_i||_2 and divided by the norm of the hidden state.
 
-    W_o is the output projection of the query head. The hidden state is the one from which the query was computed.
-
-    W_o is the layer's output projection (H, d, hidden).
+    W_o (H, d, hidden) is the layer's output projection, with one matrix for each query head. The model computed the
+    query from the hidden state.
 
     Implements: PO-KVZIP-PLUS
 
@@ -111,7 +110,7 @@ def kvzip_plus_score(
 
 @dataclass(frozen=True)
 class KVzipPlus:
-    """Scorer of KVzip+. `W_o` maps a layer's index to its output projection (H, d, hidden)."""
+    """Scorer of KVzip+. `W_o` maps the index of a layer to the layer's output projection (H, d, hidden)."""
 
     needs: Needs
     W_o: Mapping[int, DeviceArray]
@@ -121,7 +120,7 @@ class KVzipPlus:
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         """Raises:
-        SpecError: as `kvzip_plus_score`; where a rehearsed token has no score, as a norm on a device may be 0.
+        SpecError: as in `kvzip_plus_score`, or if a rehearsed token has no score because a norm on a device is 0.
         """
         scores = stacked(observation, [
             self.score(view, self.N_sink, self.W_o[layer], self.largest) for layer, view in observation.layers.items()
@@ -140,16 +139,17 @@ def kvzip(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,
     overlap: int = 8, backend: str | Backend = "numpy",
 ) -> Policy:
-    """Return KVzip: the first N_sink and last N_recent tokens, and the best others of all layers and heads together.
+    """Return KVzip: keep the first N_sink, the last N_recent, and the best other tokens among all layers and heads.
 
-    The official code sets N_sink to the length of its system prompt, and reads text after the context later. It keeps
-    the scores above a threshold, which are fewer than the budget. kvpress has 4 sinks and chunks of 2048 tokens. It
-    evicts tokens between sinks and context first, and rounds once for all heads. Both compute in the model's dtype, and
-    word the template differently.
+    The official code sets N_sink to the length of the system prompt, and reads text after the context only after
+    eviction. The official code keeps the tokens with scores above a threshold, and keeps less than the budget.
+    kvpress has 4 sinks and chunks of 2048 tokens. kvpress evicts tokens between sinks and context first, and rounds the
+    budget once for all heads. The official code and kvpress compute in the model's dtype, and their templates use
+    different words.
 
     Raises:
         SpecError: if there is no template, if a constant is too small, or if the backend is unknown.
-        BackendUnavailable: if the backend cannot run here, or lacks the stage family policies.
+        BackendUnavailable: if the backend cannot run here, or lacks the stage family `policies`.
     """
     needs = Needs("all", 0, token_ids=True, rehearsal=Rehearsal(template, N_sink, N_recent, chunk, overlap))
     largest = resolve(backend).require_policies().largest_attention
@@ -167,7 +167,7 @@ def kvzip_uniform(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,
     overlap: int = 8, backend: str | Backend = "numpy",
 ) -> Policy:
-    """Return KVzip with the same number of tokens in each head. In kvpress (`layerwise`) the heads of a layer compete.
+    """Return KVzip with the same number of tokens in each head. In kvpress (`layerwise`) heads of a layer compete.
 
     Raises:
         SpecError: as in `kvzip`.

@@ -20,7 +20,7 @@ __all__ = ["FullHeads", "head_scores", "kvzip_heads"]
 
 
 def head_scores(contexts: Sequence[Float64[Matrix, "g _"]]) -> Float64[Vector, " g"]:
-    """Return for each head its largest KVzip score in a context, averaged over the contexts.
+    """Return each head's largest KVzip score in a context, averaged over the contexts.
 
     Tokens outside all chunks have the score NaN and are ignored.
 
@@ -39,21 +39,21 @@ def head_scores(contexts: Sequence[Float64[Matrix, "g _"]]) -> Float64[Vector, "
 
 @dataclass(frozen=True)
 class FullHeads:
-    """Budgets with full heads: the best heads keep all tokens, as many heads as fit; the others share the rest."""
+    """Budgets with full heads: as many of the best heads as fit keep all tokens. The other heads share the rest."""
 
     scores: Float64[Vector, " heads"]
     window: int
-    """Tokens that every head keeps: sinks and recent tokens."""
+    """Number of first and recent tokens that every head keeps."""
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Return the share of each group.
+        """Return the number of tokens that each head keeps.
 
         Implements: PO-FULL-HEADS
 
         Source: full and streaming heads as in DuoAttention. The arithmetic is defined by kvspec.
 
         Raises:
-            SpecError: if the number of heads differs from the calibration.
+            SpecError: if the number of heads differs from the number in the calibration.
         """
         groups, n = len(scores.values), int(scores.offsets[-1])
         if len(self.scores) != groups:
@@ -76,15 +76,17 @@ class FullHeads:
 def kvzip_heads(calibration: Calibration, served: Identity, N_sink: int = 64, N_recent: int = 256) -> Policy:
     """Return static head budgets: heads with the best KVzip head scores keep all tokens, as full heads of DuoAttention.
 
-    The other heads keep sinks and recent tokens, as streaming heads of DuoAttention. The official KVzip code gives each
-    head's score to all tokens of the context and applies a threshold. A head that is not full then keeps nothing of the
-    context, and the total misses the budget by up to one head. Streaming heads of DuoAttention also evict a token in
-    each decode step; in kvspec the cache grows while tokens are decoded.
+    The other heads keep first and recent tokens, like streaming heads in DuoAttention. The official KVzip code gives
+    all tokens of the context the score of the head, and keeps tokens with scores above a threshold. In the official
+    code a head that is not full keeps no token of the context. The total in the official code can differ from the
+    budget by the tokens of one head. Streaming heads in DuoAttention also evict a token at each decode step. In kvspec
+    the cache grows while tokens are decoded.
 
     Implements: PO-KVZIP-HEADS
 
     Raises:
-        SpecError: if the calibration is of a different model or RoPE, or lacks head scores; or if a number is negative.
+        SpecError: if the calibration is for a different model or RoPE, if head scores
+            are missing, or if a number is negative.
     """
     calibration.check(served)
     if calibration.head_scores is None:

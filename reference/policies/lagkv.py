@@ -1,4 +1,4 @@
-"""LagKV: keys and values are scored by comparison with the next partition of the cache, without attention."""
+"""LagKV: a token's key and value are scored against the next partition of the cache. No attention is needed."""
 
 from functools import partial
 
@@ -19,10 +19,10 @@ __all__ = ["lagkv", "lagkv_information", "lagkv_score"]
 
 
 def lagkv_information(x: Float64[Cube, "H n d"], lag: int) -> Float64[Matrix, "rows lag"]:
-    """Return the softmax of the tokens' spreads for each partition of `lag` tokens, except the last of a head.
+    """Return the softmax over the spreads of the `lag` tokens in each partition. The last partition is excluded.
 
-    The spread of a token is the standard deviation over its channels (divisor d - 1), after each channel is min-max
-    scaled by its range in the next partition. A channel that is constant in the next partition counts as 0.
+    Each channel of a token is min-max scaled by its range in the next partition. The scaled value is 0 if the channel
+    is constant in the next partition. The spread is the standard deviation of the scaled channels (divisor d - 1).
 
     Implements: PO-LAGKV
 
@@ -38,14 +38,16 @@ def lagkv_information(x: Float64[Cube, "H n d"], lag: int) -> Float64[Matrix, "r
 
 
 def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Float64[Matrix, "H_kv n"]:
-    """Return minus each token's rank inside its partition. The last whole partition and all later tokens score higher.
+    """Return the score of each token: its rank inside its partition, negated.
+
+    Tokens of the last whole partition and all later tokens have positive scores, the newest the highest.
 
     Implements: PO-LAGKV
 
-    Source: LagKV, Section 3. Keys and values have equal weight. On a tie the lower index ranks first.
+    Source: LagKV, Section 3. Keys and values have equal weight. Of two tied tokens the earlier ranks first.
 
     Raises:
-        SpecError: if the values were not captured, or if they have one channel.
+        SpecError: if the values were not captured, or if keys or values have only one channel.
     """
     if view.v is None:
         raise SpecError("v", None, "LagKV judges tokens by keys and values")
@@ -70,12 +72,13 @@ def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Float64[Matrix, "H_kv
     "tokens whose keys and values stand out against the next partition of the prompt",
 )
 def lagkv(N_sink: int = 4, lag: int = 128) -> Policy:
-    """Return LagKV: keeps sinks, the last whole partition and all later tokens, and equal shares of other partitions.
+    """Return LagKV, a policy that keeps the sinks, the newest tokens, and equal shares of all other partitions.
 
-    The budget includes all of these. If the last partition and the later tokens do not fit, the newest are kept. The
-    constants are those of kvpress. The official class has 16 sinks and partitions of 1024 tokens. It keeps
-    int(ratio * lag) tokens of each partition for any total, and divides by 0 if a channel is constant. While decoding
-    it compresses each new partition once. In kvspec a later turn decides about all cached tokens.
+    The newest tokens are the last whole partition and all tokens after it. The budget includes sinks and newest tokens.
+    If not all newest tokens fit, the policy keeps the last ones. The default constants are those of kvpress. The
+    official class has 16 sinks and partitions of 1024 tokens. The official class keeps int(ratio * lag) tokens of each
+    partition, and divides by 0 if a channel is constant. While decoding, the official class compresses each new
+    partition once. In kvspec the decision at the end of a later turn is about all cached tokens.
 
     Raises:
         SpecError: if N_sink is negative, or if lag is not positive.

@@ -1,4 +1,4 @@
-"""Layer-by-layer eviction: if the layers of a policy are independent, each is evicted right after its attention."""
+"""Layer-by-layer eviction: a layer evicts right after its attention if the policy decides each layer separately."""
 
 from dataclasses import dataclass, replace
 
@@ -14,9 +14,9 @@ __all__ = ["is_layerwise", "policy_of_layer"]
 
 
 def is_layerwise(policy: Policy) -> bool:
-    """Return True if the kept sets of a layer depend only on the queries, keys and values of this layer.
+    """Return True if the kept sets of each layer depend only on the queries, keys and values of the same layer.
 
-    The result is False if the budgets of the policy are not defined in `reference.policies`.
+    The result is False if the policy's budgets function is not defined in `reference.policies`.
     """
     scorer, needs, budgets = policy.scorer, policy.scorer.needs, policy.budgets
     if policy.granularity is Granularity.MODEL or needs.layers != "all" or needs.rehearsal is not None:
@@ -29,7 +29,7 @@ def is_layerwise(policy: Policy) -> bool:
 
 
 def policy_of_layer(policy: Policy, at: int, L: int) -> Policy:
-    """Return a layerwise policy restricted to layer number `at` of L layers.
+    """Return the policy for one layer of a layerwise policy: the layer with index `at` of L layers.
 
     Implements: PO-RETAIN
     """
@@ -40,7 +40,7 @@ def policy_of_layer(policy: Policy, at: int, L: int) -> Policy:
 
 @dataclass(frozen=True)
 class _OfLayer:
-    """One layer's part of shares that depend on the number of layers, heads and tokens, and on no score."""
+    """Budgets of one layer, if budgets depend on the numbers of layers, heads and tokens but on no score."""
 
     budgets: Budgets
     at: int

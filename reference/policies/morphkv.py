@@ -1,4 +1,4 @@
-"""MorphKV: a cache of constant size while decoding, which keeps the tokens that recent queries attend to."""
+"""MorphKV: decode-time eviction to a cache of constant size. Tokens that the recent queries attend to are kept."""
 
 from functools import partial
 
@@ -18,7 +18,10 @@ __all__ = ["morphkv", "morphkv_score"]
 
 
 def morphkv_score(view: LayerView, W: int, fusion: str) -> Float64[Matrix, "H_kv n"]:
-    """Return the attention on each key before the window: sum or maximum over the last W queries, mean over the group.
+    """Return the attention that each key before the window receives from the last W queries.
+
+    The attention is summed over the queries (`fusion` "sum") or its maximum is taken ("max"). The result is averaged
+    over the query heads of a group. Tokens of the window have the score NaN.
 
     Implements: PO-MORPHKV
 
@@ -35,11 +38,11 @@ def morphkv_score(view: LayerView, W: int, fusion: str) -> Float64[Matrix, "H_kv
     "the last W tokens, and the tokens that their queries attend to, decided again in every step",
 )
 def morphkv(W: int = 32, fusion: str = "sum") -> Policy:
-    """Return MorphKV: in every step each KV head keeps the last W tokens and the best others.
+    """Return MorphKV: at each decode step each KV head keeps the last W tokens and the best-scored earlier tokens.
 
-    The policy stores the last W queries, and recomputes their attention on the cached keys in every step. Some versions
-    of the official code do this; others store the old weights, and one merges evicted tokens into a mean. The group
-    mean and the default of W are kvspec's.
+    The policy stores the last W queries, and recomputes their attention on the cached keys at each step. Some versions
+    of the official code also recompute the attention; other versions store the old weights. One version merges evicted
+    tokens into a mean. kvspec, not the paper, chose the mean over a group and the default of W.
 
     Raises:
         SpecError: if the window is not positive, or if the fusion is neither "sum" nor "max".

@@ -1,4 +1,4 @@
-"""Names of policies. The decorator `@named` names a function that makes a policy; `names.py` collects the names."""
+"""The decorator `@named` gives a policy's maker function a name. The module `names.py` lists the named policies."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -14,20 +14,20 @@ Maker = TypeVar("Maker", bound=Callable[..., Policy])
 
 @dataclass(frozen=True)
 class NamedPolicy:
-    """A named policy: the function that makes it, the constants that the name fixes, and those read from the model.
+    """A named policy: its maker function, the constants that the name fixes, and the constants read from the model.
 
-    The policy's promises are in its row of the table in spec/policies.md.
+    The table in spec/policies.md has a row of promises for each named policy.
     """
 
     paper: str
-    """The publication. "" if there is none."""
+    """Publication that describes the policy. "" if the policy has no publication."""
     keeps: str
-    """The kept tokens, as a noun phrase."""
+    """Noun phrase that describes which tokens the policy keeps."""
     make: Callable[..., Policy]
     decided: Mapping[str, Any]
     of_model: frozenset[str]
     diverse: bool
-    """True if `diverse-NAME` exists, that is, if the policy keeps single tokens by score."""
+    """True if a variant with set-conditioned selection (`diverse-NAME`) exists. The variant needs token scores."""
     blocks: bool
     """True if the constant `block` makes the policy keep whole blocks."""
     family: str
@@ -35,18 +35,18 @@ class NamedPolicy:
 
     @property
     def constants(self) -> frozenset[str]:
-        """Return the names of the constants: the arguments of the maker, and the fields of its `parameters`."""
+        """Return the names of the constants that a caller can set: the maker's arguments and fields of `parameters`."""
         taken = frozenset(signature(self.make).parameters) - frozenset(self.decided) - self.of_model
         return taken | frozenset(self.parameters)
 
     @property
     def parameters(self) -> dict[str, object]:
-        """Return the fields of the maker's argument `parameters` with their defaults. {} if it has no such argument."""
+        """Return the fields of the maker's argument `parameters`, with defaults. {} if the maker lacks the argument."""
         given = signature(self.make).parameters.get("parameters")
         return {} if given is None else {one.name: getattr(given.default, one.name) for one in fields(given.default)}
 
     def policy(self, constants: Mapping[str, Any]) -> Policy:
-        """Return the policy with these constants. Lists, as in TOML files, become tuples."""
+        """Return the policy with the given constants. A list (for example from a TOML file) becomes a tuple."""
         own = {key: tuple(value) if isinstance(value, list) else value for key, value in constants.items()}
         if changed := {key: own.pop(key) for key in self.parameters.keys() & own.keys()}:
             default = signature(self.make).parameters["parameters"].default
@@ -62,7 +62,7 @@ def named(
     of_model: frozenset[str] = frozenset(), diverse: bool = True, blocks: bool = True,
     family: str = "policies",
 ) -> Callable[[Maker], Maker]:
-    """Return a decorator that names a maker of policies. The arguments are the fields of NamedPolicy."""
+    """Return a decorator that gives a policy's maker function a name. The arguments are the fields of `NamedPolicy`."""
     def register(make: Maker) -> Maker:
         assert name not in REGISTERED, f"two makers are named {name}"
         REGISTERED[name] = NamedPolicy(paper, keeps, make, decided or {}, of_model, diverse, blocks, family)

@@ -1,4 +1,4 @@
-"""The table of named policies: for each name the function that makes the policy, and its constants."""
+"""The table of named policies. Each name has a function that makes the policy, and a set of constants."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -23,13 +23,13 @@ __all__ = [
 
 
 def with_twins(policy: Policy, backend: Backend) -> Policy:
-    """Return the policy with the backend's score functions. It is unchanged if the backend has none for the policy."""
+    """Return the policy with the backend's score functions. Functions that the backend lacks are not replaced."""
     scorer = _with_twins(policy.scorer, backend)
     return policy if scorer is policy.scorer else replace(policy, scorer=scorer)
 
 
 def _with_twins(part: Any, backend: Backend) -> Any:
-    """A function, a partial one, or a scorer with such fields; the part itself where nothing has a twin."""
+    """Return `part`, a function or a scorer, with its functions replaced by the backend's functions of equal name."""
     if isinstance(part, partial):
         twin = backend.scores.get(part.func.__name__)
         return part if twin is None else partial(twin, *part.args, **part.keywords)
@@ -48,7 +48,7 @@ def _with_twins(part: Any, backend: Backend) -> Any:
 ENTRY_POINTS = "kvspec.policies"
 
 DIVERSE = "diverse-"
-"""Prefix of a name: the policy with set-conditioned selection, which adds the constants of _DIVERSITY."""
+"""Prefix of the name of a policy with set-conditioned selection. Such a policy also has the constants _DIVERSITY."""
 
 _DIVERSITY = frozenset({"diversity", "signature", "rule", "backend"})
 
@@ -56,19 +56,19 @@ _RULES = ("alpha", "variant_b")
 """Selectors of the paper Set-Conditioned Diversity: the proposed selector, and a rejected variant."""
 
 BLOCK = "block"
-"""Constant of policies that keep single tokens by score: the block size, if whole blocks are kept (PO-BLOCKS)."""
+"""Name of the block-size constant. If a caller sets it, a token-level policy keeps whole blocks (PO-BLOCKS)."""
 
 BACKEND = "backend"
-"""Constant of every published policy: the backend that computes its scores."""
+"""Name of the constant that selects the backend for the scores of a policy."""
 
 _READERS = frozenset({"constants", "describe", "names"})
-"""Modules of the package that read POLICIES."""
+"""Modules of the package that are not searched for policies, because they import POLICIES."""
 
 _FIRST = ("crystalcache", "streamingllm", "fullcache")
 
 
 def _found() -> Mapping[str, NamedPolicy]:
-    """The named policies of all modules of this package: _FIRST, then sorted by name."""
+    """Return the named policies of all modules of this package: the policies in _FIRST, then the others by name."""
     for module in iter_modules(policies.__path__):
         if module.name not in _READERS:
             import_module(f"{policies.__name__}.{module.name}")
@@ -76,22 +76,23 @@ def _found() -> Mapping[str, NamedPolicy]:
 
 
 POLICIES = _found()
-"""All named policies. EpiCache is missing, because its queries are not those of the prompt.
+"""All named policies. EpiCache has no name here, because it scores by queries that are not the prompt's queries.
 
-Some policies have no `diverse-` variant. Chunks and trunks have no signature. CriticalKV, KVCrush and VaSE select in
-two stages. H2O's newest half is not a protection (use `diverse-h2o-described`). The full cache and full heads select
-nothing.
+A policy lacks a `diverse-` variant if it keeps chunks or trunks, because only tokens have a signature. CriticalKV,
+KVCrush and VaSE lack the variant because they select in two stages. H2O lacks the variant because its newest half
+is not a protection (use `diverse-h2o-described`). The full cache and full heads lack the variant because they select
+no tokens.
 """
 
 NAMES = (*POLICIES, *(DIVERSE + name for name, policy in POLICIES.items() if policy.diverse))
-"""All built-in names. A user's own policy is named `module:ATTRIBUTE`, or by an entry point of ENTRY_POINTS."""
+"""All built-in names. The name of a user's own policy is `module:ATTRIBUTE` or an entry point in ENTRY_POINTS."""
 
 
 def check_name(name: str, argument: str = "name") -> str:
-    """Return the name if it is in NAMES or names a user's own policy.
+    """Return `name` if it is a built-in name or the name of a user's own policy.
 
     Raises:
-        SpecError: if the name is unknown. The message names `argument` and similar names. Also as in `own_policy`.
+        SpecError: if the name is unknown, and as in `own_policy`. The message contains `argument` and similar names.
     """
     if name not in NAMES:
         bare, bracket, _ = name.partition("(")
@@ -103,7 +104,7 @@ def check_name(name: str, argument: str = "name") -> str:
 
 
 def own_policy(name: str, argument: str = "name") -> Plugin:
-    """Load a user's own policy.
+    """Load a user's own policy by name.
 
     Raises:
         SpecError: if the name is unknown, if loading fails, or if the object is not a Policy.
@@ -117,7 +118,7 @@ def own_policy(name: str, argument: str = "name") -> Plugin:
 
 
 def constants_of(name: str) -> frozenset[str]:
-    """Return the constants that a caller can set for this name. A user's own policy has none.
+    """Return the constants that a caller can set for the policy `name`. A user's own policy has no constants.
 
     Raises:
         SpecError: as in `check_name`.
@@ -131,7 +132,7 @@ def constants_of(name: str) -> frozenset[str]:
 
 
 def families_of(name: str) -> tuple[str, ...]:
-    """Return the stage families that a backend needs for this name.
+    """Return the stage families that a backend must have for the policy `name`.
 
     Raises:
         SpecError: as in `check_name`.
@@ -143,7 +144,7 @@ def families_of(name: str) -> tuple[str, ...]:
 
 
 def constants_of_model(name: str) -> frozenset[str]:
-    """Return the constants that are read from the model: `W_o`, `inv_freq` and `factor`, or `served`.
+    """Return the names of the constants that kvspec reads from the model: `W_o`, `inv_freq`, `factor`, `served`.
 
     Raises:
         SpecError: as in `check_name`.
@@ -152,11 +153,11 @@ def constants_of_model(name: str) -> frozenset[str]:
 
 
 def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
-    """Make the policy of this name with constants from the caller and from the model.
+    """Make the policy `name` with constants from the caller and from the model.
 
     Raises:
-        SpecError: as in `check_name`; or if a value is invalid for the policy.
-        BackendUnavailable: if a backend cannot run here, or lacks a stage family that the policy needs.
+        SpecError: as in `check_name`, and if a constant's value is invalid for the policy.
+        BackendUnavailable: if the backend cannot run here, or lacks a stage family that the policy needs.
     """
     if name not in NAMES:
         given = own_policy(name).value

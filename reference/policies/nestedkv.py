@@ -1,4 +1,4 @@
-"""NestedKV: keeps keys that differ from the prompt's memories (mean keys); heads compete for the layer's budget."""
+"""NestedKV: keeps keys that differ from mean keys of the prompt. The heads of a layer compete for its budget."""
 
 import math
 from dataclasses import replace
@@ -25,9 +25,9 @@ __all__ = [
 
 
 def eviction_budget(r: float | int | str | Fraction, N: int) -> int:
-    """Return the tokens that each head keeps on average if the share r is evicted: floor((1 - r) N), computed exactly.
+    """Return floor((1 - r) N): how many of N tokens each head keeps on average if the fraction r is evicted.
 
-    A float is read as its decimal: 2 of 10 tokens are kept at r = 0.8, but float arithmetic would give 1.
+    A float r is converted to its printed decimal. For r = 0.8 and N = 10 the result is 2; float arithmetic gives 1.
 
     Implements: NK-TOKENS
 
@@ -51,7 +51,7 @@ def eviction_budget(r: float | int | str | Fraction, N: int) -> int:
 def nestedkv_score(
     view: LayerView, stages: NestedKVStages, parameters: NestedKVParameters,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return the score a* of a layer's keys, computed by the backend's stage."""
+    """Return the score a* of each key of a layer. The backend's stage `anomaly_score` computes the scores."""
     return stages.anomaly_score(view.k, parameters)
 
 
@@ -60,20 +60,20 @@ def nestedkv_score(
     "keys that three memories (whole prompt, block, recent window) explain least; heads compete", family="nestedkv",
 )
 def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy") -> Policy:
-    """Return NestedKV: each layer keeps the H_kv B best pairs of head and token, and each head at least a quota.
+    """Return NestedKV: each layer keeps its H_kv B best-scored (head, token) pairs. Each head keeps at least a quota.
 
-    The policy decides once, at the end of the prompt. Sinks count in all statistics. They are always kept, and count in
-    the budget and in the quota. A budget below N_sink is an error: it is not increased, so a layer keeps exactly H_kv B
-    tokens. The authors' code is not public. Their experiments use kvpress, which masks tokens instead of evicting them;
-    the quota is the safeguard of kvpress's Ada-KV.
+    The policy decides once, at the end of the prompt. All statistics include the sinks. Sinks are always kept, and
+    count in the budget and in the quota. A layer keeps exactly H_kv B tokens, so a budget B below N_sink raises an
+    error. The authors' code is not public. The paper's experiments use kvpress, which masks tokens instead of evicting
+    them. The quota is the safeguard of Ada-KV in kvpress.
 
     Implements: NK-NESTEDKV
 
-    Source: Section 2.5 and 2.6; Appendix A.
+    Source: Sections 2.5 and 2.6; Appendix A.
 
     Raises:
         SpecError: if the backend is unknown.
-        BackendUnavailable: if the backend cannot run here, or lacks the stage family nestedkv.
+        BackendUnavailable: if the backend cannot run here, or lacks the stage family `nestedkv`.
     """
     engine = resolve(backend)
     score = partial(nestedkv_score, stages=engine.require_nestedkv(), parameters=parameters)
@@ -85,7 +85,7 @@ def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend =
 
 @named("nestedkv-without-continuum", "NestedKV, ablation", "KeyDiff's score under NestedKV's budgets")
 def nestedkv_without_continuum(parameters: NestedKVParameters = NESTEDKV) -> Policy:
-    """Return the ablation "w/o continuum": KeyDiff's score, without sinks, with NestedKV's budgets.
+    """Return the ablation "w/o continuum": NestedKV with KeyDiff's score and no protected sinks.
 
     Implements: NK-ABLATIONS
 
@@ -101,7 +101,7 @@ def nestedkv_without_continuum(parameters: NestedKVParameters = NESTEDKV) -> Pol
 def nestedkv_without_adaptive(
     parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy",
 ) -> Policy:
-    """Return the ablation "w/o adaptive": NestedKV's score with the same budget for every head.
+    """Return the ablation "w/o adaptive": NestedKV with an equal budget for each head.
 
     Implements: NK-ABLATIONS
 
@@ -116,7 +116,7 @@ def nestedkv_without_adaptive(
 
 @named("nestedkv-without-both", "NestedKV, ablation", "KeyDiff's score, the same number of tokens in each head")
 def nestedkv_without_both() -> Policy:
-    """Return both ablations together, which is KeyDiff. The paper's figures for it are those of KeyDiff.
+    """Return KeyDiff: KeyDiff is NestedKV with both ablations. The paper prints equal results for the two policies.
 
     Implements: NK-ABLATIONS
 

@@ -1,4 +1,4 @@
-"""Protection: which tokens are never evicted."""
+"""Protections: functions that mark which tokens a policy never evicts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ __all__ = ["Places", "SinkAndRecent", "protecting"]
 
 @dataclass(frozen=True)
 class SinkAndRecent:
-    """Protection: the first and the last tokens are never evicted.
+    """Protection of the first and the last tokens: the policy never evicts these tokens.
 
         kvspec.policy_from_score(score, protection=kvspec.SinkAndRecent(4, 32))
 
@@ -42,7 +42,7 @@ class SinkAndRecent:
 
 @dataclass(frozen=True)
 class Places:
-    """What another protection marks, and the tokens at these positions: markers of spliced chunks, for one."""
+    """Protection of all tokens that `other` protects, and of the tokens at `positions` (such as chunk markers)."""
 
     other: Protection
     positions: tuple[int, ...]
@@ -54,6 +54,6 @@ class Places:
 
 
 def protecting(policy: Policy, positions: Sequence[int]) -> Policy:
-    """The same policy that also keeps these absolute positions; its budget holds at least them and its own floor."""
+    """Return the policy with more protected positions (absolute). Their number is added to the policy's floor."""
     places = tuple(sorted({int(position) for position in positions}))
     return replace(policy, protection=Places(policy.protection, places), floor=policy.floor + len(places))

@@ -1,4 +1,4 @@
-"""PyramidKV: SnapKV's scores, with more tokens in lower layers."""
+"""PyramidKV: tokens are scored as in SnapKV, and lower layers keep more tokens than higher layers."""
 
 from dataclasses import replace
 
@@ -17,11 +17,12 @@ __all__ = ["pyramidkv", "pyramidkv_described"]
     "pyramidkv", "Cai et al., PyramidKV (arXiv 2406.02069)", "SnapKV's tokens, more in lower layers than in higher ones"
 )
 def pyramidkv(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
-    """Return PyramidKV: SnapKV with more tokens in lower layers. Without the window, the last layer has mean / beta.
+    """Return PyramidKV: SnapKV with larger budgets in lower layers. The mean budget of the layers is exactly B.
 
-    The mean over layers is exactly B. The official code rounds the step between layers down, so its sum exceeds the
-    budget (`budgets.pyramidkv_official`). It uses equal budgets for prompts below 2 (B - W) tokens. kvpress rounds each
-    layer separately, and uses equal budgets if the last layer would have fewer than W tokens.
+    The last layer keeps the window and (B - W) / beta more tokens (in short prompts the number is larger). The official
+    code rounds the step between layers down, so the layers keep more than the budget (`budgets.pyramidkv_official`).
+    The official code uses equal budgets for prompts below 2 (B - W) tokens. In kvpress each layer is rounded
+    separately, and budgets are equal if the last layer would have fewer than W tokens.
 
     Implements: PO-PYRAMIDKV
 
@@ -36,9 +37,9 @@ def pyramidkv(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
     "tokens with the largest sums of attention, more in lower layers",
 )
 def pyramidkv_described(W: int = 128, beta: int = 20, backend: str | Backend = "numpy") -> Policy:
-    """Return PyramidKV as the CrystalCache paper describes it: cumulative attention (Eq. 5) with pyramid budgets.
+    """Return PyramidKV as described in the CrystalCache paper: cumulative attention (Eq. 5) with pyramid budgets.
 
-    The paper has no values for beta and W; the defaults are kvspec's.
+    The paper gives no values for beta and W, so kvspec chose the defaults.
 
     Implements: PO-PYRAMIDKV-DESCRIBED
 

@@ -1,4 +1,4 @@
-"""Running a policy on an observation: its five parts make one decision."""
+"""Functions that apply a policy to an observation and return the positions that the policy keeps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -51,9 +51,9 @@ _IDS = _Absent("token_ids", "..., token_ids=True")
 
 
 def shown_to(needs: Needs, observation: Observation) -> Observation:
-    """Return the observation with only the tensors that the needs declare.
+    """Return the observation with only the tensors that `needs` declares.
 
-    A needed tensor that is missing stays missing; the scorer raises the error.
+    If the observation lacks a declared tensor, this function does not raise. The scorer raises the error.
     """
     layers: Any = _LAYERS
     if needs.layers != "none":
@@ -71,12 +71,12 @@ def retain(
 ) -> tuple[Retention, CrystalRetention | None]:
     """Return the positions of one sequence that the policy keeps, and CrystalCache's records (None for other policies).
 
-    The parts run in the order protection, scorer, budgets, selector.
+    The function calls the policy's protection, scorer, budgets and selector, in this order.
 
     Implements: PO-RETAIN
 
     Raises:
-        SpecError: if a group's share is below its number of protected tokens, or if a part finds invalid input.
+        SpecError: if a group's budget is below its number of protected tokens, or if an input is invalid.
     """
     (only,) = retain_each(policy, (budget,), observation)
     return only
@@ -85,7 +85,7 @@ def retain(
 def retain_each(
     policy: Policy, budgets: Sequence[Budget], observation: Observation,
 ) -> list[tuple[Retention, CrystalRetention | None]]:
-    """Return the result of `retain` for each budget. The scorer runs once, unless its scores depend on the budget.
+    """Return the result of `retain` for each budget. The scorer is called once, unless scores depend on the budget.
 
     Raises:
         SpecError: as in `retain`.
@@ -110,12 +110,12 @@ def _retained(
 
 
 def tokens_of(policy: Policy, budget: Budget, seen: int) -> int:
-    """Return B, the tokens that a group keeps on average: the budget, raised to at least the policy's floor."""
+    """Return B, the number of tokens that a group keeps on average: the larger of the budget and the policy's floor."""
     return max(policy.floor, budget.tokens(seen))
 
 
 def chosen(policy: Policy, B: int, scores: Scores, protected: BoolVector) -> Selection:
-    """Return the selection for a total of B tokens per group. Protected units get the score NaN first."""
+    """Return the selection for a mean of B tokens per group. Units with a protected token get the score NaN."""
     pinned = touched_units(protected, scores.offsets)
     if pinned.any():
         scores = replace(scores, values=np.where(pinned, np.nan, scores.values))
@@ -129,20 +129,21 @@ def retain_turn(
     policy: Policy, budget: Budget, live: Sequence[Int64[IntVector, " _"]], shown: Sequence[Observation],
     heads: int = 1,
 ) -> Retention:
-    """Return the positions that each kept set keeps at the end of a later segment. Its queries are the last queries.
+    """Return the positions that each kept set keeps at the end of a later segment.
 
-    Budget and protection count all tokens seen. The scorer gets the cached tokens as if they were a whole sequence.
+    Budget and protection refer to all tokens seen. The scorer reads the queries of the segment, and treats the cached
+    tokens as a complete sequence.
 
     Implements: PO-TURN
 
     Args:
-        live: for each kept set the absolute positions of its cached tokens, ascending, including the segment.
-        shown: one observation for all kept sets, if they store the same tokens; or, for a separable scorer, one
-            observation per kept set, which holds only the layer (and head) of this set.
+        live: absolute positions of the cached tokens of each kept set, ascending, including the segment.
+        shown: a list of one observation if all kept sets store the same tokens. For a separable scorer, a list with an
+            observation per kept set. Such an observation has only the layer (and head) of one kept set.
         heads: number of kept sets per layer.
 
     Raises:
-        SpecError: as in `retain`; or if the sets store different numbers of protected tokens.
+        SpecError: as in `retain`, and if the kept sets store different numbers of protected tokens.
     """
     seen = shown[0].seen
     B, protected = tokens_of(policy, budget, seen), policy.protection(seen)
@@ -168,7 +169,7 @@ def retain_turn(
 def _shares(
     policy: Policy, B: int, parts: Sequence[Scores], marks: Sequence[BoolVector], heads: int,
 ) -> Int64[IntVector, " g"]:
-    """Budgets over sets of different lengths: what a set no longer stores scores below all that it does."""
+    """Return budgets for kept sets of different lengths. Shorter rows are padded in front with the score -inf."""
     counts = sorted({int(mark.sum()) for mark in marks})
     if len(counts) > 1:
         raise SpecError("protection", counts, "kept sets store different numbers of protected tokens")

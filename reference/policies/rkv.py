@@ -1,4 +1,4 @@
-"""R-KV: decode-time eviction by attention (importance) and similarity of keys (redundancy)."""
+"""R-KV: decode-time eviction by the attention on a key (importance) and its similarity to other keys (redundancy)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +26,9 @@ SIMILAR = 0.5
 
 
 def rkv_importance(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv past"]:
-    """Return the importance: attention of the last W queries on the keys before the window, averaged and max-pooled.
+    """Return the importance: the mean attention of the last W queries on each key before the window, max-pooled.
 
-    The logits are the maximum over the group, and the average is over the queries.
+    A logit of a KV head is the maximum over its query heads. The mean is over the W queries.
 
     Implements: PO-RKV
 
@@ -50,7 +50,8 @@ def rkv_importance(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_k
 def rkv_redundancy(k: Float64[Matrix, "n d"]) -> Float64[Matrix, "one n"]:
     """Return the redundancy: the softmax of each key's mean cosine with the other keys.
 
-    In each row the last cosine above 1/2 (in float32) is first set to 0. If there is none, column 0 is set to 0.
+    Before the mean, one cosine of each row is set to 0: the last cosine above 1/2 (in float32). If a row has no cosine
+    above 1/2, its column 0 is set to 0.
 
     Implements: PO-RKV
 
@@ -66,7 +67,7 @@ def rkv_redundancy(k: Float64[Matrix, "n d"]) -> Float64[Matrix, "one n"]:
 
 
 def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Float64[Matrix, "H_kv n"]:
-    """Return lambda I - (1 - lambda) R of the keys before the window: importance I and redundancy R.
+    """Return the score lambda I - (1 - lambda) R of each key before the window: I is importance, R is redundancy.
 
     Implements: PO-RKV
 
@@ -82,7 +83,7 @@ def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Float64[Matri
 
 
 def last_queries(old: Sequence[DeviceArray], observation: Observation, W: int) -> tuple[DeviceArray, ...]:
-    """Append the new queries to the old and return the last W of each layer. Tensors stay on their device."""
+    """Return the last W queries of each layer from the old and the new queries. Tensors stay on their device."""
     new = [view.q if hasattr(view.q, "cpu") else wide(view.q) for view in observation.layers.values()]
     return tuple(q[:, -W:] for q in (map(_joined, old, new) if old else new))
 
@@ -97,7 +98,7 @@ def _joined(old: DeviceArray, new: DeviceArray) -> DeviceArray:
 
 @dataclass(frozen=True)
 class QueryCache:
-    """Scorer that stores the last W queries of each layer, and scores the cached keys with these queries."""
+    """Scorer that stores the last W queries of each layer and scores the cached keys by these queries."""
 
     W: int
     score: Score
@@ -112,7 +113,7 @@ class QueryCache:
         return self.step(None, observation)
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """Add the new queries and return the scores of the cached tokens.
+        """Add the new queries to the records and return the scores of the cached tokens.
 
         Implements: PO-RKV, PO-MORPHKV
         """
@@ -132,11 +133,12 @@ class QueryCache:
 
 @named("rkv", "Cai et al., R-KV (arXiv 2505.24133)", "what the last queries attend to, less what is redundant")
 def rkv(W: int = 8, kernel: int = 7, lam: float = 0.1, every: int = 128) -> Policy:
-    """Return R-KV: each KV head keeps the last W tokens and the best others.
+    """Return R-KV: each KV head keeps the last W tokens and the best-scored earlier tokens.
 
     The policy decides when the number of tokens seen is a multiple of `every`. lambda = 0.1 is the paper's value; the
-    official class has 0.07. The official code decides one forward pass later, and counts tokens across samples unless
-    it is reset. If no key is similar, it ignores column 0 of the redundancy; kvspec does so too.
+    official class has 0.07. The official code decides one forward pass later than kvspec. The official code counts
+    tokens across samples unless its counter is reset. If a row of cosines has none above 1/2, the official code
+    and kvspec set column 0 of the row to 0.
 
     Raises:
         SpecError: if a constant is not positive, if the kernel is even, or if lambda is outside [0, 1].

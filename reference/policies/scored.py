@@ -1,4 +1,4 @@
-"""A policy from a scoring function, and scores that were learned elsewhere and stand in a file."""
+"""This module makes a policy from a scoring function, and reads and writes weights of a learned linear score."""
 
 import math
 from collections.abc import Callable
@@ -20,17 +20,17 @@ __all__ = ["EVERYTHING", "LinearScores", "policy_from_score", "read_scores", "wr
 
 
 EVERYTHING = Needs("all", None, values=True, token_ids=True)
-"""Nothing is missing; but all of it is held until the prompt has been read."""
+"""Needs of a score that reads every tensor. All tensors stay in memory until the prompt has been processed."""
 NOTHING = SinkAndRecent(0, 0)
 _PROMISES = Promises(
     budget_exact="yes", protection_holds="yes", no_op_at_full_budget="yes", higher_score_never_loses="yes"
 )
-"""Of the parts that stand around the function; what hangs on the function itself is its author's to promise."""
+"""Promises that hold for every scoring function without a threshold. The function's author can promise more."""
 
 
 @dataclass(frozen=True)
 class _Function:
-    """The function as a scorer of single tokens."""
+    """Scorer of single tokens that calls a user's scoring function."""
 
     score: Callable[[Observation], Matrix]
     needs: Needs
@@ -68,19 +68,19 @@ def policy_from_score(
         POLICY = kvspec.policy_from_score(knorm, needs=Needs("all"))
 
     Args:
-        score: function that takes a `spec.policy.Observation` and returns an array of scores, (kept sets, tokens). Kept
+        score: function that takes a `spec.policy.Observation` and returns scores, an array (kept sets, tokens). Kept
             sets are ordered by layer, then by KV head. The policy gets the name of the function.
-        needs: tensors that `score` reads. If `score` reads a different tensor, `SpecError` is raised. Capturing fewer
-            tensors takes less time and memory.
+        needs: tensors that `score` reads. If `score` reads an undeclared tensor, `SpecError` is raised. A score that
+            reads fewer tensors takes less time and memory.
         granularity: part of the model that has a separate kept set: the whole model, a layer, or a KV head of a layer.
-        protection: first and last tokens that are never evicted. A budget below the number of these tokens is raised to
-            that number.
-        threshold: evict tokens with a score of at most this number, even if fewer tokens than the budget remain.
-        separable: True if the scores of a kept set depend only on the layer and KV head of this set. If True, the
-            policy also evicts from later turns.
+        protection: first and last tokens that are never evicted. If the budget is below the number of protected tokens,
+            the budget is raised to that number.
+        threshold: evict all unprotected tokens with scores up to this number, even if fewer tokens than B remain.
+        separable: True if the scores of each kept set depend only on its own layer and KV head. If True, the policy
+            also evicts at the end of later turns.
 
     Raises:
-        SpecError: if the threshold is NaN. The policy raises the error if the scores have a wrong shape or
+        SpecError: if the threshold is NaN. The returned policy raises the error if the scores have a wrong shape or
             dtype, or if an unprotected token has the score NaN.
     """
     floor, name = protection.sink + protection.recent, getattr(score, "__name__", type(score).__name__)
@@ -99,7 +99,7 @@ _FIELDS = ("w_k", "w_v", "b")
 
 @dataclass(frozen=True)
 class LinearScores:
-    """For `policy_from_score`: w_k (G, d), w_v (G, d) and b (G,) of the G kept sets, layer major."""
+    """Linear scoring function for `policy_from_score`, with weights w_k (G, d), w_v (G, d), b (G,) of G kept sets."""
 
     w_k: Matrix
     w_v: Matrix
@@ -114,10 +114,10 @@ class LinearScores:
             raise SpecError("scores", "infinite or NaN", "must be finite")
 
     def __call__(self, observation: Observation) -> Float64[Matrix, "G n"]:
-        """w_k k_j + w_v v_j + b, keys as they are cached.
+        """Return the scores w_k k_j + w_v v_j + b of all tokens. Keys are used as cached, after RoPE.
 
         Raises:
-            SpecError: for another number of kept sets, or another size of heads.
+            SpecError: if the weights do not fit the model's number of KV heads or its head size.
         """
         views = observation.layers.values()
         k, v = (np.concatenate([wide(getattr(view, part)) for view in views]) for part in "kv")
@@ -128,15 +128,15 @@ class LinearScores:
 
 
 def write_scores(scores: LinearScores, path: str | Path) -> None:
-    """As a `.npz` file of three arrays."""
+    """Write the weights to `path`, an `.npz` file with the arrays `w_k`, `w_v` and `b`."""
     np.savez(path, **{name: getattr(scores, name) for name in _FIELDS})
 
 
 def read_scores(path: str | Path) -> LinearScores:
-    """What `write_scores`, or a training of your own, wrote.
+    """Read a linear score from an `.npz` file with the arrays `w_k`, `w_v` and `b`, as written by `write_scores`.
 
     Raises:
-        SpecError: for a file without the three arrays, or as LinearScores.
+        SpecError: if the file lacks one of the three arrays, or if the arrays have invalid shapes or values.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:

@@ -1,4 +1,4 @@
-"""Scorers that process layers one by one, and functions that combine their rows into scores."""
+"""Scorers that process layers one by one, and functions that combine the score rows of the layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ Received = Callable[[DeviceArray, DeviceArray, float, float | None, DeviceArray 
 
 @dataclass(frozen=True)
 class LayerScorer:
-    """Scorer of single tokens. `score` returns a row per KV head, or one row for all heads of the layer.
+    """Scorer of single tokens. `score` returns the scores of a layer: a row per KV head, or one row for all heads.
 
-    The scorer has no records. While decoding it scores all cached tokens again in each decision.
+    The scorer has no records. While decoding, each decision computes the scores of all cached tokens again.
     """
 
     needs: Needs
@@ -49,12 +49,12 @@ class LayerScorer:
 
 
 def host_rows(rows: Sequence[DeviceArray]) -> Float64[Matrix, "g n"]:
-    """Concatenate the rows (h, n) of all layers on the host. Tensors are copied in one transfer."""
+    """Concatenate the score rows (h, n) of all layers in CPU memory. Device tensors are copied in one transfer."""
     return host_tables(rows)[0]
 
 
 def host_tables(*tables: Sequence[DeviceArray]) -> list[Matrix]:
-    """Concatenate the rows of each table on the host. Widths may differ; all tensors are copied in one transfer."""
+    """Concatenate the rows of each table in CPU memory. Device tensors of all tables are copied in one transfer."""
     if any(isinstance(rows[0], np.ndarray) for rows in tables):
         return [np.concatenate(rows) if isinstance(rows[0], np.ndarray) else host_rows(rows) for rows in tables]
     flat = [own.reshape(-1) for rows in tables for own in rows]
@@ -68,10 +68,10 @@ def host_tables(*tables: Sequence[DeviceArray]) -> list[Matrix]:
 
 
 def stacked(observation: Observation, rows: Sequence[DeviceArray], carry: object = None) -> Scores:
-    """Return Scores of single tokens from the concatenated rows of the layers.
+    """Return `Scores` of single tokens: the concatenated score rows of all layers.
 
     Raises:
-        SpecError: if there is no layer, or if the number of rows differs from the number of groups.
+        SpecError: if `rows` is empty, or if the number of score rows differs from the number of groups.
     """
     if not rows:
         raise SpecError("layers", len(rows), "the policy needs the attention inputs of a layer")
@@ -82,7 +82,7 @@ def stacked(observation: Observation, rows: Sequence[DeviceArray], carry: object
 
 
 def with_window(past: Float64[Matrix, "h past"], n: int) -> Float64[Matrix, "h n"]:
-    """Append NaN for the tokens of the window to the scores of the tokens before it."""
+    """Return the scores of all n tokens: `past` for the tokens before the window, and NaN for the window."""
     padded: Matrix = np.pad(past, ((0, 0), (0, n - past.shape[1])), constant_values=np.nan)
     return padded
 
@@ -91,7 +91,7 @@ def check_odd(kernel: int) -> int:
     """Check and return the size of a pooling kernel.
 
     Raises:
-        SpecError: if the size is even or not positive. An even kernel has no middle.
+        SpecError: if the size is even or not positive. A kernel of even size has no middle.
     """
     if kernel < 1 or kernel % 2 == 0:
         raise SpecError("kernel", kernel, "must be odd and positive")
@@ -110,10 +110,10 @@ def check_positive(name: str, value: int) -> int:
 
 
 def check_weighable(scores: Scores) -> Scores:
-    """Check and return scores that are multiplied by a norm.
+    """Check and return scores that the caller multiplies by a norm.
 
     Raises:
-        SpecError: if a score is negative: a larger norm would make a negative score smaller.
+        SpecError: if a score is negative. A larger norm would make a negative score smaller.
     """
     least = np.nanmin(scores.values, initial=0.0)
     if least < 0:

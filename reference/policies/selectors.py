@@ -29,7 +29,9 @@ def touched_units(
 
 
 def top_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
-    """Select per group the protected units, then the best others that fit. On a tie the lower index is selected.
+    """Select for each group the protected units, then the best-scored other units up to the budget.
+
+    If scores are equal, the unit with the lower index is selected.
 
     Implements: PO-TOP-UNITS
     """
@@ -41,7 +43,9 @@ def top_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> S
 def best_tokens(
     values: Float64[Matrix, "g n"], shares: Int64[IntVector, " g"], pinned: Bool[BoolMatrix, "g n"],
 ) -> Selection:
-    """Select single tokens: per group its pinned tokens, then the best others. This is the stage `best_tokens`.
+    """Select for each group its pinned tokens, then the best-scored other tokens.
+
+    This function is the reference of the backend stage `best_tokens`.
 
     Implements: PO-TOP-UNITS
     """
@@ -55,7 +59,7 @@ Choice: TypeAlias = Callable[[Matrix, IntVector, BoolMatrix], Selection]
 def top_tokens(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, choose: Choice = best_tokens,
 ) -> Selection:
-    """Select single tokens as `top_units` does, with the stage `best_tokens` of a backend."""
+    """Select single tokens as in `top_units`. The argument `choose` is the stage `best_tokens` of a backend."""
     return choose(scores.values, budgets, np.broadcast_to(protected, scores.values.shape))
 
 
@@ -63,7 +67,9 @@ def staged(
     scores: Scores, first: Int64[IntVector, " g"], budgets: Int64[IntVector, " g"], protected: BoolVector,
     choose: Choice = best_tokens,
 ) -> Selection:
-    """Select per group `first` tokens by score, including the protected tokens, then up to the budget by second score.
+    """Select for each group `first` tokens by score, then more tokens by second score up to the budget.
+
+    Protected tokens are included in `first`.
 
     Implements: PO-TWO-STAGES, PO-VASE
     """
@@ -73,7 +79,7 @@ def staged(
 
 
 def marked(selection: Selection, n: int) -> Bool[BoolMatrix, "g n"]:
-    """Return the selection as a mask over n tokens or units."""
+    """Return the selection as a boolean mask over n tokens or units, with a row for each group."""
     marks = np.zeros((len(selection.offsets) - 1, n), dtype=np.bool_)
     marks[np.repeat(np.arange(len(marks)), np.diff(selection.offsets)), selection.positions] = True
     return marks
@@ -83,7 +89,9 @@ def best_blocks(
     values: Float64[Matrix, "g n"], shares: Int64[IntVector, " g"], pinned: Bool[BoolMatrix, "g n"], /, b: int,
     choose: Choice = best_tokens,
 ) -> Selection:
-    """Select whole blocks of b tokens with the largest sums, up to each group's share. The open last block is kept.
+    """Select for each group the blocks of b tokens with the largest sums of scores, up to the group's budget.
+
+    A last block with fewer than b tokens is always kept.
 
     Implements: PO-BEST-BLOCKS
     """
@@ -100,12 +108,12 @@ def best_blocks(
 
 
 def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
-    """Select per group the protected tokens, then whole units by score, then the best tokens of the next unit.
+    """Select for each group the protected tokens, then whole units by score, then the best tokens of one more unit.
 
     Implements: PO-FILL-UNITS
 
     Raises:
-        SpecError: if the scores have no `members`, the scores of the tokens inside units.
+        SpecError: if `scores.members` is None. `members` has the scores of the tokens inside units.
     """
     if scores.members is None:
         raise SpecError("scores.members", None, "units can be kept in part only by scores of their tokens")
@@ -121,7 +129,7 @@ def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> 
 def recent_half(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, choose: Choice = best_tokens,
 ) -> Selection:
-    """Select per group the newest tokens, half of the budget rounded down, then the best others.
+    """Select for each group the newest B // 2 tokens, then the best-scored other tokens up to the group's budget B.
 
     Implements: PO-H2O
     """
@@ -148,9 +156,10 @@ def _fill(
 
 @dataclass(frozen=True)
 class Dissolve:
-    """Selector by branch dissolution (Algorithm 1): it evicts the units with the lowest scores, the last one in part.
+    """Selector of CrystalCache (Algorithm 1, branch dissolution): evicts the trunks with the lowest scores.
 
-    The records of the selection are a Dissolution with D = 0. A scorer that has D computes Eq. 34 from r.
+    The last trunk can lose only part of its tokens. The records of the selection are a `Dissolution`, computed for
+    D = 0. A scorer that stores D updates D from the kept ratio r by Eq. 34.
     """
 
     stages: CrystalStages

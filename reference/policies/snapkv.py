@@ -1,4 +1,4 @@
-"""SnapKV: keeps the tokens to which the last queries of the prompt attend, after pooling along the keys."""
+"""SnapKV: keeps the tokens that the last queries of the prompt attend to. Attention is pooled along the keys."""
 
 from functools import partial
 
@@ -16,7 +16,9 @@ __all__ = ["snapkv", "snapkv_score"]
 
 
 def snapkv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv n"]:
-    """Return the attention of the last W queries, summed over queries, pooled per query head, averaged over the group.
+    """Return the attention that each key before the window receives from the last W queries.
+
+    Weights are summed over the queries, max-pooled along the keys, then averaged over the query heads of a group.
 
     Implements: PO-SNAPKV
 
@@ -32,12 +34,12 @@ def snapkv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv 
     "the last W tokens, and the tokens that their queries attend to, decided once",
 )
 def snapkv(W: int = 32, kernel: int = 7) -> Policy:
-    """Return SnapKV: each KV head keeps the last W tokens and the best others. B includes the window.
+    """Return SnapKV: each KV head keeps the last W tokens and the best-scored earlier tokens. B includes the window.
 
-    W, kernel and max pooling are those of the authors' LongBench experiments. The defaults of the official class are
-    W = 64 and average pooling over 5. The official class keeps a set per query head, which takes G times the memory.
-    kvpress has the defaults of this class, and averages over the window. R-KV's version excludes the window from the
-    softmax. The CrystalCache paper describes the form that kvspec implements.
+    The defaults of W and kernel, and max pooling, are from the authors' LongBench experiments. The official class has
+    the defaults W = 64 and average pooling over 5 keys. The official class has a kept set per query head, and so needs
+    G times the memory. The class in kvpress has the official defaults, and averages attention over the window. R-KV's
+    version of SnapKV excludes the window from the softmax. The CrystalCache paper describes the form in kvspec.
 
     Raises:
         SpecError: if the window is not positive, or if the kernel is even.

@@ -1,4 +1,4 @@
-"""StreamingLLM: attention sinks and a recent window."""
+"""StreamingLLM: a policy that keeps attention sinks and a recent window."""
 
 from reference.policies.budgets import even
 from reference.policies.named import named
@@ -16,11 +16,11 @@ __all__ = ["streaming_llm"]
     "the first tokens, the attention sinks, and the most recent ones",
 )
 def streaming_llm(N_sink: int = 4) -> Policy:
-    """Return StreamingLLM: it keeps the first N_sink tokens and the last B - N_sink tokens.
+    """Return StreamingLLM, a policy that keeps the first N_sink tokens and the last B - N_sink tokens.
 
-    The kept tokens are those of the paper. Keys keep their absolute positions. The official code instead renumbers the
-    positions inside the cache, which changes the model's input; kvspec does not offer this. Well-known implementations
-    differ in the total of N_sink and the window.
+    The policy keeps the same tokens as the paper. In kvspec each key keeps its absolute position. The official code
+    instead renumbers the positions inside the cache, which changes the model's input. kvspec has no option for this.
+    Well-known implementations keep different total numbers of sinks and window tokens.
 
     Implements: PO-STREAMINGLLM
 

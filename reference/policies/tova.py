@@ -1,4 +1,4 @@
-"""TOVA: in every step, the attention of the last query decides for all heads of a layer together."""
+"""TOVA: at each decode step a layer keeps the tokens that the last query attends to. All heads share a kept set."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ __all__ = ["tova", "tova_score"]
 
 
 def tova_score(view: LayerView, received: Received = received_attention) -> Float64[Matrix, "one n"]:
-    """Return the last query's attention on every key, including its own key, averaged over all query heads.
+    """Return the last query's attention on every key, averaged over all query heads. The query's own key is included.
 
     Implements: PO-TOVA
 
@@ -30,13 +30,13 @@ def tova_score(view: LayerView, received: Received = received_attention) -> Floa
 
 @named("tova", "Oren et al., TOVA (arXiv 2401.06104)", "what the newest query attends to")
 def tova(backend: str | Backend = "numpy") -> Policy:
-    """Return TOVA: in every step each layer keeps the B best keys. No token is protected, not even the newest.
+    """Return TOVA: at each decode step each layer keeps its B best-scored tokens. Even the newest token can be evicted.
 
-    kvpress decides once, after the prompt, and never evicts the last token.
+    TOVA in kvpress decides once, after the prompt, and never evicts the last token.
 
     Raises:
         SpecError: if the backend is unknown.
-        BackendUnavailable: if the backend cannot run here, or lacks the stage family policies.
+        BackendUnavailable: if the backend cannot run here, or lacks the stage family `policies`.
     """
     engine = resolve(backend)
     stages = engine.require_policies()

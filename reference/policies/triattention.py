@@ -1,4 +1,4 @@
-"""TriAttention: a calibrated scorer. The policy decides each time the cache exceeds the budget by 128 tokens."""
+"""TriAttention: scores tokens by calibrated query statistics. 128 tokens above the budget trigger eviction."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def largest_z_scores(
     k: DeviceArray, t: int, mean: Float64[Matrix, "H d"], magnitude: Float64[Matrix, "H half"],
     inv_freq: Float64[Vector, " half"], factor: float, pinned: int,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return the largest z-score over the query heads of each KV head. The first `pinned` tokens get NaN.
+    """Return the score of each key: its largest z-score over the query heads of its KV head. Pinned tokens get NaN.
 
     Implements: TA-SCORE, TA-RANKING
     """
@@ -42,7 +42,7 @@ def largest_z_scores(
 
 @dataclass(frozen=True)
 class TriAttention:
-    """Scorer with calibrated queries. It needs no records, because a score depends only on the cached key."""
+    """Scorer that uses calibrated query statistics. The scorer reads only cached keys; it has no records."""
 
     calibration: Calibration
     mode: Mode
@@ -52,7 +52,7 @@ class TriAttention:
 
     @property
     def layerwise(self) -> bool:
-        """Return True for the mode "layer and head". The modes "global" and "head" combine layers."""
+        """Return True if the mode is "layer and head". The modes "global" and "head" combine scores of all layers."""
         return self.mode == "layer and head"
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
@@ -62,7 +62,9 @@ class TriAttention:
         return self.step(None, observation)
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """Return the largest z-scores of each KV head, combined according to the mode. The first slots are pinned.
+        """Return a row of scores per kept set: the largest z-scores of the KV heads, combined by mode.
+
+        The first `pin_prompt` slots are the pinned tokens.
 
         Implements: TA-POLICY
         """
@@ -82,7 +84,7 @@ class TriAttention:
         return None
 
     def layers(self, views: Mapping[int, LayerView], t: int) -> list[DeviceArray]:
-        """Return each layer's largest z-scores (H_kv, n) over the tokens that are not pinned."""
+        """Return for each layer the largest z-scores (H_kv, n) over query heads. Pinned tokens have the score NaN."""
         found, rope, known, rows = self.calibration, self.calibration.identity, self.calibration.layers, []
         if not (set(views) <= set(known) if self.layerwise else tuple(views) == known):
             raise SpecError("calibration", known, f"was taken in other layers than {tuple(views)}")
@@ -113,24 +115,25 @@ class TriAttention:
 def triattention(
     calibration: Calibration, served: Identity, mode: str = "global", pin_prompt: int = 0, slack: int = 128,
 ) -> Policy:
-    """Return TriAttention: each kept set keeps B tokens at the end of the prompt, and again after `slack` more tokens.
+    """Return TriAttention: each kept set is reduced to B tokens after the prompt, then after every `slack` more tokens.
 
-    `mode="global"` is the baseline 1d of the paper Set-Conditioned Diversity. The official code has the default "head".
-    It breaks ties by noise of up to 1e-6 (kvspec keeps the lower position), and never decides at the end of a prompt.
-    Other ports protect the last 128 tokens, or use the sample standard deviation.
+    `mode="global"` is the baseline 1d in the paper Set-Conditioned Diversity. In the official code the default mode is
+    "head". The official code breaks ties by noise of up to 1e-6; kvspec keeps the lower position. The official code
+    never decides at the end of a prompt. Some ports protect the last 128 tokens, or use the sample standard deviation.
 
     Implements: TA-POLICY
 
     Args:
         calibration: calibration of the served model.
         served: identity of the served model and its RoPE.
-        mode: owner of a kept set: "global" (the model), "head" (a KV-head index in all layers), or "layer and head".
-        pin_prompt: number of first tokens that are never evicted. They count in B. 0 pins none.
-        slack: number of tokens above B at which a decode step ends with a decision.
+        mode: part of the model that has a separate kept set: "global" (the model), "head" (a KV-head index in all
+            layers), or "layer and head".
+        pin_prompt: number of first tokens that are never evicted. B includes these tokens.
+        slack: after a decode step the policy decides if a kept set has at least this many tokens more than B.
 
     Raises:
-        SpecError: if the calibration is of a different model or RoPE, or lacks query statistics. Also if the mode is
-            unknown, or if pin_prompt or slack is out of range.
+        SpecError: if the calibration is of a different model or RoPE, or lacks query statistics. The error is also
+            raised if the mode is unknown, or if pin_prompt or slack is out of range.
     """
     calibration.check(served)
     if not calibration.mean.shape[2]:

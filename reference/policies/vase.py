@@ -1,4 +1,4 @@
-"""VaSE: keeps values with a wide range, and a random sample of the other tokens, weighted by attention."""
+"""VaSE: keeps tokens whose values have a wide range, and a random sample of other tokens, weighted by attention."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,9 @@ Records: TypeAlias = tuple[tuple[DeviceArray, ...], IntMatrix]
 
 
 def uniform_numbers(seed: int, group: int, seen: int, n: int) -> Float64[Vector, " n"]:
-    """Return a uniform number in (0, 1) for each of the first n positions: (52 bits of Philox4x64-10 + 1/2) / 2^52.
+    """Return a uniform random number in (0, 1) for each of the first n positions.
+
+    A number is (w + 1/2) / 2^52, with w the upper 52 bits of a Philox4x64-10 output word.
 
     Implements: PO-UNIFORM
 
@@ -42,7 +44,9 @@ def uniform_numbers(seed: int, group: int, seen: int, n: int) -> Float64[Vector,
 
 
 def exponential_numbers(seed: int, first: int, seen: int, at: Int64[IntMatrix, "g n"]) -> Float64[Matrix, "g n"]:
-    """Return exponential numbers -log(u) for the positions `at`, for the kept sets from number `first` on.
+    """Return exponential random numbers -log(u), u uniform, for the positions `at` of each kept set.
+
+    `first` is the index of the first kept set.
 
     Implements: PO-UNIFORM
     """
@@ -50,7 +54,9 @@ def exponential_numbers(seed: int, first: int, seen: int, at: Int64[IntMatrix, "
 
 
 def window_attention(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv past"]:
-    """Return the mean attention of the last W queries on the keys before them, pooled per head, averaged per group.
+    """Return the mean attention of the last W queries on each key before the window.
+
+    The mean is average-pooled along the keys for each query head, then averaged over the query heads of a group.
 
     Implements: PO-VASE
 
@@ -66,7 +72,7 @@ def window_attention(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H
 
 
 def value_range(v: DeviceArray) -> Float64[Matrix, "H_kv n"]:
-    """Return the range of each value: its largest channel minus its smallest.
+    """Return the range of each value vector: its largest channel minus its smallest channel.
 
     Implements: PO-VASE
 
@@ -79,9 +85,9 @@ def value_range(v: DeviceArray) -> Float64[Matrix, "H_kv n"]:
 def ranges_first(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, share: Fraction, N_sink: int,
 ) -> Selection:
-    """Select per group the protected tokens, the share `share` of the budget by range, and the rest by the sample.
+    """Select for each group the protected tokens, then tokens by value range, then a random sample up to the budget.
 
-    Sinks count in the share by range.
+    The sinks and the tokens by range together fill the fraction `share` of the budget.
 
     Implements: PO-VASE
 
@@ -94,9 +100,10 @@ def ranges_first(
 
 @dataclass(frozen=True)
 class Sampled:
-    """Scorer by range. The second score is attention / exponential number: its largest values are a weighted sample.
+    """Scorer of VaSE. The first score is the value range, the second is attention / exponential random number.
 
-    The scorer stores the last W queries of each layer and the positions of the cached tokens.
+    The tokens with the largest second scores are a random sample, weighted by attention. The scorer stores the last W
+    queries of each layer and the positions of the cached tokens.
     """
 
     W: int
@@ -155,11 +162,11 @@ class Sampled:
 def vase(
     W: int = 64, kernel: int = 5, N_sink: int = 4, share: Fraction = Fraction(1, 4), seed: int = 0,
 ) -> Policy:
-    """Return VaSE: each KV head keeps sinks, the last W tokens, values with a wide range, and a sample of the rest.
+    """Return VaSE: each KV head keeps sinks, the last W tokens, tokens with wide values, and a sample of the rest.
 
-    The policy decides when the number of tokens seen is a multiple of W. The official code does not evict from prompts,
-    has a fixed number of wide values (1024 of 4096), counts cached tokens instead of tokens seen, and samples with the
-    device's random generator.
+    While decoding, the policy decides when the number of tokens seen is a multiple of W. The official code does not
+    evict from prompts, and decides by the number of cached tokens instead of tokens seen. The official code always
+    keeps 1024 tokens by range (for a budget of 4096). The official code samples with the device's random generator.
 
     Raises:
         SpecError: if the window is not positive, if the kernel is even, if the share is outside [0, 1], or if the seed

@@ -1,4 +1,4 @@
-"""VATP: attention scores of a host policy multiplied by the L1 norms of the values."""
+"""VATP: a score is the score of a host policy (such as H2O) times the L1 norm of the token's value."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ __all__ = ["ValueWeighted", "value_norms", "vatp", "with_value_norms"]
 
 
 def value_norms(v: DeviceArray) -> Float64[Matrix, "H_kv n"]:
-    """Return ||v||_1 of each cached token.
+    """Return the L1 norm ||v||_1 of the value of each cached token.
 
     Implements: PO-VATP
     """
@@ -44,7 +44,7 @@ def value_norms(v: DeviceArray) -> Float64[Matrix, "H_kv n"]:
 
 @dataclass(frozen=True)
 class ValueWeighted:
-    """Scorer that multiplies the host's scores by the norms of the values. The host's records are unchanged."""
+    """Scorer that multiplies the host policy's scores by L1 norms of values. The host's records do not change."""
 
     host: Scorer
     size: Callable[[DeviceArray], Matrix] = value_norms
@@ -55,7 +55,7 @@ class ValueWeighted:
 
     @property
     def separable(self) -> bool:
-        """Return True if the host is separable: each score is multiplied by the norm of the same token's value."""
+        """Return True if the host policy's scorer is separable: each value norm depends only on one token."""
         return isinstance(self.host, SeparableScorer) and self.host.separable
 
     @property
@@ -67,10 +67,12 @@ class ValueWeighted:
         return _weighed(host(observation, protected), sizes)
 
     def read(self, observation: Observation) -> tuple[Any, Float64[Matrix, "g n"]]:
-        """The host, which has read its scores if it has some by layer, and the norms: one transfer for both.
+        """Return the host scorer and the norms of the values.
+
+        If the host computes scores by layer, its scores and the norms are copied to the CPU in one transfer.
 
         Raises:
-            SpecError: when the values were not captured.
+            SpecError: if the values were not captured.
         """
         views = observation.layers.values()
         if any(view.v is None for view in views):
@@ -93,7 +95,7 @@ def _weighed(scores: Scores, sizes: Float64[Matrix, "g n"]) -> Scores:
 
 @dataclass(frozen=True)
 class RunningValueWeighted(ValueWeighted):
-    """`ValueWeighted` for decoding."""
+    """Scorer `ValueWeighted` for policies that decide while decoding."""
 
     host: RunningScorer
 
@@ -110,13 +112,14 @@ class RunningValueWeighted(ValueWeighted):
 
 
 def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:
-    """Return the host policy with scores multiplied by value norms. The host must score each KV head separately.
+    """Return the host policy with scores multiplied by value norms. The host must have a kept set per KV head.
 
-    The first N_sink tokens are always kept: sinks have large attention but small values, so the product is small.
+    Attention sinks have large attention but small values, so their product is small. The first N_sink tokens are
+    therefore always kept.
 
     Raises:
-        SpecError: if the host keeps one set for all heads, or if N_sink is negative. The policy raises the error if a
-            score is negative.
+        SpecError: if the host has a kept set for several heads together, or if N_sink is negative. The returned policy
+            raises the error if a score is negative.
     """
     if host.granularity is not Granularity.HEAD:
         raise SpecError("host", host.name, "must have a kept set per layer and KV head")
@@ -133,11 +136,11 @@ def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:
     "H2O's sums of attention, times the norm of the values", diverse=False,
 )
 def vatp(N_sink: int = 4, backend: str | Backend = "numpy") -> Policy:
-    """Return VATP over H2O, which decides in every decode step. B is raised to at least twice N_sink.
+    """Return VATP with H2O as host. The policy decides at each decode step, and raises B to at least 2 N_sink.
 
-    The official code has no default for N_sink, and masks tokens instead of evicting them. Its second form, with
-    Scissorhands, sums over the last 400 queries and divides by 400 even if there are fewer. The default N_sink = 4 is
-    that of StreamingLLM.
+    The official code has no default for N_sink, and masks tokens instead of evicting them. The default N_sink = 4 is
+    StreamingLLM's. With Scissorhands as host, the official code sums attention over the last 400 queries,
+    and divides by 400 even if there are fewer queries.
 
     Raises:
         SpecError: if N_sink is negative, or if the backend is unknown.

@@ -1,4 +1,4 @@
-"""Parameters of the methods, validated when they are made, with their presets."""
+"""Parameters of CrystalCache and NestedKV, with presets. The constructors check all values."""
 
 from spec.parameters.crystalcache import ESSAY, PAPER, TINY, CrystalCacheParameters
 from spec.parameters.nestedkv import NESTEDKV, NestedKVParameters

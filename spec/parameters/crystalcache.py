@@ -1,4 +1,4 @@
-"""Parameters of CrystalCache: Table 14 of the paper, under the paper's symbols."""
+"""Parameters of CrystalCache, from Table 14 of the paper. Names are the symbols of the paper."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -39,14 +39,14 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class CrystalCacheParameters:
-    """Every constant of S1 to S6 and of decode. Defaults are the paper's (Table 14).
+    """All constants of stages S1 to S6 and of decoding. The defaults are the values of the paper (Table 14).
 
-    Table 10's ablations are values of these parameters: `impact="uniform"` (M_i = 1), `impact="salience"` (no Von
+    These values give the ablations of Table 10: `impact="uniform"` (M_i = 1), `impact="salience"` (no Von
     Restorff: M_i = clip(S_i)), `alpha=0` (D only), `graph="zero"` (M only: D = 0) and `T_max=1` (token level).
-    `ESSAY` holds the author's essay; what goes beyond the paper is off by default (spec/crystalcache_essay.md).
+    `ESSAY` follows the author's essay. Parts beyond the paper are off by default (spec/crystalcache_essay.md).
 
     Raises:
-        SpecError: when a value is of the wrong kind or out of its range.
+        SpecError: if a value has the wrong type or is out of range.
     """
 
     C: int = 1024

@@ -1,4 +1,4 @@
-"""Parameters of NestedKV: Appendix A of the paper, under the paper's symbols."""
+"""Parameters of NestedKV, from Appendix A of the paper. Names are the symbols of the paper."""
 
 import math
 from dataclasses import dataclass, fields
@@ -12,10 +12,10 @@ __all__ = ["NESTEDKV", "NestedKVParameters"]
 
 @dataclass(frozen=True)
 class NestedKVParameters:
-    """Every constant of NestedKV. Defaults are the paper's, the same for all models and ratios.
+    """All constants of NestedKV. The defaults are the values that the paper uses for all models and ratios.
 
     Raises:
-        SpecError: when a value is of the wrong kind or out of its range.
+        SpecError: if a value has the wrong type or is out of range.
     """
 
     w0: tuple[float, float, float] = (0.4, 0.4, 0.2)
