@@ -54,7 +54,8 @@ class Code:
         if place not in self.edits:
             return node
         old, new = self.edits[place]
-        text = ast.unparse(node)
+        body = node.body[1:] if ast.get_docstring(node) else node.body
+        text = ast.unparse(ast.FunctionDef(**{**vars(node), "body": body}))
         if text.count(old) != 1:
             raise NotUnderstood(f"{place}: {old!r} does not stand there once")
         edited = ast.parse(text.replace(old, new)).body[0]
