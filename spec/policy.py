@@ -241,7 +241,7 @@ class Cadence:
                 raise SpecError(name, value, "must be at least 1")
 
     def due(self, seen: int, live: int, B: int) -> bool:
-        """Return True if a decode step is due after `seen` tokens, with `live` tokens in each group and budget B."""
+        """Return True if the policy decides now: `seen` tokens were read, and a group stores `live` with budget B."""
         return self.every is not None and seen % self.every == 0 and live - B >= self.excess
 
 

@@ -369,7 +369,7 @@ def explain(
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("explain.html"),
     budget: Budget = "0.3",
     beside: Annotated[
-        str | None, typer.Option(help="Second policy to show: the share of layers and heads that keep each token.")
+        str | None, typer.Option(help="Second policy: show the share of layers and heads in which it keeps each token.")
     ] = None,
     calibration: Annotated[Path | None, typer.Option(help="Calibration file for the policy of --beside.")] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",

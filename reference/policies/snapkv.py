@@ -39,7 +39,7 @@ def snapkv(W: int = 32, kernel: int = 7) -> Policy:
     The defaults of W and kernel, and max pooling, are from the authors' LongBench experiments. The official class has
     the defaults W = 64 and average pooling over 5 keys. The official class has a kept set per query head, and so needs
     G times the memory. The class in kvpress has the official defaults, and averages attention over the window. R-KV's
-    version of SnapKV excludes the window from the softmax. The CrystalCache paper describes the form in kvspec.
+    version of SnapKV excludes the window from the softmax. kvspec has the form in the CrystalCache paper.
 
     Raises:
         SpecError: if the window is not positive, or if the kernel is even.

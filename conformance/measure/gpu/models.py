@@ -46,7 +46,7 @@ class Scale:
     ragged: tuple[int, ...]
     """Mean tokens of a head, of heads of different lengths."""
     behind: int
-    """Prompt tokens that decoding goes on from."""
+    """Number of prompt tokens before the first decoded token."""
     slots: int
     """Of the policies that decide at every step."""
     chunk: int

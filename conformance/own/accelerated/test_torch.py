@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from accelerated.torch_device import attention, scores
 from accelerated.torch_device import coattention as s1
-from accelerated.torch_device import scores
 from accelerated.torch_device.backend import BACKEND
 from accelerated.torch_device.selection import adaptive_shares, kept_tokens
 from conformance import tolerances
@@ -115,7 +115,8 @@ def test_tensors_are_scored_in_float32_where_they_are(name: str, seed: int, monk
     want = values(policy, wide)
     found = values(with_twins(policy, BACKEND), inputs)
     assert all(close(got, row) for got, row in zip(found, want, strict=True))
-    monkeypatch.setattr(scores, "block_rows", lambda x, columns: 2)
+    for module in (attention, scores):
+        monkeypatch.setattr(module, "block_rows", lambda x, columns: 2)
     again = values(with_twins(policy, BACKEND), inputs)
     assert all(close(got, row) for got, row in zip(again, found, strict=True))
 

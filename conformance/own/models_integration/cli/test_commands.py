@@ -280,7 +280,8 @@ def test_an_empty_text_and_a_budget_of_no_policy_are_refused(tmp_path: Path) -> 
     here = ("put", str(tmp_path / "note.txt"), "--archive", str(tmp_path / "a"))
     assert "must hold at least one token" in str(refused(*here))
     for budget in ("rubbish", "0.5"):
-        assert f"budget = '{budget}': is the budget of a policy" in str(refused(*here, "--budget", budget))
+        said = str(refused(*here, "--budget", budget))
+        assert f"budget = '{budget}': is the budget of a policy: give --policy too" in said
     assert not (tmp_path / "a").exists()
 
 
