@@ -1,8 +1,9 @@
 """What the commands refuse before they do any work."""
 
+import errno
 import os
+import stat
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 import typer
@@ -16,7 +17,7 @@ __all__ = ["calibration_of", "check_counts", "check_defaults", "check_file", "ch
 
 
 def check_folder(option: str, folder: Path, *results: str) -> None:
-    """A folder can be made, and files in it; a folder that was not there is not there afterwards.
+    """A folder is there or can be made, and files in it. Nothing is made: workers of one sweep look at the same time.
 
     Args:
         option: that names it.
@@ -26,22 +27,33 @@ def check_folder(option: str, folder: Path, *results: str) -> None:
     Raises:
         SpecError: where it cannot be made or written; for a file of results that cannot be read.
     """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK | os.X_OK)
+        nearest = _nearest_folder(folder.absolute())
     except OSError as error:
         raise SpecError(option, str(folder), f"cannot be made a folder ({error.strerror}); choose another") from error
-    finally:
-        for path in missing:
-            with suppress(OSError):  # it was not made, or another process has made a file in it
-                path.rmdir()
-    if not writable:
+    if not os.access(nearest, os.W_OK | os.X_OK):
         raise SpecError(option, str(folder), "cannot be written; choose another folder")
     for file in (folder / name for name in results):
         if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
             raise SpecError(option, str(file), "must be a file that can be read and written")
         load_rows(file)
+
+
+def _nearest_folder(folder: Path) -> Path:
+    """The folder, or the first above it that is there.
+
+    Raises:
+        OSError: for what is no folder, a link to nothing and a name that no folder can have.
+    """
+    try:
+        mode = folder.stat().st_mode
+    except FileNotFoundError:
+        if folder.is_symlink():
+            raise
+        return _nearest_folder(folder.parent)
+    if not stat.S_ISDIR(mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    return folder
 
 
 def check_file(option: str, path: Path) -> None:

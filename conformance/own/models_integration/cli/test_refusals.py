@@ -1,5 +1,6 @@
 """Every mistake on the command line is one line with the way out, said before any work."""
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from models_integration import cli
 from models_integration.cli.app import app
+from models_integration.cli.checks import check_folder
 from models_integration.model.architecture import check_positions
 from models_integration.studies.report import progress_bar
 from models_integration.studies.results import load_rows
@@ -161,6 +163,16 @@ def test_an_out_that_cannot_be_made_is_refused_first(
         assert said.startswith(f"kvspec: out = '{out}': cannot be made a folder")
         assert said.count("\n") == 1
     assert (tmp_path / "file").read_text(encoding="utf-8") == "x"
+
+
+def test_a_look_at_a_folder_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of one sweep look at the same time: what one made and removed again, another found gone."""
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(os, "mkdir", lambda *given, **names: pytest.fail(f"made {given}"))
+    check_folder("out", tmp_path / "a" / "b", "study.jsonl")
+    for name in ("link", "x" * 300):
+        with pytest.raises(SpecError, match="cannot be made a folder"):
+            check_folder("out", tmp_path / name)
 
 
 def test_a_file_of_results_that_is_none_is_named_first(tmp_path: Path, refusal: Refusal) -> None:
