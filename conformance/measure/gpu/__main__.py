@@ -24,8 +24,8 @@ NO_DEVICE = (
 )
 # Seconds that each part may take.
 LIMITS = {
-    "ceilings": 20, "conformance": 400, "generation": 100, "speed": 150, "profile": 120, "ragged": 40, "decoding": 200,
-    "policies": 150, "splices": 60, "batched": 240, "paged": 120,
+    "ceilings": 20, "conformance": 400, "sessions": 60, "generation": 100, "speed": 150, "profile": 120, "ragged": 40,
+    "decoding": 200, "policies": 150, "families": 100, "splices": 60, "batched": 240, "paged": 120,
 }
 
 
@@ -119,12 +119,14 @@ def _parts(report: "Report", chosen: argparse.Namespace) -> dict[str, Callable[[
     return {
         "ceilings": partial(ceilings, report, scale),
         "conformance": partial(conformance, report, scale, LIMITS["conformance"]),
+        "sessions": lambda: _of("sessions").sessions(report, scale),
         "generation": lambda: generation(report, scale, subject()),
         "speed": speeds,
         "profile": lambda: profile.profile(report, scale, subject()),
         "ragged": lambda: _of("decoding").ragged(report, scale),
         "decoding": lambda: _of("decoding").decoding(report, scale, subject()),
         "policies": lambda: _of("decoding").policies(report, scale, subject()),
+        "families": lambda: _of("sessions").families(report, scale),
         "splices": lambda: _of("serving").splices(report, scale, subject()),
         "batched": lambda: _of("decoding").batched(report, scale, subject()),
         "paged": lambda: _of("serving").paged(report, scale, subject()),

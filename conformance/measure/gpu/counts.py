@@ -141,7 +141,7 @@ class HostReads(TorchDispatchMode):
         if "device" in kwargs:
             kwargs["device"] = CPU if to_host else self.held_on
         if inside and (to_host or function in _READS or _masks(function, args)):
-            self.counts[_reader()] += 1
+            self.counts[reader()] += 1
         wrappers = {id(one.held): one for one in given if isinstance(one, DeviceTensor)}
         found = self.calculate(function, *_held(args), **_held(kwargs))
         if to_host or function in _SCALARS:
@@ -197,7 +197,8 @@ def _masks(function: Any, args: Any) -> bool:
     return masked and (function is aten.index.Tensor or args[2].numel() > 1)
 
 
-def _reader() -> str:
+def reader() -> str:
+    """The function of kvspec or transformers that runs now."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

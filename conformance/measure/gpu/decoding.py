@@ -17,6 +17,7 @@ from accelerated.triton_gpu.device import default_device
 from conformance.measure.gpu.measure import median_ms, say, synchronize
 from conformance.measure.gpu.models import Scale, Subject
 from conformance.measure.gpu.report import Report, Table
+from models_integration import Published, RetentionPolicy
 from models_integration.model.cache_argument import CACHE
 
 H_KV, G, D = 8, 4, 128
@@ -140,11 +141,13 @@ def batched(report: Report, scale: Scale, subject: Subject) -> None:
 def _beside_the_full_cache(
     report: Report, scale: Scale, subject: Subject, names: tuple[str, ...], batch: int,
 ) -> None:
-    full = _tokens_a_second(scale, subject, None, 1.0, scale.behind, batch)
+    say(f"decoding behind {scale.behind} tokens, batch {batch}")
+    full = tokens_a_second(scale, subject, None, scale.behind, batch)
     rows = [("full cache", "1", f"{full:.1f}", "1.00")]
     for name in names:
         for budget in BUDGETS:
-            found = _tokens_a_second(scale, subject, name, budget, scale.behind, batch)
+            say(f"decoding, {name}, {budget}, batch {batch}")
+            found = tokens_a_second(scale, subject, Published(name, budget), scale.behind, batch)
             rows.append((name, str(budget), f"{found:.1f}", f"{found / full:.2f}"))
     columns = ("policy", "budget", "tokens a second", "times the full cache")
     report.tables.append(Table(f"Decoding behind {scale.behind} tokens, batch {batch}", columns, tuple(rows)))
@@ -152,8 +155,6 @@ def _beside_the_full_cache(
 
 def policies(report: Report, scale: Scale, subject: Subject) -> None:
     """What policies add to a prompt of the headline's length, and TOVA and H2O to a step at their slots."""
-    from models_integration import Published
-
     ids, rounds = subject.prompt(scale.headline), min(3, scale.rounds)
     bare = median_ms(lambda: subject.forward(ids), rounds)
     report.add(f"prefill with a full cache, n = {len(ids)}", bare, "ms")
@@ -165,23 +166,18 @@ def policies(report: Report, scale: Scale, subject: Subject) -> None:
     for name in AT_THE_PROMPT:
         say(f"a prompt under {name}")
         report.add(f"what {name} adds to it", 100 * (median_ms(partial(under, name), rounds) / bare - 1), "%")
-    step = 1 / _tokens_a_second(scale, subject, None, 1.0, scale.slots)
+    step = 1 / tokens_a_second(scale, subject, None, scale.slots)
     for name in AT_A_STEP:
-        own = 1 / _tokens_a_second(scale, subject, name, scale.slots, scale.slots)
+        own = 1 / tokens_a_second(scale, subject, Published(name, scale.slots), scale.slots)
         report.add(f"what {name} adds to a step at {scale.slots} slots", 100 * (own / step - 1), "%")
 
 
 @torch.no_grad()
-def _tokens_a_second(
-    scale: Scale, subject: Subject, name: str | None, budget: float, n: int, batch: int = 1,
-) -> float:
+def tokens_a_second(scale: Scale, subject: Subject, policy: RetentionPolicy | None, n: int, batch: int = 1) -> float:
     """Of all rows, after a prompt of n tokens; the first three steps only warm up."""
-    from models_integration import Published
-
-    say(f"decoding, {name or 'full cache'}, {budget}, batch {batch}")
-    if name is None:
+    if policy is None:
         return _steps(scale, subject.model, _read(subject, n, batch)[CACHE], batch)
-    with Published(name, budget)(subject.model) as run:
+    with policy(subject.model) as run:
         _read(subject, n, batch)
         return _steps(scale, subject.model, run.cache, batch)
 

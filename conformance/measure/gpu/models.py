@@ -63,13 +63,21 @@ class Scale:
         return self.H * self.d
 
 
-# Llama-3.1-8B. All of S1 to S6 as kernels, then the tests of strides, tiles, bands and half precision.
+# Of decode, Triton has the key norms, which test_activation.py judges; the rest is the host's.
+OF_HOST = ("decode", "decode_machine", "resonance", "segments")
+ON_HOST = tuple(f"--ignore=conformance/suite/test_{name}.py" for name in OF_HOST)
+# Llama-3.1-8B. The tests: strides, tiles, bands and half precision; then S1 to S6 as kernels; then the torch backend.
 FULL = Scale(
     dtype="bfloat16", rounds=7, product=8192, copied=2**29, programs=2**15, H=32, H_kv=8, d=128, layers=32,
     inner=14336, vocabulary=128256, checked=2048, new_tokens=50, lengths=(4096, 8192, 16384, 32768, 131072),
     headline=32768, profiled=(4096, 8192, 16384, 32768), ragged=(2048, 8192, 16384),
     behind=32768, slots=1024, chunk=2000, load=(32, 2048, 64, 8, 16, 8192),
-    tests=(("--backend", ON_DEVICE), ("--backend", "triton", "conformance/own/accelerated/triton")), parameters=PAPER,
+    tests=(
+        ("--backend", "triton", "conformance/own/accelerated/triton"),
+        ("--backend", ON_DEVICE, "conformance/suite", *ON_HOST),
+        ("--backend", "torch", "conformance/suite", "conformance/own/accelerated/test_torch.py", *ON_HOST),
+    ),
+    parameters=PAPER,
 )
 # The interpreter computes bfloat16 wrongly.
 DRY = Scale(

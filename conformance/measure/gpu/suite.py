@@ -12,7 +12,7 @@ from conformance.measure.gpu.models import Scale
 from conformance.measure.gpu.report import Report
 from conformance.paths import ROOT
 
-WORKERS = 8  # compiling is the larger part of the time, and each worker compiles on a core of its own
+WORKERS = 16  # compiling is the larger part of the time, and each worker compiles on a core of its own
 
 
 def conformance(report: Report, scale: Scale, seconds: int) -> None:
