@@ -1,1 +1,1 @@
-"""Fast: the stages of `reference`, in files and under names of their own twins. Never imports the reference."""
+"""Fast backends: the stages of `reference`, with equal file and function names. No module imports `reference`."""

@@ -104,7 +104,7 @@ def diverse(
 
 
 def toward_mean(V: Float64[Matrix, "n d"]) -> Float64[Vector, " n"]:
-    """Return the cosine of each signature with the mean signature, which is the fixed direction of `variant_b`.
+    """Return the cosine of each signature with the mean signature. `variant_b` favours tokens near this direction.
 
     Implements: DV-VARIANT-B
 

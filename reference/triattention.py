@@ -40,9 +40,9 @@ def distance_score(
 ) -> Float64[Matrix, "G n"]:
     """Return the score of each cached key c for each query head of one KV head, averaged over future queries.
 
-    The future queries have the positions t + 1, t + 2, t + 4, ..., t + 2^16. The position p of a key cancels: removing
-    the rotation by p and adding a rotation by t - p is a rotation by t. The score is linear in the rotations by the
-    query offsets 1, 2, 4, ... Therefore the function averages these rotations once for all keys.
+    The future queries have the positions t + 1, t + 2, t + 4, ..., t + 2^16. The score does not need the position of a
+    key, because the cached key is already rotated by this position. The score is linear in the rotations by the query
+    offsets 1, 2, 4, ... Therefore the function averages these rotations once for all keys.
 
     Implements: TA-SCORE
 

@@ -199,17 +199,18 @@ class PolicyStages(Protocol):
     ) -> Matrix:
         """Return each key's expected attention weight times the norm of its value, (H_kv, n), averaged over the group.
 
-        RoPE rotated q (H, m, d) at the positions `at` (m,) with `inv_freq` (d / 2,) and the attention factor `factor`,
-        in pairs of channels (i, i + d / 2). Future queries get the mean rotation over the positions `ahead`.
-        k and v are (H_kv, n, d). sinks (H,) are as in `CrystalStages.coattention`.
+        q (H, m, d) are queries after RoPE at the positions `at` (m,). RoPE rotates the pairs of channels
+        (i, i + d / 2) with the frequencies `inv_freq` (d / 2,) and the attention factor `factor`. Future queries get
+        the mean rotation over the positions `ahead`. k and v are (H_kv, n, d). sinks (H,) are as in
+        `CrystalStages.coattention`.
         """
         ...
 
     def best_tokens(self, values: Matrix, shares: IntVector, pinned: BoolMatrix, /) -> Selection:
-        """Select in each row of `values` (g, n) `shares` (g,) tokens: the `pinned` tokens, then the highest values.
+        """Select `shares` (g,) tokens in the rows of `values` (g, n): first `pinned` tokens, then the highest values.
 
-        On a tie the lower index is selected. NaN ranks below every value. Pinned tokens are kept even if they exceed
-        the share.
+        On a tie the lower index is selected. NaN ranks below every value. All pinned tokens are kept, even if a row
+        has more pinned tokens than its share.
         """
         ...
 

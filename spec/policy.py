@@ -133,7 +133,7 @@ class Observation:
     positions: Int64[IntVector, " n"] | None = None
     """Absolute positions of the n cached tokens. None means that no token was evicted, so n equals `seen`."""
     first: int = 0
-    """Index of the first group among all groups of the policy. It is above 0 if a later layer is decided alone."""
+    """Index of the first group among all groups of the policy. Above 0 if the policy decides a later layer alone."""
 
 
 @dataclass(frozen=True)

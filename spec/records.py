@@ -111,5 +111,5 @@ class CrystalRetention:
 
     @property
     def over_budget(self) -> int:
-        """Return how far the number of kept tokens exceeds B: above 0 only if the protected trunks alone exceed B."""
+        """Return the number of kept tokens beyond B. Above 0 only if the protected trunks alone have more than B."""
         return max(0, len(self.kept) - self.budget)

@@ -1,11 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Kernels of S1, float32: attention, its columns and its edges, streamed over tiles of keys.
+"""Kernels of S1 in float32, streamed over tiles of keys: attention weights, column sums, neighbours.
 
-A weight is 2 ** ((s - top) unit - log): s is a raw logit, `top` its row's largest and `log` the logarithm of
-the row's sum. The difference comes first, so that equal logits have equal weights, contracted or not, and
-large ones lose nothing. `first` is the segment index of a stripe's first token and `rows` its number of
-tokens, of n; `before` keys precede the segment's own, so token i of the segment is key before + i. A tile of
-rows may cover several chunks: each row knows where its own chunk starts, so no size divides another.
+An attention weight is 2 ** ((s - top) unit - log). s is a raw logit, `top` is the largest raw logit of the row, and
+`log` is the base-2 logarithm of the row's sum. The kernels subtract `top` before they multiply. So equal logits have
+equal weights, with or without fused multiply-add, and large logits lose no precision.
+
+A stripe is a range of tokens of the segment. `first` is the segment index of the stripe's first token, `rows` is the
+number of tokens in the stripe, and n is the number of tokens in the segment. `before` is the number of keys before the
+segment, so token i of the segment has the key before + i. A tile of rows can cover several chunks, because each row
+computes the start of its own chunk. So the tile size need not divide the chunk size.
 """
 
 import triton
@@ -25,10 +28,10 @@ TWO_LOG2_E: tl.constexpr = tl.constexpr(2.8853900817779268)
 
 @triton.jit
 def raw_logits(q, k, factor, CAPPED: tl.constexpr):
-    """Logits of two tiles (rows, D) and (keys, D), without `unit`: products, or what the soft cap multiplies.
+    """Return the raw logits of two tiles (rows, D) and (keys, D): inner products, or the tanh of the soft cap.
 
-    The hyperbolic tangent of |x| is (1 - e) / (1 + e) with e = exp(-2 |x|), which cannot overflow; its
-    absolute error is a few units of roundoff, as the specification's bound asks.
+    The caller multiplies the raw logits by `unit`. tanh |x| is (1 - e) / (1 + e) with e = exp(-2 |x|), which cannot
+    overflow. The absolute error is a few units of roundoff, which is within the bound of the specification.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if CAPPED:
@@ -41,7 +44,10 @@ def raw_logits(q, k, factor, CAPPED: tl.constexpr):
 
 @triton.jit
 def weights(q, k, TOP, LOG, row, live, visible, factor, unit, CAPPED: tl.constexpr):
-    """Attention weights of two tiles, 0 where a key is not visible; TOP and LOG are those of the head."""
+    """Return the attention weights of two tiles. Keys that a query cannot attend to have weight 0.
+
+    TOP and LOG point to the rows of one head.
+    """
     top = tl.load(TOP + row, mask=live, other=0.0)
     log = tl.load(LOG + row, mask=live, other=0.0)
     s = (raw_logits(q, k, factor, CAPPED) - top[:, None]) * unit - log[:, None]
@@ -54,12 +60,14 @@ def row_softmax(
     q_dim, k_head, k_row, k_dim, KNOWN: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, d: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
 ):
-    """Each row's TOP and LOG (H, n), and its peak on each tile of earlier keys, PEAK (H, tiles, rows).
+    """Write TOP and LOG (H, n) of each row, and the largest raw logit in each tile of earlier keys.
+
+    The largest logits are PEAK (H, tiles, rows). Earlier keys are the keys before the chunk of the row.
 
     Implements: CC-ATTENTION
 
-    PACK heads of one KV head share a program, and so each tile of keys that it loads. Where the natural logarithm
-    of a row's sum is KNOWN, as LSE (H, n), only maxima are left to find.
+    One program computes PACK query heads of one KV head, so these heads share each loaded tile of keys. If KNOWN, the
+    caller gives the natural logarithm of each row's sum as LSE (H, n), and the kernel computes only the maxima.
     """
     lane = tl.arange(0, PACK * ROWS)
     top_row = tl.program_id(0) * ROWS
@@ -113,11 +121,11 @@ def active_tiles(
     TOP, LOG, PEAK, ACTIVE, first, rows, n, before, C, tiles, all_tiles, unit, bound, H: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """ACTIVE (row tiles, all_tiles): whether a row of the tile can have a head-mean weight above tau in it.
+    """Write ACTIVE (row tiles, all_tiles): 1 if a row of the row tile can have an edge to a key of the key tile.
 
-    No weight of a tile of keys exceeds that of its peak, so a tile in which the head mean of the peaks'
-    weights is at or below the bound for every row holds no edge. These means sum to at most 1 over a row's
-    tiles: fewer than 1 / tau of them can be active.
+    An edge needs a weight above tau, averaged over the heads. No weight in a key tile exceeds the weight of the tile's
+    PEAK. So a key tile has no edge if, for every row, the head mean of the PEAK weights is at most `bound`. For one
+    row these head means sum to at most 1, so fewer than 1 / tau tiles can be active.
     """
     tile = tl.program_id(1)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -141,11 +149,11 @@ def cross_neighbours(
     q_dim, k_head, k_row, k_dim, H: tl.constexpr, GROUP: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PLACES: tl.constexpr, TAKE: tl.constexpr, CAPPED: tl.constexpr,
 ):
-    """The strongest sources of each row in earlier chunks, by head-mean attention: INDEX, WEIGHT (n, TAKE).
+    """Write INDEX and WEIGHT (n, TAKE): the keys of earlier chunks with the largest head-mean attention of each row.
 
     Implements: CC-ATTENTION, CC-CROSS
 
-    Only active tiles are computed again; which they are is read here, so the host never waits for it.
+    The kernel computes only the active tiles again. The kernel itself reads ACTIVE, so the host does not wait.
     """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = i < n
@@ -175,12 +183,13 @@ def own_chunk(
     k_head, k_row, k_dim, H: tl.constexpr, GROUP: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
 ):
-    """Attention on the chunk's own keys: its head mean A (rows, C), and each row tile's part of the columns.
+    """Write the attention inside chunks: the head mean A (rows, C), and the partial column sums of each row tile.
 
     Implements: CC-ATTENTION
 
-    COLUMN (row tiles, H, width) counts its last axis from the chunk start of the tile's first row. Each
-    program stores sums of its own: no atomic, so the order of addition never changes. A holds j <= i only.
+    The last axis of COLUMN (row tiles, H, width) begins at the chunk start of the tile's first row. Each program
+    stores separate sums and uses no atomic operation, so the order of addition is fixed. Only entries j <= i of A are
+    written.
     """
     top_row = tl.program_id(0) * ROWS
     row = first + top_row + tl.arange(0, ROWS)
@@ -209,7 +218,9 @@ def salience(
     COLUMN, SALIENCE, first, rows, C, width, low, high, H: tl.constexpr, HEADS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, TAKE: tl.constexpr,
 ):
-    """S: partial column sums added by ascending row tile, the best TAKE heads of each token added, clipped.
+    """Write the salience S of each token: the column sums of the TAKE heads with the largest sums, added and clipped.
+
+    The partial column sums of a head are added in ascending order of the row tiles.
 
     Implements: CC-SALIENCE
     """
@@ -236,7 +247,7 @@ def salience(
 
 @triton.jit(do_not_specialize=["first", "rows", "C"])
 def row_normalise(A, first, rows, C, epsilon, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Rows of A at unit length, in place; epsilon is added outside the norm.
+    """Divide each row of A by (its L2 norm + epsilon), in place.
 
     Implements: CC-ROW-NORM
     """
@@ -261,12 +272,12 @@ def intra_neighbours(
     A, INDEX, WEIGHT, first, rows, before, C, tau, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, PLACES: tl.constexpr, TAKE: tl.constexpr,
 ):
-    """The most similar tokens of each row's chunk, by cosine: INDEX, WEIGHT (n, TAKE).
+    """Write INDEX and WEIGHT (n, TAKE): for each row, the tokens of the same chunk with the largest cosines.
 
     Implements: CC-INTRA
 
-    A is lower triangular, so the inner product of two rows ends with the shorter one: a third of the dense
-    work. It runs in full float32, since tf32 would leave the certified bound.
+    A is lower triangular, so an inner product of two rows ends at the end of the shorter row. This is a third of the
+    dense work. The products use full float32, because tf32 would exceed the certified error bound.
     """
     top_row = tl.program_id(0) * ROWS
     i = top_row + tl.arange(0, ROWS)

@@ -42,7 +42,7 @@ PAIRS, PROSE = ("key_value_short",), ("prose_continuation",)
 FACT = ("fact",)
 NEEDLE, DELAYED = ("needle",), ("delayed_association",)
 NAMES = {
-    "fullcache": "full cache", "evidence": "evidence, then random", "random": "random set, one for each head",
+    "fullcache": "full cache", "evidence": "evidence, then random", "random": "random tokens in each head",
     'crystalcache(k_heads=0, graph="zero", T_max=1)': "rarity alone", "nestedkv": "NestedKV",
     "crystalcache(observed_layer=-1)": "CrystalCache, last layer observed",
     "crystalcache(observed_layer=1)": "CrystalCache, second layer observed", "keydiff": "KeyDiff",
@@ -115,7 +115,7 @@ def figures(
     each = [column.of(samples_of(study, part)) for column in columns]
     head = ["policy"]
     for column, some in zip(columns, each, strict=True):
-        head += [f"{column.title}: right of {len(some.rows)}"] if column.answers else []
+        head += [f"{column.title}: right answers of {len(some.rows)}"] if column.answers else []
         head += [f"{'' if column.answers else column.title + ': '}recovery"] if column.recovery else []
     lines = [head]
     for policy in policies or _ranked(each, columns):
@@ -325,7 +325,9 @@ CLAIMS = {"claims": "rules"} | {
     f"{study}-claims": study for study in ("methods", "heads", "advice", "facts", "facts-2048", "paper-tasks")
 }
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
-    "few": lambda: figures("facts", [each._replace(recovery=False) for each in FORM_COLUMNS[1:]], policies=FEW),
+    "few": lambda: figures("facts", [
+        each._replace(title=f"budget {each.budget}", recovery=False) for each in FORM_COLUMNS[1:]
+    ], policies=FEW),
     "stages": parts_of_crystalcache, "layers": observed_layers, "blocks": whole_blocks, "answerable": answerable,
     "depths": depths, **{name: partial(figures, *study) for name, study in STUDIES.items()},
     **{name: partial(decided, study) for name, study in CLAIMS.items()},

@@ -116,10 +116,10 @@ def parser() -> argparse.ArgumentParser:
                            "An engine can have several methods, as in snapkv,h2o. `kvspec policies NAME`\n"
                            "lists the constants of a method")
     who.add_argument("--check", type=Path, metavar="CERTIFICATE.toml",
-                     help="certificate to check. First the files that the certificate names are\n"
-                          "compared. Then the tests run with the seed of the certificate and with a\n"
-                          "new seed (--seed). A difference is printed, and the exit code is 1. The\n"
-                          "certificate names the code to run. The command is shown before it runs")
+                     help="certificate to check. kvspec compares the files that the certificate lists.\n"
+                          "Then kvspec runs the tests with the seed of the certificate and with a new\n"
+                          "seed (--seed). If there is a difference, kvspec prints it and exits with 1. The\n"
+                          "certificate contains the command to run. kvspec prints this command first")
     made.add_argument("--yes", action="store_true", help="run the command of --check without confirmation")
     made.add_argument("--model", metavar="FOLDER",
                       help="folder of a transformers model, for --cache. Default: tiny random models")

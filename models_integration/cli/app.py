@@ -106,7 +106,7 @@ def compare(
     samples: Annotated[int, typer.Option(help="Number of samples for each task, context length and seed.")] = 20,
     seed: Seeds = "42", placement: Placements = "after",
     controls: Annotated[
-        bool, typer.Option(help="Also run controls: kept tokens with which the model must answer, or must fail.")
+        bool, typer.Option(help="Also run controls: fixed kept tokens, with which the model must answer or must fail.")
     ] = True,
     calibration: Annotated[
         Path | None, typer.Option(help="Calibration file of the model, written by kvspec calibrate.")
@@ -163,9 +163,9 @@ def demo(
     """
     shipped = "the small model that comes with kvspec" if model == "pocket" else f"the model {model}"
     print(
-        f"kvspec demo: three policies on {shipped}, and controls that show that the tasks measure retention.\n"
-        f"{'About a minute on two CPU cores; nothing' if model == 'pocket' else 'Nothing'} is downloaded. Results go to"
-        f" {out}, and a second run goes on from there.", flush=True,
+        f"kvspec demo: three policies on {shipped}, and controls that check the tasks.\n"
+        f"{'The demo takes about a minute on two CPU cores. ' if model == 'pocket' else ''}Nothing is downloaded."
+        f" Results are written to {out}. A second run skips finished samples.", flush=True,
     )
     from models_integration.cli.compare import study_of
     from models_integration.cli.study import Running, run
@@ -242,7 +242,7 @@ def study(
         str, typer.Option(help="Samples to run: dev (a fifth of all), confirm (the rest, to decide claims), or all.")
     ] = "dev",
     audit: Annotated[
-        Path | None, typer.Option(help="Folder of studies: print whether git has the rules before the results.")
+        Path | None, typer.Option(help="Folder of studies: check that the rules were committed before the results.")
     ] = None,
     bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
@@ -300,7 +300,10 @@ def calibrate(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), .pt or .tsv file.")],
     out: Annotated[Path, typer.Option(help="Calibration file to write.")] = Path("calibration.npz"),
     tokens: Annotated[int, typer.Option(help="Largest number of tokens to read from the text.")] = 4096,
-    threshold: Annotated[float | None, typer.Option(help="Smallest value of a full head in a .tsv file.")] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="For a .tsv file: values of at least this number become 1, smaller values become 0."),
+    ] = None,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
 ) -> None:
     """Measure a model for two policies: average queries for triattention, and KVzip scores of heads for kvzip-heads.
@@ -308,8 +311,8 @@ def calibrate(
     The model runs three forward passes over the text. In one pass the model repeats the text.
 
     To calibrate for a study, run `kvspec calibrate rules.toml`. Then write calibration = "calibration.npz" in the rules
-    file. The command reads only the first context of the dev part, and the calibration file records this context. A
-    study refuses a calibration on a context of the confirm part.
+    file. The command reads only the first context of the dev part, and the calibration file records this context.
+    `kvspec study` refuses a calibration file that was made from a context of the confirm part.
 
     kvspec also converts TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv). Such a file does not
     name a model, so kvspec cannot check whether the file belongs to this model. With --out stats.pt the calibration
@@ -369,7 +372,7 @@ def explain(
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("explain.html"),
     budget: Budget = "0.3",
     beside: Annotated[
-        str | None, typer.Option(help="Second policy: show the share of layers and heads in which it keeps each token.")
+        str | None, typer.Option(help="Second policy to show: the share of layers and heads that keep each token.")
     ] = None,
     calibration: Annotated[Path | None, typer.Option(help="Calibration file for the policy of --beside.")] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",

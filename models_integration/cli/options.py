@@ -47,7 +47,7 @@ Figure = Annotated[
     typer.Option(help="File to write the figure to: .svg, .pdf or .png. Needs pip install 'kvspec\\[plots]'.")
 ]
 Backend = Annotated[
-    str, typer.Option(help="Backend that selects the tokens: auto, numpy, numba, triton or your 'module:ATTRIBUTE'.")
+    str, typer.Option(help="Backend that selects the tokens: auto, numpy, numba, torch, triton or 'module:ATTRIBUTE'.")
 ]
 Device = Annotated[str, typer.Option(help="PyTorch device of the model, such as cpu, cuda or cuda:1.")]
 Dtype = Annotated[

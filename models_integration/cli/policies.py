@@ -13,15 +13,15 @@ _LAYERS = {"none": "no layer", "observed": "one layer", "all": "all layers"}
 _YES = {True: "yes", False: "no"}
 _LEGEND = """
 passes: how often the model reads the prompt
-peak: the most that the cache holds while a prompt is read; "budget" policies evict from each layer right after it
+peak: largest cache while the model reads a prompt; "budget": kvspec evicts from each layer right after that layer
 evicts while decoding: also evicts while tokens are generated; otherwise the cache grows with each token
 evicts from later turns: also evicts from later prompts on the same cache; otherwise read them inside run.reading()
 padded batches: prompts of a batch may have different lengths
 
-The words describe where a policy evicts, not how good the answers are. Every policy can be used in a chat.
-Those that evict from the first prompt only read later turns inside `with run.reading():`.
+This list describes when a policy evicts, and not the quality of the answers. Every policy can be used in a chat.
+If a policy evicts from the first prompt only, read later turns inside `with run.reading():`.
 diverse-NAME adds set-conditioned selection to a policy that keeps single tokens.
-In the paper on diversity, triattention is 1d and diverse-triattention is 1d_div.
+The paper on diversity calls triattention 1d, and diverse-triattention 1d_div.
 kvspec policies NAME prints the paper, the constants and how to call the policy."""
 
 

@@ -59,7 +59,9 @@ def breath_protection(state: DecodeState, parameters: CrystalCacheParameters) ->
 def evict(
     state: DecodeState, protected: Bool[BoolVector, " m"], parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
-    """Return the state after S5 (score) and S6 (eviction) on all trunks. The budget is B of Eq. 30 for the tokens seen.
+    """Return the state after S5 (score) and S6 (eviction) on all trunks.
+
+    The budget B is computed from the number of tokens seen, by Eq. 30.
 
     Implements: CC-REEVICT
 

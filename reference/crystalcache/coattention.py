@@ -119,12 +119,12 @@ def intra_neighbours(
 def cross_neighbours(
     earlier: Float64[Matrix, "Q before"], parameters: CrystalCacheParameters,
 ) -> tuple[Int64[IntMatrix, "Q k"], Float64[Matrix, "Q k"]]:
-    """Return, for each token of a chunk, the k_cross tokens before the chunk to which the token attends most.
+    """Return k_cross neighbours of each token of a chunk: the earlier tokens with the most attention from the token.
 
     Implements: CC-CROSS
 
-    Source: Eq. 14. Attention is averaged over heads, and must exceed tau_cross. Tokens of a prompt's first chunk have
-    no neighbours before the chunk.
+    Source: Eq. 14. Earlier tokens are the tokens before the chunk, so the first chunk of a prompt has no such
+    neighbours. Attention is averaged over heads, and must exceed tau_cross.
     """
     return strongest(earlier, parameters.k_cross, parameters.tau_cross)
 

@@ -73,8 +73,9 @@ def pyramid_targets(base: Fraction, past: int, L: int, beta: int) -> list[Fracti
 
     Implements: PO-PYRAMID-BUDGET
 
-    Source: PyramidKV, Section 3.2. Layer 0 keeps at most the `past` tokens before the window. If layer 0 keeps `past`
-    tokens, the last layer keeps more than base / beta, so the mean is still `base`.
+    Source: PyramidKV, Section 3.2. There are only `past` tokens before the window. If the numbers above would exceed
+    `past` in layer 0, layer 0 keeps `past` tokens, and the last layer keeps 2 base - past tokens. The mean is then
+    still `base`.
     """
     if L == 1 or base >= past:
         return [min(base, Fraction(past))] * L

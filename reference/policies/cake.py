@@ -137,7 +137,7 @@ class Preferred:
 
 @named(
     "cake", "Qin et al., CAKE (arXiv 2503.12491)",
-    "what the window attends to, in the mean and in variance; layers share the budget by preference",
+    "tokens whose attention from the last queries has a high mean and variance; each layer has a separate budget",
 )
 def cake(W: int = 32, kernel: int = 5, gamma: float = 200.0, tau1: float = 1.0, tau2: float = 1.0) -> Policy:
     """Return CAKE: each KV head fills its layer's share with the last W tokens and the best other tokens.

@@ -84,7 +84,7 @@ def all_members(view: LayerView, received: Received = received_attention) -> Flo
 
 @named(
     "chunkkv", "Liu et al., ChunkKV (arXiv 2502.00299)",
-    "whole chunks of tokens with the largest sums of the window's attention", diverse=False, blocks=False,
+    "chunks of tokens with the largest sums of attention from the last queries", diverse=False, blocks=False,
 )
 def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
     """Return ChunkKV: each layer keeps the last W tokens and the chunks with the largest sums of attention.
@@ -108,7 +108,7 @@ def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
 
 @named(
     "chunkkv-described", "Lin, CrystalCache, Eq. 6",
-    "whole chunks by the attention of all queries, without a window", diverse=False, blocks=False,
+    "chunks of tokens with the largest sums of attention from all queries", diverse=False, blocks=False,
 )
 def chunkkv_described(c: int = 10, backend: str | Backend = "numpy") -> Policy:
     """Return ChunkKV as the CrystalCache paper describes it (Eq. 6): attention of all queries, and no window.

@@ -34,9 +34,9 @@ EPSILON = 1e-4
 def two_stages(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, share: Fraction, choose: Choice = best_tokens,
 ) -> Selection:
-    """Select per group the protected tokens, then tokens with the best scores, then with the best second scores.
+    """Select per group the protected tokens, then tokens by their first score, then tokens by their second score.
 
-    The tokens with the best scores fill the fraction `share` of the budget without the protected tokens, rounded down.
+    The fraction `share` of the budget that remains after the protected tokens, rounded down, is for the first score.
 
     Implements: PO-TWO-STAGES
 
@@ -106,7 +106,8 @@ def with_critical_selection(host: Policy, W_o: Mapping[int, DeviceArray], share:
 
 @named(
     "criticalkv", "Feng et al., CriticalKV (arXiv 2502.03805)",
-    "SnapKV's tokens in two stages, the second by projected values", of_model=frozenset({"W_o"}), diverse=False,
+    "half of the tokens by SnapKV's scores, half by these scores times projected values", of_model=frozenset({"W_o"}),
+    diverse=False,
 )
 def criticalkv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7) -> Policy:
     """Return SnapKV with CriticalKV's two-stage selection.
@@ -122,7 +123,7 @@ def criticalkv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7) -> 
 
 @named(
     "critical-adakv", "Feng et al., CriticalKV (arXiv 2502.03805)",
-    "Ada-KV's budgets; two stages in each head, the second by projected values",
+    "tokens as in criticalkv, with the head budgets of Ada-KV",
     of_model=frozenset({"W_o"}), diverse=False,
 )
 def critical_adakv(

@@ -55,7 +55,7 @@ class CrystalScorer:
 
 @named(
     "crystalcache", "Lin, CrystalCache",
-    "trunks, runs of tokens up to a sentence, by a graph of one layer's attention and by rare tokens",
+    "trunks (runs of tokens within a sentence) that have strong links in one layer's attention, or rare tokens",
     diverse=False, blocks=False,
 )
 def crystalcache(

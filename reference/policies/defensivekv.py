@@ -136,7 +136,8 @@ class Defensive:
 
 @named(
     "defensivekv", "Feng et al., DefensiveKV (arXiv 2510.13334)",
-    "the largest attention in the window, times the projected values; heads compete", of_model=frozenset({"W_o"}),
+    "tokens with the largest product of attention from the last queries and projected value; heads compete",
+    of_model=frozenset({"W_o"}),
 )
 def defensivekv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 5) -> Policy:
     """Return DefensiveKV: each layer keeps the last W tokens, and the best other tokens among all its KV heads.

@@ -118,7 +118,8 @@ class ExpectedAttention:
 
 @named(
     "expected-attention", "Devoto et al., Expected Attention (arXiv 2510.00636)",
-    "what future queries would attend to, if they are Gaussian", of_model=frozenset({"inv_freq", "factor"}),
+    "tokens that future queries would attend to, if these queries are Gaussian",
+    of_model=frozenset({"inv_freq", "factor"}),
 )
 def expected_attention(
     inv_freq: Float64[Vector, " half"], factor: float = 1.0, N_sink: int = 4, N_future: int = 512,

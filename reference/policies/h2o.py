@@ -63,7 +63,7 @@ class HeavyHitters:
 
 @named(
     "h2o", "Zhang et al., H2O (arXiv 2306.14048)",
-    "half the newest tokens, half those with the largest sums of attention", diverse=False,
+    "the newest tokens and the tokens with the largest sums of attention; half of the budget each", diverse=False,
 )
 def h2o(backend: str | Backend = "numpy") -> Policy:
     """Return H2O: at every decode step each KV head keeps the B / 2 newest tokens and the heavy hitters.
@@ -92,7 +92,7 @@ def h2o(backend: str | Backend = "numpy") -> Policy:
 
 
 @named(
-    "h2o-described", "Lin, CrystalCache, Eq. 5", "tokens with the largest sums of attention and a recent window, once"
+    "h2o-described", "Lin, CrystalCache, Eq. 5", "the last W tokens and the tokens with the largest sums of attention"
 )
 def h2o_described(W: int = 128, backend: str | Backend = "numpy") -> Policy:
     """Return H2O as the CrystalCache paper describes it (Eq. 5): heavy hitters and a recent window of W tokens.

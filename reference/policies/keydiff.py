@@ -32,7 +32,7 @@ def keydiff_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
 
 
 @named(
-    "keydiff", "Park et al., KeyDiff (arXiv 2504.15364)", "keys that differ most from the mean direction of all keys"
+    "keydiff", "Park et al., KeyDiff (arXiv 2504.15364)", "tokens whose keys differ most from the mean of all keys"
 )
 def keydiff() -> Policy:
     """Return KeyDiff: each KV head keeps the B keys least similar to the anchor (the mean unit key).

@@ -27,7 +27,7 @@ def knorm_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
     return -norm
 
 
-@named("knorm", "Devoto et al., L2 norm (arXiv 2406.11430)", "keys with the smallest norm")
+@named("knorm", "Devoto et al., L2 norm (arXiv 2406.11430)", "tokens with the smallest key norms")
 def knorm() -> Policy:
     """Return Knorm: each KV head keeps the B keys with the smallest norms.
 

@@ -113,7 +113,8 @@ def with_representatives(
 
 @named(
     "kvcrush", "Jha et al., KVCrush (arXiv 2503.00022)",
-    "SnapKV's whole blocks, some of which represent evicted ones", diverse=False, blocks=False,
+    "blocks with the best SnapKV scores, and some blocks that represent the evicted blocks", diverse=False,
+    blocks=False,
 )
 def kvcrush(
     W: int = 32, kernel: int = 7, block: int = 16, share: Fraction | float = Fraction(1, 4),

@@ -89,8 +89,8 @@ def kvzip_plus_score(
 ) -> Float64[Matrix, "H_kv n"]:
     """Return KVzip's score with each weight multiplied by ||W_o v_i||_2 and divided by the norm of the hidden state.
 
-    W_o (H, d, hidden) is the layer's output projection, with one matrix for each query head. The model computed the
-    query from the hidden state.
+    W_o (H, d, hidden) is the layer's output projection, with one matrix for each query head. The hidden state is the
+    input from which the layer computed the query.
 
     Implements: PO-KVZIP-PLUS
 
@@ -133,7 +133,7 @@ class KVzipPlus:
 
 @named(
     "kvzip", "Kim et al., KVzip (arXiv 2505.23416)",
-    "what the model attends to while it repeats the prompt; one budget for all heads",
+    "tokens that the model attends to while it repeats the prompt; one budget for all heads",
 )
 def kvzip(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,
@@ -161,7 +161,8 @@ def kvzip(
 
 
 @named(
-    "kvzip-uniform", "Kim et al., KVzip (arXiv 2505.23416)", "KVzip's scores, the same number of tokens in each head"
+    "kvzip-uniform", "Kim et al., KVzip (arXiv 2505.23416)",
+    "tokens with the best KVzip scores, the same number in each head",
 )
 def kvzip_uniform(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,
@@ -178,7 +179,8 @@ def kvzip_uniform(
 
 @named(
     "kvzip-plus", "Jegou and Jeblick, KVzap; kvpress",
-    "KVzip's scores times the norm of the attention output", of_model=frozenset({"W_o"}),
+    "tokens with the best products of KVzip score and projected value; one budget for all heads",
+    of_model=frozenset({"W_o"}),
 )
 def kvzip_plus(
     W_o: Mapping[int, DeviceArray], template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0,

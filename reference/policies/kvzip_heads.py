@@ -70,7 +70,7 @@ class FullHeads:
 
 @named(
     "kvzip-heads", "Kim et al., KVzip (arXiv 2505.23416); DuoAttention",
-    "every token in the heads that a calibration names, first and recent tokens in the others",
+    "all tokens in the heads that a calibration selects, first and recent tokens in all other heads",
     of_model=frozenset({"served"}), diverse=False,
 )
 def kvzip_heads(calibration: Calibration, served: Identity, N_sink: int = 64, N_recent: int = 256) -> Policy:

@@ -27,7 +27,8 @@ __all__ = [
 def eviction_budget(r: float | int | str | Fraction, N: int) -> int:
     """Return floor((1 - r) N): how many of N tokens each head keeps on average if the fraction r is evicted.
 
-    A float r is converted to its printed decimal. For r = 0.8 and N = 10 the result is 2; float arithmetic gives 1.
+    A float r means the decimal number that Python prints for r. For r = 0.8 and N = 10 the result is 2, although
+    floor((1 - 0.8) * 10) in float arithmetic is 1.
 
     Implements: NK-TOKENS
 
@@ -57,7 +58,8 @@ def nestedkv_score(
 
 @named(
     "nestedkv", "NestedKV",
-    "keys that three memories (whole prompt, block, recent window) explain least; heads compete", family="nestedkv",
+    "tokens whose keys differ most from mean keys of the prompt, a block and a recent window; heads compete",
+    family="nestedkv",
 )
 def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy") -> Policy:
     """Return NestedKV: each layer keeps its H_kv B best-scored (head, token) pairs. Each head keeps at least a quota.
@@ -83,7 +85,7 @@ def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend =
     )
 
 
-@named("nestedkv-without-continuum", "NestedKV, ablation", "KeyDiff's score under NestedKV's budgets")
+@named("nestedkv-without-continuum", "NestedKV, ablation", "tokens with the best KeyDiff scores; heads compete")
 def nestedkv_without_continuum(parameters: NestedKVParameters = NESTEDKV) -> Policy:
     """Return the ablation "w/o continuum": NestedKV with KeyDiff's score and no protected sinks.
 
@@ -95,8 +97,8 @@ def nestedkv_without_continuum(parameters: NestedKVParameters = NESTEDKV) -> Pol
 
 
 @named(
-    "nestedkv-without-adaptive", "NestedKV, ablation", "NestedKV's score, the same number of tokens in each head",
-    family="nestedkv",
+    "nestedkv-without-adaptive", "NestedKV, ablation",
+    "tokens with the best NestedKV scores, the same number in each head", family="nestedkv",
 )
 def nestedkv_without_adaptive(
     parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy",
@@ -114,7 +116,7 @@ def nestedkv_without_adaptive(
     return replace(nestedkv(parameters, backend), name="nestedkv-without-adaptive", budgets=even)
 
 
-@named("nestedkv-without-both", "NestedKV, ablation", "KeyDiff's score, the same number of tokens in each head")
+@named("nestedkv-without-both", "NestedKV, ablation", "the same tokens as keydiff")
 def nestedkv_without_both() -> Policy:
     """Return KeyDiff: KeyDiff is NestedKV with both ablations. The paper prints equal results for the two policies.
 

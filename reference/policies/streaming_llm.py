@@ -13,7 +13,7 @@ __all__ = ["streaming_llm"]
 
 @named(
     "streamingllm", "Xiao et al., StreamingLLM (arXiv 2309.17453)",
-    "the first tokens, the attention sinks, and the most recent ones",
+    "the first tokens (attention sinks) and the most recent tokens",
 )
 def streaming_llm(N_sink: int = 4) -> Policy:
     """Return StreamingLLM, a policy that keeps the first N_sink tokens and the last B - N_sink tokens.

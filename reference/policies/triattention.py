@@ -99,17 +99,17 @@ class TriAttention:
 
 @named(
     "triattention", "TriAttention (arXiv 2604.04921)",
-    "keys that later queries would attend to, by calibrated statistics of queries",
+    "tokens that later queries would attend to, by calibrated statistics of queries",
     decided={"mode": "global"}, of_model=frozenset({"served"}),
 )
 @named(
     "triattention-by-head", "TriAttention (arXiv 2604.04921)",
-    "TriAttention's score, one set for each head of all layers",
+    "tokens as in triattention, with one set for each head index in all layers",
     decided={"mode": "head"}, of_model=frozenset({"served"}),
 )
 @named(
     "triattention-by-layer-and-head", "TriAttention (arXiv 2604.04921)",
-    "TriAttention's score, one set for each layer and head",
+    "tokens as in triattention, with one set for each layer and head",
     decided={"mode": "layer and head"}, of_model=frozenset({"served"}),
 )
 def triattention(
@@ -126,8 +126,8 @@ def triattention(
     Args:
         calibration: calibration of the served model.
         served: identity of the served model and its RoPE.
-        mode: part of the model that has a separate kept set: "global" (the model), "head" (a KV-head index in all
-            layers), or "layer and head".
+        mode: part of the model that has a separate kept set: "global" (the whole model), "head" (the KV heads with the
+            same index in all layers), or "layer and head" (each KV head of each layer).
         pin_prompt: number of first tokens that are never evicted. B includes these tokens.
         slack: after a decode step the policy decides if a kept set has at least this many tokens more than B.
 

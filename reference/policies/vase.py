@@ -157,7 +157,7 @@ class Sampled:
 
 @named(
     "vase", "Chang et al., VaSE",
-    "wide values and a random sample, beside the first and the last tokens", diverse=False, blocks=False,
+    "the first and last tokens, tokens with wide value ranges, and a random sample", diverse=False, blocks=False,
 )
 def vase(
     W: int = 64, kernel: int = 5, N_sink: int = 4, share: Fraction = Fraction(1, 4), seed: int = 0,

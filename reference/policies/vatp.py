@@ -133,7 +133,7 @@ def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:
 
 @named(
     "vatp", "Guo et al., VATP (arXiv 2406.12335)",
-    "H2O's sums of attention, times the norm of the values", diverse=False,
+    "tokens with the largest products of H2O's score and value norm", diverse=False,
 )
 def vatp(N_sink: int = 4, backend: str | Backend = "numpy") -> Policy:
     """Return VATP with H2O as host. The policy decides at each decode step, and raises B to at least 2 N_sink.

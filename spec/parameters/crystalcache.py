@@ -52,75 +52,75 @@ class CrystalCacheParameters:
     C: int = 1024
     """Chunk size of S1, tokens."""
     k_heads: int = 3
-    """Heads summed per token in Eq. 11."""
+    """Number of heads whose attention to a token is summed, Eq. 11."""
     k_intra: int = 8
-    """Neighbours kept per token inside a chunk, Eq. 13."""
+    """Largest number of neighbours of a token inside its chunk, Eq. 13."""
     tau_intra: float = 0.3
-    """Strict lower bound on a cosine, Eq. 13."""
+    """Cosine that a neighbour inside the chunk must exceed, Eq. 13."""
     k_cross: int = 4
-    """Sources kept per token in earlier chunks, Eq. 14."""
+    """Largest number of neighbours of a token in earlier chunks, Eq. 14."""
     tau_cross: float = 0.02
-    """Strict lower bound on a head-mean attention weight, Eq. 14."""
+    """Attention weight, averaged over heads, that a neighbour in earlier chunks must exceed, Eq. 14."""
     M_min: float = 0.1
-    """Lower clip of salience and impact, Eq. 11 and 22."""
+    """Smallest salience and impact after clipping, Eq. 11 and 22."""
     M_max: float = 20.0
-    """Upper clip of salience and impact, Eq. 11 and 22."""
+    """Largest salience and impact after clipping, Eq. 11 and 22."""
     tau_merge: float = 0.3
-    """Strict lower bound on the interface strength, Eq. 19."""
+    """Mean edge weight between two sentences above which the sentences are merged, Eq. 19."""
     T_max: int = 32
-    """Largest trunk, tokens, Eq. 19 and Step 3."""
+    """Largest number of tokens in a trunk, Eq. 19 and Step 3."""
     tau_edge: float = 0.05
-    """Strict lower bound on a trunk edge, Eq. 25."""
+    """Weight that an edge between two trunks must exceed, Eq. 25."""
     s: float = 5.0
-    """Steepness of the logistic, Eq. 27."""
+    """Steepness of the logistic function, Eq. 27."""
     epsilon: float = 1e-8
-    """The one epsilon of Eq. 12, 27 and 28."""
+    """Small number epsilon of Eq. 12, 27 and 28."""
     alpha: float = 1.0
-    """Weight of the impact path, Eq. 29."""
+    """Weight of the impact in the score; D has weight 1, Eq. 29."""
     N_sink: int = 4
-    """First tokens that are protected, Eq. 30."""
+    """Number of first tokens that are protected, Eq. 30."""
     W_recent: int = 128
-    """Last tokens that are protected, Eq. 30."""
+    """Number of last tokens that are protected, Eq. 30."""
     N_min: int = 3
-    """Fewest tokens that a partly dissolved trunk keeps, Eq. 32 and 33."""
+    """Smallest number of tokens that a partly evicted trunk keeps, Eq. 32 and 33."""
     impact: ImpactForm = "mixture"
-    """Formula of M_i: Eq. 22, the ablation without rarity, M_i = 1, or the form of the essay on [0, 1]."""
+    """Formula of M_i: Eq. 22, the ablation without rarity, the ablation M_i = 1, or the essay's form on [0, 1]."""
     graph: GraphForm = "degree"
     """Formula of D: Eq. 27, or the ablation D = 0."""
     heads: HeadsForm = "sum"
-    """Combination of the top heads of a token: the sum (Eq. 11), or the mean of the essay."""
+    """Combination of the attention of the k_heads heads: the sum (Eq. 11), or the mean (the essay)."""
     trunk_impact: TrunkImpactForm = "mean"
-    """Impact of a trunk: Eq. 23, or the essay's, normalised to [0, 1] over the trunks."""
+    """Formula of a trunk's impact: Eq. 23, or the essay's form, normalised to [0, 1] over the trunks."""
     allocation: AllocationForm = "cut"
     """Formula of stage 1: Eq. 32, or the tiers of the essay."""
     renewal: float = 0.0
-    """Share of 1 - D that an active trunk regains at a breath, in [0, 1]; 0.3 in the essay."""
+    """Fraction of 1 - D that is added to D of an active trunk at a breath, in [0, 1]; 0.3 in the essay."""
     rarity: RarityForm = "logarithm"
-    """Formula of U_i: Eq. 21, or one of two forms of F5."""
+    """Formula of the rarity U_i: Eq. 21, or one of two forms of F5."""
     merge: MergeForm = "fixed"
-    """Bound on the interface strength: tau_merge, or the median strength of the segment (F4)."""
+    """Threshold for merging sentences: tau_merge, or the median strength of the segment (F4)."""
     coverage: float = 0.0
-    """Share of the unprotected budget for evenly spaced tokens of evicted trunks (F3), in [0, 1]."""
+    """Fraction of the unprotected budget for evenly spaced tokens of evicted trunks (F3), in [0, 1]."""
     T_breath: int = 64
-    """Decode steps from one breath to the next, Section 3.8."""
+    """Number of decode steps from one breath (decode-time eviction) to the next, Section 3.8."""
     beta_0: float = 0.05
-    """Largest share of D that a step takes, Eq. 36."""
+    """Largest fraction of D that one decode step subtracts, Eq. 36."""
     D_c: float = 2.0
-    """Scale of D times impact in the exponent of Eq. 36."""
+    """Divisor of D times impact in the exponent of Eq. 36."""
     theta_act: float = 0.3
-    """Strict lower bound on a token's normalised inverse key norm, Section 3.8(a)."""
+    """Normalised inverse key norm that an active token must exceed, Section 3.8(a)."""
     max_hops: int = 2
-    """Hops that a pulse travels from its source, Eq. 37."""
+    """Largest number of hops of a pulse, Eq. 37."""
     gamma_hop: float = 0.5
-    """Share of a pulse that survives a hop, Eq. 37."""
+    """Factor that multiplies a pulse at each hop, Eq. 37."""
     tau_pulse: float = 0.01
-    """A pulse below this ends, Eq. 37."""
+    """Smallest pulse that is passed on, Eq. 37."""
     alpha_res: float = 0.15
-    """Share of the missing D that a pulse of 1 restores, Eq. 38."""
+    """Fraction of 1 - D that a pulse of 1 adds to D, Eq. 38."""
     eta_Hebb: float = 0.05
-    """Gain of an edge between active trunks, Eq. 39."""
+    """Weight that an edge between two active trunks gains at a breath, Eq. 39."""
     gamma_decay: float = 0.99
-    """Factor of all remaining edges at a breath, Eq. 40."""
+    """Factor that multiplies all other edges at a breath, Eq. 40."""
     hebb: HebbForm = "additive"
     """Update of W at a breath: Eq. 39 and 40, or the ablation without an update."""
     breath_protection: BreathProtection = "none"

@@ -19,27 +19,27 @@ class NestedKVParameters:
     """
 
     w0: tuple[float, float, float] = (0.4, 0.4, 0.2)
-    """Prior weights of the stable, the episodic and the current scale, Eq. 11; positive."""
+    """Prior weights of the stable, the episodic and the current memory, Eq. 11; positive."""
     blocks: int = 32
-    """Number of blocks of a prompt, if the block size is within the clip of Eq. 6."""
+    """Number of blocks of a prompt, if the block size is between b_min and b_max, Eq. 6."""
     b_min: int = 128
-    """Fewest tokens of a block, Eq. 6."""
+    """Smallest number of tokens in a block, Eq. 6."""
     b_max: int = 256
-    """Most tokens of a block, Eq. 6."""
+    """Largest number of tokens in a block, Eq. 6."""
     W: int = 64
-    """Tokens of the current window, Eq. 8."""
+    """Number of tokens in the current window, Eq. 8."""
     p: Fraction = Fraction(1, 10)
-    """Share of the tokens at the top and at the bottom of a ranking, Eq. 10; in (0, 1]."""
+    """Fraction of the tokens at each end of a ranking that Delta compares, Eq. 10; in (0, 1]."""
     beta: float = 3.0
     """Inverse temperature of the blend weights, Eq. 11."""
     tau: float = 0.6
-    """Surprise at which the gate is half open, Eq. 15."""
+    """Surprise at which the gate is 1/2, Eq. 15."""
     kappa: float = 10.0
-    """Sharpness of the gate, Eq. 15."""
+    """Steepness of the gate, Eq. 15."""
     N_sink: int = 4
     """Number of first tokens that are always kept, Section 2.3."""
     alpha_s: Fraction = Fraction(1, 5)
-    """Share of the even budget that each head is sure of, Appendix A; in [0, 1]."""
+    """Fraction of an even budget that each head keeps at least, Appendix A; in [0, 1]."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
