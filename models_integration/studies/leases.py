@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -191,14 +192,15 @@ class Leases:
         return True
 
     def _holds(self) -> bool:
+        held = self._held  # which the other thread may change meanwhile
         try:
-            return self._held is not None and self._held.read_text(encoding="ascii") == self._text
+            return held is not None and held.read_text(encoding="ascii") == self._text
         except FileNotFoundError:
             return False
 
     def _release(self) -> None:
         if self._held is not None and self._holds():
-            self._held.unlink()
+            self._held.unlink(missing_ok=True)  # another worker removes all leases when every unit has a row
         self._held = None
 
     def _abandoned(self, lease: Path) -> bool:
@@ -213,7 +215,9 @@ class Leases:
         return now - since > _PATIENCE
 
     def _beat(self) -> None:
+        """Touch the held lease and never make one: the other thread may let go of it meanwhile."""
         while not self._closed.wait(_BEAT):
             held = self._held
-            if held is not None and self._holds():
-                held.touch()
+            with suppress(OSError):  # it is gone, or the shared folder is away for a moment
+                if held is not None and self._holds():
+                    os.utime(held)

@@ -6,7 +6,7 @@ import runpy
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from math import ceil
@@ -25,7 +25,7 @@ from models_integration.studies.evidence import measure as measures
 from models_integration.studies.evidence import run as of_study
 from models_integration.studies.evidence.rules import load_rules
 from models_integration.studies.leases import holder_of
-from models_integration.studies.results import STUDY, Row, load_rows
+from models_integration.studies.results import Row, load_rows
 from models_integration.studies.subject import Loading
 from models_integration.tasks import Placement
 
@@ -126,24 +126,32 @@ POLICY = policy_from_score(newest, needs=Needs())
 
 def patient(hours: int) -> None:
     """From here on this process is on a machine whose clock is so many hours ahead, and waits for no minute."""
-    here = time.time
+    here, touch = time.time, os.utime
 
     def touched(lease: Path) -> None:
-        now = time.time()
-        os.utime(lease, (now, now))
+        touch(lease, (time.time(),) * 2)
 
     leases._BEAT, leases._PATIENCE, leases._PAUSE = PATIENCE / 15, PATIENCE, PATIENCE / 30
     time.time = lambda: here() + 3600 * hours
-    Path.touch = touched  # type: ignore[assignment, method-assign]
+    os.utime = touched  # type: ignore[assignment]
 
 
 def sweep(rules: Path, out: Path, hours: int) -> None:
-    """`kvspec sweep RULES`, on a machine whose clock is so many hours ahead; no more rows than the file `most` says."""
+    """`kvspec sweep RULES`, on a machine whose clock is so many hours ahead; all begin as many as the file `most` says.
+    """
     torch.set_num_threads(1)
     patient(hours)
 
+    def begun() -> bool:
+        """Whether this process is the first that makes one of so many folders."""
+        for at in range(int(rules.with_name("most").read_text(encoding="ascii"))):
+            with suppress(FileExistsError):
+                rules.with_name(f"begun-{at}").mkdir()
+                return True
+        return False
+
     def slowly(*arguments: Any) -> Any:
-        while len(load_rows(out / STUDY)) >= int(rules.with_name("most").read_text(encoding="ascii")):
+        while not begun():
             time.sleep(0.02)
         return {**measures.measure(*arguments), "pid": os.getpid()}
 

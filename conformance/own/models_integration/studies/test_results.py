@@ -204,6 +204,32 @@ def test_a_lease_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")
+def test_a_lease_that_another_worker_removes_stays_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that finds all units stored removes all leases, between a look of the holder's and what follows."""
+    monkeypatch.setattr(leases, "_BEAT", 0.01)
+    path, holds, removals = tmp_path / "rows.jsonl", Leases._holds, [True, False]
+    lease = tmp_path / ".rows.jsonl-a.lease"
+
+    def removed(worker: Leases) -> bool:
+        found = holds(worker)
+        if removals and removals.pop(0):
+            lease.unlink()
+        return found
+
+    with Leases(path, unit_of) as touching:
+        assert touching.take("a")
+        monkeypatch.setattr(Leases, "_holds", removed)
+        while removals:  # in the second look, the touch after the first one is over
+            time.sleep(0.01)
+        assert not lease.exists()
+    storing = Leases(path, unit_of)
+    assert storing.take("a")
+    removals += [False, True]
+    assert storing.add({"unit": "a"})
+    assert removals == []
+
+
+@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_row_of_a_holder_that_died_before_it_let_go_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
