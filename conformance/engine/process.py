@@ -149,13 +149,13 @@ class Process:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise EngineTimeout(f"no answer within {seconds:g} s")
+            ended = self._popen.poll() is not None  # before the look, which then finds all that it has written
             readable, writable, _ = select.select(
                 [self._out], [self._in] if unsent else [], [], min(left, ALIVE_SECONDS),
             )
             if writable:
                 unsent = self._send(unsent)
-            ended = not readable and self._popen.poll() is not None
-            if ended or (readable and not self._receive()):
+            if not (self._receive() if readable else not ended):
                 raise EngineCrash(f"ended{self._how()} before it had answered")
         answer, _, self._read = self._read.partition(b"\n")
         return bytes(answer)
@@ -228,7 +228,11 @@ class Engine:
         except (OSError, ValueError) as error:
             raise EngineCrash(f"cannot be started: {error}", self._command) from error
         self._asked = 0
-        return self._exchange("hello", self._hello, HELLO_SECONDS, hello_of)
+        try:
+            return self._exchange("hello", self._hello, HELLO_SECONDS, hello_of)
+        except (EngineError, SpecError):  # it says so, and runs
+            self.stop()
+            raise
 
     def ask(self, op: str, arguments: Json, read: Callable[[Json], T]) -> T:
         """The result of an operation as `read` makes it, which raises ValueError for what is none.

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
@@ -12,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -274,6 +276,29 @@ def test_the_suite_says_whom_it_judges_and_in_what_precision(tmp_path: Path) -> 
     done = run(tmp_path, "--kvspec-command", line)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"kvspec: backend {line}, S1 in float32, spec " in done.stdout
+
+
+def test_an_engine_whose_hello_is_an_error_is_ended(tmp_path: Path) -> None:
+    answer = shlex.quote('{"id": 0, "error": "no licence"}')
+    with pytest.raises(SpecError, match="the engine failed: no licence"):
+        Engine(shlex.join(["sh", "-c", f"echo $$ > {tmp_path}/pid; read line; echo {answer}; sleep 1000"]), 20.0)
+    assert _becomes(lambda: not _runs(int((tmp_path / "pid").read_text(encoding="utf-8"))))
+
+
+def test_the_answer_of_an_engine_that_ends_at_once_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes and ends after a look at its output, and before the next look at whether it runs."""
+    engine, look, looks = process.Process("sh -c 'read line; echo {}'"), select.select, list[int]()
+
+    def late(*given: Any) -> Any:
+        looks.append(1)
+        if len(looks) != 2:
+            return look(*given)
+        engine._popen.wait()
+        return [], [], []
+
+    monkeypatch.setattr(process, "select", SimpleNamespace(select=late))
+    assert engine.exchange("hello", 20.0) == b"{}"
+    engine.stop()
 
 
 def test_an_engine_that_says_nothing_is_refused_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
