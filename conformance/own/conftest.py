@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -18,6 +20,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `kvspec verify` is given no seed, each run of a test draws the same."""
+    from conformance.verify import __main__ as verify_main
+
+    monkeypatch.setattr(verify_main, "secrets", SimpleNamespace(randbelow=Random(1).randrange))
 
 
 @pytest.fixture

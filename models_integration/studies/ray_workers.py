@@ -9,7 +9,7 @@ from runpy import run_module
 
 import ray
 
-from models_integration.studies.status import status
+from models_integration.studies.status import begun, status
 
 __all__ = ["run_actors"]
 
@@ -52,7 +52,8 @@ def run_actors(arguments: Sequence[str], workers: int, address: str, out: Path, 
         under_way[actor.work.remote(own, os.getcwd(), log)] = log
     while under_way:
         done, _ = ray.wait(list(under_way), timeout=_LOOK)
-        print(*status(out, watch=False), sep="\n", flush=True)
+        if begun(out):  # else each actor still loads its model
+            print(*status(out, watch=False), sep="\n", flush=True)
         for each in done:
             log = under_way.pop(each)
             try:

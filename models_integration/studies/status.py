@@ -9,7 +9,7 @@ from models_integration.studies.leases import Leases
 from models_integration.studies.results import STUDY, Row, load_rows
 from spec.errors import SpecError
 
-__all__ = ["failed_samples", "first_failure", "status"]
+__all__ = ["begun", "failed_samples", "first_failure", "status"]
 
 
 def failed_samples(path: Path) -> list[Row]:
@@ -27,6 +27,11 @@ def first_failure(path: Path) -> str:
     return f"{len(failed)} samples in {path} failed, the first by {failed[0]['error']}; --again makes them again"
 
 
+def begun(folder: Path) -> bool:
+    """Whether a run has left a file in the folder."""
+    return (folder / STUDY).exists() or any(folder.glob(f".{STUDY}-*"))
+
+
 def status(folder: Path, watch: bool = True) -> Iterator[str]:
     """A line: samples done, of those that are planned, and how many failed.
 
@@ -37,7 +42,7 @@ def status(folder: Path, watch: bool = True) -> Iterator[str]:
         SpecError: if no run has a file in the folder.
     """
     path = folder / STUDY
-    if not path.exists() and not any(folder.glob(f".{STUDY}-*")):
+    if not begun(folder):
         raise SpecError("status", str(folder), f"must be the --out of a run: it has no {STUDY}")
     leases = Leases(path, study_unit)
     done, planned = leases.stored(), leases.planned()

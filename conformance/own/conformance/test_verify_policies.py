@@ -226,7 +226,7 @@ SAID = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_seeds: None) -> Path:
     (tmp_path / "promisers.py").write_text(MINE, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("KVSPEC_PROFILE", "few")

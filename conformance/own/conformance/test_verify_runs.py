@@ -89,7 +89,7 @@ expiry = 2999-01-01
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_seeds: None) -> Path:
     """A folder with engines, in which a suite of its own is run with few examples."""
     (tmp_path / "suite").mkdir()
     (tmp_path / "suite/test_tiny.py").write_text(SUITE.replace("\\\\n", "\\n"), encoding="utf-8")

@@ -31,17 +31,18 @@ NOBODY = 65534
 PUTS_LEAST = 12
 
 
-def write_slowly(descriptor: int, parts: Sequence[memoryview]) -> None:
-    """A disk of 8 MB a second, so that kills fall into writes."""
+def write_slowly(ready: Connection, descriptor: int, parts: Sequence[memoryview]) -> None:
+    """A disk of 8 MB a second, so that kills fall into writes; `ready` gets a byte before each 8 KB."""
     for part in parts:
         for at in range(0, len(part), 1 << 13):
+            ready.send_bytes(b"x")
             os.write(descriptor, part[at : at + (1 << 13)])
             time.sleep(0.001)
 
 
 def publish_naively(
-    path: Path, parts: list[memoryview], replace: bool = True, late: files.Late | None = None,
-    write: Callable[[int, Sequence[memoryview]], None] = write_slowly,
+    write: Callable[[int, Sequence[memoryview]], None], path: Path, parts: list[memoryview], replace: bool = True,
+    late: files.Late | None = None,
 ) -> None:
     """What the archive must not do: write under the object's own name."""
     if late is not None:
@@ -54,14 +55,11 @@ def publish_naively(
 
 
 def write_until_killed(folder: Path, first: int, ready: Connection, naive: bool) -> None:
-    """Put ten chunks, slowly; `ready` gets a byte whenever one is about to be written."""
-    def write(descriptor: int, parts: Sequence[memoryview]) -> None:
-        ready.send_bytes(b"x")
-        write_slowly(descriptor, parts)
-
+    """Put ten chunks, slowly; `ready` gets a byte whenever 8 KB are about to be written."""
     torch.set_num_threads(1)
+    write = partial(write_slowly, ready)
     if naive:
-        vars(object_folder)["publish"] = partial(publish_naively, write=write)
+        vars(object_folder)["publish"] = partial(publish_naively, write)
     else:
         vars(files)["_write"] = write
     chunks = [chunk(seed, tokens=TOKENS) for seed in range(first, first + 10)]
@@ -141,6 +139,8 @@ def read_where_nothing_can_be_written(folder: Path) -> None:
 
 KILLS = 200
 FLIPS = 500  # of header and of payload: 1000
+WRITTEN_MOST = 30
+"""Pieces of 8 KB that a writer begins to write before it is killed: ten are a chunk."""
 SHARE = 5
 """Of the kills and flips, one in so many, where the profile is not nightly."""
 
@@ -153,15 +153,17 @@ def share(pytestconfig: pytest.Config) -> int:
 def kill_writers(folder: Path, kills: int, naive: bool) -> int:
     """Writers killed at random moments of their work; how many visible objects are torn afterwards.
 
-    Every fourth is killed while it opens the archive, the others while they write.
+    Every fourth is killed while it opens the archive, the others while they write one of the first three chunks.
     """
     rng = random.Random(1)
     for at in range(kills):
         ready, say = multiprocessing.Pipe(duplex=False)
         child = started(write_until_killed, folder, 1000 * at, say, naive)
         if at % 4:
-            ready.recv_bytes()
-        time.sleep(rng.uniform(0.0, 0.03))
+            for _ in range(rng.randint(1, WRITTEN_MOST)):
+                ready.recv_bytes()
+        else:
+            time.sleep(rng.uniform(0.0, 0.03))
         child.kill()
         child.join()
         say.close()

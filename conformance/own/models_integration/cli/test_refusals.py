@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,7 +234,7 @@ def test_progress_is_lines_where_there_is_no_terminal() -> None:
 def test_the_time_to_go_leaves_out_the_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds what is loaded and compiled once: here 60 s, then 1 s each."""
     clock = iter([0.0, 60.0, 61.0, 62.0])
-    monkeypatch.setattr("models_integration.studies.report.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("models_integration.studies.report.time", SimpleNamespace(monotonic=lambda: next(clock)))
     said = StringIO()
     with progress_bar(Console(file=said), 100, every=0.0) as progress:
         for _ in range(3):

@@ -178,13 +178,11 @@ def test_cancelled_and_failed_requests_leave_no_block(count: int, monkeypatch: p
                 manager.cancel_request(str(random.randrange(max(0, place - 8), place + 1)))
             if random.random() < 0.2:
                 time.sleep(0.01)
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and manager.batch_processor.has_pending_requests():
-            time.sleep(0.02)
-        while (output := manager.get_result(timeout=0.3)) is not None:
-            ends.append(output)
-        processor = watched.processors[-1]
-        assert all_free(processor)
+        while manager.is_running() and not manager.input_queue.empty():  # it would fail what it has not read
+            time.sleep(0.01)
+    while (output := manager.get_result(timeout=0)) is not None:  # it has stopped, after the last request
+        ends.append(output)
+    assert all_free(watched.processors[-1])
     failed = [output for output in ends if output.error]
     assert len(failed) > count // 20
     assert {len(output.prompt_ids) % 3 for output in failed} == {0}

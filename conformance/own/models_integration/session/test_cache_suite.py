@@ -254,6 +254,7 @@ FOUND = {
 }
 
 
+@pytest.mark.usefixtures("same_seeds")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "PADDED" else pytest.mark.nightly) for name in FOUND],
 )
