@@ -15,8 +15,8 @@ from spec.arrays import IntVector, Matrix, Vector
 from spec.policy import DeviceArray
 
 __all__ = [
-    "expected_attention", "expected_weights", "largest", "largest_attention", "received", "received_attention",
-    "softmax",
+    "causal_softmax", "expected_attention", "expected_weights", "largest", "largest_attention", "received",
+    "received_attention", "softmax",
 ]
 
 
@@ -83,10 +83,14 @@ def _blocks(
         visible = n - m + first + own
         S = torch.matmul(rows.reshape(H_kv, -1, d), keys[:, :, :visible].float())
         S = S if softcap is None else softcap * torch.tanh(S / softcap)
-        S = S.view(H_kv, H // H_kv, own, visible)
-        ahead = torch.ones(own, own, dtype=torch.bool, device=q.device).triu(1)
-        S[..., visible - own :].masked_fill_(ahead, -torch.inf)
-        yield slice(first, first + size), softmax(S, sinks)
+        yield slice(first, first + size), causal_softmax(S.view(H_kv, H // H_kv, own, visible), sinks)
+
+
+def causal_softmax(S: Tensor, sinks: DeviceArray | None) -> Tensor:
+    """Return the softmax of logits (..., w, n) of the last w of n queries. The logits are overwritten."""
+    w, n = S.shape[-2:]
+    S[..., n - w :].masked_fill_(torch.ones(w, w, dtype=torch.bool, device=S.device).triu(1), -torch.inf)
+    return softmax(S, sinks)
 
 
 def softmax(S: Tensor, sinks: DeviceArray | None) -> Tensor:

@@ -65,7 +65,7 @@ def scores(k: Tensor, p: NestedKVParameters) -> Tensor:
     w = torch.exp(gain - (gain.amax(dim=0) - LARGEST_EXPONENT).clamp(min=0.0))
     w = w * torch.tensor(p.w0, dtype=torch.float64, device=k.device)[:, None]
     blended = ((w / w.sum(dim=0))[:, :, None] * a).sum(dim=0)
-    s = min_max(a.std(dim=0, correction=0))
+    s = min_max((a - a.mean(dim=0)).square_().mean(dim=0).sqrt_())
     s = (s - s.mean(dim=1, keepdim=True)).clamp(min=0.0)
     alpha = torch.sigmoid(p.kappa * (s - p.tau))
     return (1.0 - alpha) * blended + alpha * a.amax(dim=0)
@@ -77,22 +77,23 @@ def anomalies(k: Tensor, p: NestedKVParameters) -> Tensor:
     Implements: NK-UNIT-KEYS, NK-STABLE, NK-EPISODIC, NK-CURRENT, NK-ANOMALY
     """
     n, unit = len(k), k.double() / k.abs().amax(dim=1, keepdim=True)
-    unit = unit / torch.linalg.vector_norm(unit, dim=1, keepdim=True)
+    unit /= torch.linalg.vector_norm(unit, dim=1, keepdim=True)
     b = min(max(n // p.blocks, p.b_min), p.b_max)
     at = torch.arange(n, device=k.device)
-    blocks = pad(unit, (0, 0, 0, -n % b)).view(-1, b, k.shape[1]).sum(dim=1)
-    sizes = (n - b * torch.arange(len(blocks), device=k.device)).clamp(max=b)
-    window = torch.cumsum(unit, dim=0)
-    window[p.W :] -= window[: -p.W].clone()
-    means = (unit.mean(dim=0, keepdim=True), blocks / sizes[:, None], window / (at + 1).clamp(max=p.W)[:, None])
-    stable, episodic, current = (directed(mean) for mean in means)
-    return -torch.stack([(unit * memory).sum(dim=1) for memory in (stable, episodic[at // b], current)])
+    blocks = pad(unit, (0, 0, 0, -n % b)).view(-1, b, k.shape[1])
+    stable, episodic, current = unit.sum(dim=0), blocks.sum(dim=1, keepdim=True), torch.cumsum(unit, dim=0)
+    current[p.W :] -= current[: -p.W].clone()
+    return -torch.stack([
+        cosine(torch.matmul(unit, stable), stable, n),
+        cosine(torch.matmul(blocks, episodic.mT)[:, :, 0], episodic, (n - at[::b, None]).clamp(max=b)).flatten()[:n],
+        cosine((unit * current).sum(dim=1), current, (at + 1).clamp(max=p.W)),
+    ])
 
 
-def directed(mean: Tensor) -> Tensor:
-    """Means at length 1; zeros where a mean is negligible."""
-    length = torch.linalg.vector_norm(mean, dim=1, keepdim=True)
-    return torch.where(length > NEGLIGIBLE, mean / length, 0.0)
+def cosine(product: Tensor, total: Tensor, count: Tensor | int) -> Tensor:
+    """Return products with sums of `count` unit keys over the lengths of the sums; 0 where a mean is negligible."""
+    length = torch.linalg.vector_norm(total, dim=-1)
+    return torch.where(length > NEGLIGIBLE * count, product / length, 0.0)
 
 
 def min_max(a: Tensor) -> Tensor:
@@ -104,5 +105,4 @@ def min_max(a: Tensor) -> Tensor:
 
 def gap(a: Tensor, m: int) -> Tensor:
     """Implements: NK-GAP"""
-    ordered = torch.sort(a, dim=2).values
-    return ordered[:, :, -m:].mean(dim=2) - ordered[:, :, :m].mean(dim=2)
+    return a.topk(m, dim=2).values.mean(dim=2) - a.topk(m, dim=2, largest=False).values.mean(dim=2)

@@ -11,11 +11,12 @@ from typing import Any, ParamSpec
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d, pad
+from torch.nn.functional import max_pool1d, pad
 
-from accelerated.torch_device.attention import expected_weights, largest, softmax
+from accelerated.torch_device.attention import causal_softmax, expected_weights, largest, softmax
 from accelerated.torch_device.attention import received as attention_received
 from accelerated.torch_device.device import block_rows, download, on_device, upload
+from accelerated.torch_device.selection import ranks
 from spec.arrays import Matrix, Vector
 from spec.errors import SpecError
 from spec.policy import DeviceArray, LayerView
@@ -30,14 +31,12 @@ P = ParamSpec("P")
 def observed(view: LayerView, W: int) -> Tensor:
     """PO-OBSERVED-ATTENTION: weights of the last W queries on all keys, (H, w, n)."""
     k, n = on_device(view.k), view.k.shape[1]
-    q = on_device(view.q, k.device).to(k.dtype)[:, -min(W, n) :]
-    at = torch.arange(n, device=k.device)
-    return softmax(logits(q, k, view).masked_fill(at > at[n - q.shape[1] :, None], -torch.inf), view.sinks)
+    return causal_softmax(logits(on_device(view.q, k.device).to(k.dtype)[:, -min(W, n) :], k, view), view.sinks)
 
 
 def logits(q: Tensor, k: Tensor, view: LayerView) -> Tensor:
     """Return the logits (H, w, n) of queries q (H, w, d) and keys k (H_kv, n, d)."""
-    S = torch.matmul(q.reshape(len(k), -1, q.shape[2]), k.mT).view(*q.shape[:2], k.shape[1]) * view.scaling
+    S = torch.matmul(q.reshape(len(k), -1, q.shape[2]) * view.scaling, k.mT).view(*q.shape[:2], k.shape[1])
     return S if view.softcap is None else view.softcap * torch.tanh(S / view.softcap)
 
 
@@ -58,7 +57,7 @@ def max_pool(x: Tensor, kernel: int) -> Tensor:
 
 def average_pool(x: Tensor, kernel: int) -> Tensor:
     """PO-POOL, the sum around each entry of (rows, n) over the kernel."""
-    return avg_pool1d(x, kernel, 1, kernel // 2) if x.shape[1] else x
+    return pad(x, (kernel // 2, kernel // 2)).unfold(1, kernel, 1).mean(dim=2) if x.shape[1] else x
 
 
 def with_window(past: Tensor, n: int) -> Tensor:
@@ -100,10 +99,10 @@ def keydiff_score(view: LayerView) -> Tensor:
     """Implements: PO-KEYDIFF"""
     k = on_device(view.k)
     own = k / k.abs().amax(dim=2, keepdim=True)  # their squares neither overflow nor vanish
-    own = own / torch.linalg.vector_norm(own, dim=2, keepdim=True)
+    own /= torch.linalg.vector_norm(own, dim=2, keepdim=True)
     anchor = own.mean(dim=1, keepdim=True, dtype=torch.float64).to(own.dtype)
     length = torch.linalg.vector_norm(anchor, dim=2, keepdim=True)
-    cosine: Tensor = (own * torch.where(length > 0, anchor / length, 0.0)).sum(dim=2)
+    cosine: Tensor = torch.matmul(own, torch.where(length > 0, anchor / length, 0.0).mT)[:, :, 0]
     return -cosine
 
 
@@ -131,17 +130,16 @@ def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Tensor:
     scores[:, tail:] = torch.arange(1, n - tail + 1, device=k.device)
     if parts > 1:
         judged = (x[:, N_sink : tail + lag].reshape(H_kv, parts, lag, -1) for x in (k, v))
-        information = torch.stack([_spread(x) for x in judged]).sum(dim=0)
-        order = torch.argsort(information, dim=-1, descending=True, stable=True)
-        scores[:, N_sink:tail] = -torch.argsort(order, dim=-1).flatten(1).double()
+        scores[:, N_sink:tail] = -ranks(torch.stack([_spread(x) for x in judged]).sum(dim=0)).flatten(1).double()
     return scores
 
 
 def _spread(x: Tensor) -> Tensor:
     """Softmax over a partition of each token's deviation over channels, by the range of the next partition."""
-    low, high = torch.aminmax(x[:, 1:], dim=2, keepdim=True)
-    scaled = torch.where(high > low, (x[:, :-1] - low) / (high - low), 0.0)
-    return torch.softmax(scaled.std(dim=3), dim=-1)
+    low, high = x[:, 1:].amin(dim=2, keepdim=True), x[:, 1:].amax(dim=2, keepdim=True)
+    scaled = (x[:, :-1] - low) / torch.where(high > low, high - low, torch.inf)
+    scaled -= scaled.mean(dim=3, keepdim=True)
+    return torch.softmax(torch.linalg.vector_norm(scaled, dim=3) / (x.shape[3] - 1) ** 0.5, dim=-1)
 
 
 def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Tensor:
@@ -159,22 +157,38 @@ def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Tensor:
 
 
 def _redundancy(k: Tensor) -> Tensor:
-    """Of one head's keys (n, d): softmax of their mean cosine with all others, each row without one column."""
-    n, at = len(k), torch.arange(len(k), device=k.device)
+    """Of one head's keys (n, d): softmax of their mean cosine with all others, each row without one column.
+
+    A sum of cosines is a product with the sum of the unit keys. The cosines of the columns left out are summed as
+    integers, so that the order of addition has no effect.
+    """
     own = k / (torch.linalg.vector_norm(k, dim=1, keepdim=True) + 1e-8)
-    total = torch.zeros(n, dtype=torch.float64, device=k.device)
-    for rows in torch.split(at, block_rows(k, n)):
-        C = torch.matmul(own[rows], own.T)
-        C.scatter_(1, rows[:, None], 0.0)
-        spared = torch.where(C > 0.5, at, 0).amax(dim=1, keepdim=True)
-        total += C.scatter_(1, spared, 0.0).sum(dim=0, dtype=torch.float64)
-    return torch.softmax(total / n, dim=0)
+    column, at = _last_similar(own), torch.arange(len(k), device=k.device)
+    left_out = (own * own[column]).sum(dim=1).masked_fill(column == at, 0.0).double() * 2**40
+    left_out = torch.zeros_like(column).scatter_add_(0, column, left_out.long()).double() / 2**40
+    total = torch.matmul(own, own.sum(dim=0, dtype=torch.float64).to(own.dtype)) - (own * own).sum(dim=1)
+    return torch.softmax((total - left_out) / len(k), dim=0)
+
+
+def _last_similar(unit: Tensor) -> Tensor:
+    """Of each key the last other key with a cosine above 1/2, or 0, (n,). Each pair of keys is in one block."""
+    n, at = len(unit), torch.arange(len(unit), dtype=unit.dtype, device=unit.device)
+    last = torch.zeros_like(at)
+    for first in range(0, n, size := block_rows(unit, n)):
+        rows, end = slice(first, first + size), min(n, first + size)
+        similar = torch.matmul(unit[rows], unit[:end].T)
+        similar.diagonal(first).zero_()
+        similar.gt_(0.5)
+        last[rows] = (similar * at[:end]).amax(dim=1)
+        last[:end] = torch.maximum(last[:end], similar.mul_(at[rows, None]).amax(dim=0))
+    return last.long()
 
 
 def value_range(v: DeviceArray) -> Tensor:
     """Implements: PO-VASE"""
-    low, high = torch.aminmax(on_device(v), dim=2)
-    return high - low
+    v = on_device(v)
+    spread: Tensor = v.amax(dim=2) - v.amin(dim=2)
+    return spread
 
 
 def window_attention(view: LayerView, W: int, kernel: int) -> Tensor:
@@ -244,9 +258,10 @@ def cake_layer(
     A, n = before(observed(view, W)), view.k.shape[1]
     if A.shape[2] == 0:
         return A.new_full((len(view.k), n), torch.nan), A.new_zeros(1, 1)
-    variance = A.var(dim=1, correction=min(1, A.shape[1] - 1))
-    pooled = groups(average_pool(A.mean(dim=1) + gamma * variance, kernel), len(view.k)).mean(dim=1)
-    entropy = -torch.special.xlogy(A, A).sum(dtype=torch.float64).clamp(max=0.0)
+    mean, least = A.mean(dim=1), torch.finfo(A.dtype).tiny
+    variance = (A - mean[:, None]).square_().sum(dim=1) / max(1, A.shape[1] - 1)
+    pooled = groups(average_pool(mean + gamma * variance, kernel), len(view.k)).mean(dim=1)
+    entropy = -(A * A.clamp(min=least).log_()).sum(dim=1).sum(dtype=torch.float64).clamp(max=0.0)
     preference = entropy ** (1 / tau1) * variance.sum(dtype=torch.float64) ** (1 / tau2)
     return with_window(pooled, n), preference[None, None]
 

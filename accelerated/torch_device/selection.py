@@ -18,7 +18,7 @@ from spec.policy import Selection
 
 __all__ = [
     "adaptive_shares", "best_tokens", "competition_shares", "filled_chunks", "kept_blocks", "kept_representatives",
-    "kept_tokens",
+    "kept_tokens", "ranks",
 ]
 
 
@@ -29,11 +29,20 @@ def kept_tokens(values: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
 
     Implements: PO-TOP-UNITS
     """
-    order = torch.argsort(-values, dim=1, stable=True)
-    order = order.gather(1, torch.argsort((~pinned).gather(1, order).int(), dim=1, stable=True))
-    share = torch.maximum(shares, pinned.sum(dim=1))[:, None]
-    first = torch.arange(values.shape[1], device=values.device) < share
-    return torch.zeros_like(pinned).scatter_(1, order, first)
+    return first_tokens(torch.argsort(-values, dim=1, stable=True), shares, pinned)
+
+
+def first_tokens(order: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
+    """Return a mask of each row's (g, n) pinned tokens and the first others in this order, up to its share (g,)."""
+    free = ~pinned.gather(1, order)
+    first = free & (free.cumsum(dim=1) <= (shares - pinned.sum(dim=1))[:, None])
+    return pinned | torch.zeros_like(pinned).scatter_(1, order, first)
+
+
+def ranks(x: Tensor) -> Tensor:
+    """Return the rank of each number of a row, 0 for the largest. Of ties the lower index comes first."""
+    order = torch.argsort(-x, dim=-1, stable=True)
+    return torch.empty_like(order).scatter_(-1, order, torch.arange(x.shape[-1], device=x.device).expand_as(order))
 
 
 def filled_chunks(members: Tensor, c: int, past: int, shares: Tensor, pinned: Tensor) -> Tensor:
@@ -44,13 +53,9 @@ def filled_chunks(members: Tensor, c: int, past: int, shares: Tensor, pinned: Te
     Implements: PO-FILL-UNITS, PO-CHUNKKV
     """
     chunks = pad(members[:, :past], (0, -past % c)).double().view(len(members), -1, c).sum(dim=2)
-    rank = torch.argsort(torch.argsort(-chunks, dim=1, stable=True), dim=1)
-    rank = pad(rank.repeat_interleave(c, dim=1)[:, :past], (0, members.shape[1] - past))
+    rank = pad(ranks(chunks).repeat_interleave(c, dim=1)[:, :past], (0, members.shape[1] - past))
     order = torch.argsort(-members, dim=1, stable=True)
-    for key in (rank, (~pinned).int()):
-        order = order.gather(1, torch.argsort(key.gather(1, order), dim=1, stable=True))
-    share = torch.maximum(shares, pinned.sum(dim=1))[:, None]
-    return torch.zeros_like(pinned).scatter_(1, order, torch.arange(members.shape[1], device=members.device) < share)
+    return first_tokens(order.gather(1, torch.argsort(rank.gather(1, order), dim=1, stable=True)), shares, pinned)
 
 
 def kept_blocks(
@@ -148,5 +153,4 @@ def competition_shares(values: Tensor, free: int, pinned: int, safeguard: Fracti
     """
     H = len(values)
     quota = min(max(0, math.floor(safeguard * (free // H + pinned)) - pinned), free // H)
-    rank = torch.argsort(torch.argsort(-values, dim=1, stable=True), dim=1)
-    return pinned + quota + winners(values.masked_fill(rank < quota, torch.nan), free - quota * H)
+    return pinned + quota + winners(values.masked_fill(ranks(values) < quota, torch.nan), free - quota * H)

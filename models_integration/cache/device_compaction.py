@@ -52,17 +52,16 @@ def gather(cache: RetainedCache, index: int, rows: Sequence[Chosen]) -> None:
 def _gathered(layer: DenseLayer, rows: Sequence[Chosen]) -> RaggedLayer:
     assert layer.keys is not None
     assert layer.values is not None
-    H, columns, keys, values = layer.heads, layer.stored_length, list[Tensor](), list[Tensor]()
-    for own_keys, own_values, (at, _, groups, n, *_) in zip(layer.keys, layer.values, rows, strict=True):
-        slots = at // n * columns + at % n + columns - n
+    H, columns, slots = layer.heads, layer.stored_length, list[Tensor]()
+    for row, (at, _, groups, n, *_) in enumerate(rows):
+        slots.append(row * H * columns + at // n * columns + at % n + columns - n)
         if groups < H:
-            slots = (torch.arange(H, device=at.device)[:, None] * columns + slots).flatten()
-        keys.append(own_keys.flatten(0, 1).index_select(0, slots))
-        values.append(own_values.flatten(0, 1).index_select(0, slots))
+            slots[row] = (torch.arange(H, device=at.device)[:, None] * columns + slots[row]).flatten()
+    keys, values = (x.flatten(0, 2).index_select(0, torch.cat(slots)) for x in (layer.keys, layer.values))
     unknown = [torch.empty(0, dtype=torch.int64, device="cpu")] * (H * len(rows))
     empty = torch.empty(len(rows), 0, dtype=torch.int64, device="cpu")
     seen = StoredRows(empty, torch.tensor([row.n for row in rows], device="cpu"))
-    made = RaggedLayer(torch.cat(keys), torch.cat(values), seen, unknown, columns)
+    made = RaggedLayer(keys, values, seen, unknown, columns)
     layer.reset()
     return made
 
