@@ -28,15 +28,17 @@ def block_rows(x: Tensor, columns: int) -> int:
 
 
 def upload(array: np.ndarray[Any, Any], dtype: Any, device: torch.device | None = None) -> Tensor:
-    """Copy a NumPy array to the device as a contiguous tensor. The array may be read-only."""
-    return torch.from_numpy(np.array(array, dtype=dtype, order="C")).to(device or default_device())
+    """Copy a NumPy array to the device as a contiguous tensor, without waiting. The array may be read-only."""
+    copied = torch.from_numpy(np.array(array, dtype=dtype, order="C"))
+    return copied.to(device or default_device(), non_blocking=True)
 
 
 def on_device(x: DeviceArray, device: torch.device | None = None) -> Tensor:
     """Return a tensor in float32, or in float64 if x is float64. A tensor is moved only if a device is given."""
     if not isinstance(x, Tensor):
         x = upload(x, np.float64 if x.dtype.itemsize > 4 else np.float32, device)
-    found: Tensor = x.to(device or x.device, torch.promote_types(x.dtype, torch.float32))
+    target = device or x.device
+    found: Tensor = x.to(target, torch.promote_types(x.dtype, torch.float32), non_blocking=target.type != "cpu")
     return found
 
 

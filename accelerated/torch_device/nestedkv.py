@@ -63,7 +63,7 @@ def scores(k: Tensor, p: NestedKVParameters) -> Tensor:
     a = min_max(torch.stack([anomalies(head, p) for head in k], dim=1))
     gain = p.beta * gap(a, max(1, math.floor(p.p * a.shape[2])))
     w = torch.exp(gain - (gain.amax(dim=0) - LARGEST_EXPONENT).clamp(min=0.0))
-    w = w * torch.tensor(p.w0, dtype=torch.float64, device=k.device)[:, None]
+    w = w * torch.tensor(p.w0, dtype=torch.float64).to(k.device, non_blocking=True)[:, None]
     blended = ((w / w.sum(dim=0))[:, :, None] * a).sum(dim=0)
     s = min_max((a - a.mean(dim=0)).square_().mean(dim=0).sqrt_())
     s = (s - s.mean(dim=1, keepdim=True)).clamp(min=0.0)

@@ -35,7 +35,7 @@ def mean_inverse_norms(
     live = (i < n)[:, None] & (channel < d)[None, :]
     total = tl.zeros([NORMS], tl.float64)
     for head in range(heads):
-        at = K + head * k_head.to(tl.int64) + i[:, None] * k_row + channel[None, :] * k_dim
+        at = K + head * tl.cast(k_head, tl.int64) + i[:, None] * k_row + channel[None, :] * k_dim
         k = tl.load(at, mask=live, other=0.0).to(tl.float64)
         largest = tl.max(tl.abs(k), 1)
         scale = tl.where(largest < SMALL, UP, tl.where(largest > LARGE, DOWN, tl.full([NORMS], 1.0, tl.float64)))
@@ -43,7 +43,7 @@ def mean_inverse_norms(
         square = tl.sum(k * k, 1)
         inverse = scale / tl.sqrt(tl.where(square > ZERO, square, 1.0))
         total += tl.where(square > ZERO, inverse, float("inf"))
-    tl.store(NORM + i, total / heads.to(tl.float64), mask=i < n)
+    tl.store(NORM + i, total / tl.cast(heads, tl.float64), mask=i < n)
 
 
 def inverse_key_norms(k: DeviceArray) -> Vector:

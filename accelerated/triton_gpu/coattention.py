@@ -185,7 +185,7 @@ def coattention_of(
         at = upload(positions, np.int64, q.device)
         intra, cross = (torch.where(i >= 0, at[i], -1) for i, _ in (segment.intra, segment.cross))
     return CoAttention(
-        int(positions[segment.before]), download(segment.salience, np.float64),
-        download(intra, np.int64), download(segment.intra[1], np.float64),
-        download(cross, np.int64), download(segment.cross[1], np.float64),
+        int(positions[segment.before]), download(segment.salience.double(), np.float64),
+        download(intra, np.int64), download(segment.intra[1].double(), np.float64),
+        download(cross, np.int64), download(segment.cross[1].double(), np.float64),
     )

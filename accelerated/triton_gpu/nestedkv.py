@@ -85,7 +85,7 @@ def stable_direction(BLOCK, STABLE, n, d, blocks, D: tl.constexpr):
         at = BLOCK + (head * blocks + block).to(tl.int64) * d + channel
         total += tl.load(at, mask=channel < d, other=0.0).to(tl.float64)
     length = tl.sqrt(tl.sum(total * total, 0))
-    present = length > NEGLIGIBLE * n.to(tl.float64)
+    present = length > NEGLIGIBLE * tl.cast(n, tl.float64)
     scaled = tl.where(present, total / tl.where(present, length, 1.0), 0.0)
     tl.store(STABLE + head * d + channel, scaled.to(tl.float32), mask=channel < d)
 
@@ -116,7 +116,7 @@ def anomalies(
     live = i < n
     unit = unit_rows(K, INVERSE, head, i, live, n, k_head, k_row, k_dim, d, D)
     out = ANOMALY + head.to(tl.int64) * n + i
-    scale = heads.to(tl.int64) * n
+    scale = tl.cast(heads, tl.int64) * n
     stable = tl.load(STABLE + head * d + channel, mask=channel < d, other=0.0)
     tl.store(out, -tl.sum(unit * stable[None, :], 1), mask=live)
     block = i // b
@@ -200,7 +200,7 @@ def extremes(ANOMALY, RANGES, n, m, SCAN: tl.constexpr):
     below += (m - under).to(tl.float64) * value_of(bottom).to(tl.float64)
     spread = high - low
     present = spread > NEGLIGIBLE
-    delta = (above - below) / m.to(tl.float64) / tl.where(present, spread, 1.0)
+    delta = (above - below) / tl.cast(m, tl.float64) / tl.where(present, spread, 1.0)
     tl.store(RANGES + row * 3 + LOW, low)
     tl.store(RANGES + row * 3 + HIGH, high)
     tl.store(RANGES + row * 3 + GAP, tl.where(present, delta, 0.0))
@@ -253,7 +253,7 @@ def surprises(ANOMALY, RANGES, SURPRISE, n, heads, SCAN: tl.constexpr):
         total += tl.sum(tl.where(live, s, 0.0), 0)
     tl.store(SURPRISE + head * 3 + LOW, low)
     tl.store(SURPRISE + head * 3 + HIGH, high)
-    tl.store(SURPRISE + head * 3 + GAP, total / n.to(tl.float64))
+    tl.store(SURPRISE + head * 3 + GAP, total / tl.cast(n, tl.float64))
 
 
 @triton.jit

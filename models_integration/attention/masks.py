@@ -102,7 +102,7 @@ def by_position(
     # A query in a column without a token has no position, and no reader; it stands where the row's last token does.
     queries = tokens[:, None] - is_token.sum(dim=1, keepdim=True) + is_token.cumsum(dim=1) - 1
     columns = rows.columns(stored, seen + q_length, tokens).clamp(min=0)
-    stored, queries, columns = stored.to(device), queries.to(device), columns.to(device)
+    stored, queries, columns = (one.to(device, non_blocking=True) for one in (stored, queries, columns))
 
     def visible(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
         stored_row = torch.zeros_like(row) if rows.shared else row

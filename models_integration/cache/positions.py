@@ -231,7 +231,7 @@ def _taken(tensor: Tensor, slots: Tensor) -> Tensor:
     """These slots of (..., stored, d): a breath leaves long runs, which are copied whole."""
     ends = np.flatnonzero(np.diff(slots.numpy()) != 1) + 1
     if len(slots) < _LONG_RUN * (len(ends) + 1):
-        return tensor.index_select(-2, slots.to(tensor.device))
+        return tensor.index_select(-2, slots.to(tensor.device, non_blocking=True))
     cuts = [0, *ends.tolist(), len(slots)]
     firsts = slots[cuts[:-1]].tolist()
     runs = zip(firsts, np.diff(cuts).tolist(), strict=True)
@@ -254,4 +254,4 @@ def shown_columns(tensor: Tensor, shown: Tensor | None) -> Tensor:
     first = tensor.shape[1] - len(at)
     if len(at) and int(at[0]) == first:
         return tensor[:, first:]
-    return tensor.index_select(1, at.to(tensor.device))
+    return tensor.index_select(1, at.to(tensor.device, non_blocking=True))

@@ -174,7 +174,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             self.keys, self.values = _moved(self.keys, layout, roomy), _moved(self.values, layout, roomy)
             layout = roomy
         ends = torch.tensor(layout.starts, device="cpu") + torch.tensor(layout.lengths, device="cpu")
-        slots = (ends[:, None] + torch.arange(q, device="cpu")).flatten().to(self.keys.device)
+        slots = (ends[:, None] + torch.arange(q, device="cpu")).flatten().to(self.keys.device, non_blocking=True)
         self.keys, self.values = _put(self.keys, slots, key_states), _put(self.values, slots, value_states)
         self.layout = HeadLayout(layout.kept, layout.grown + q, layout.spare - q)
         self.padded_seen += q
@@ -235,7 +235,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         def keep() -> RaggedLayer:
             assert self.keys is not None
             assert self.values is not None
-            gathered = slots.to(self.keys.device)
+            gathered = slots.to(self.keys.device, non_blocking=True)
             self.keys, self.values = self.keys.index_select(0, gathered), self.values.index_select(0, gathered)
             self.rows = _shared_by_heads(self.rows.tokens(layout.grown), self.rows.holes)
             self.layout = after
@@ -262,7 +262,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             for chunk in chunks:
                 chunk_positions = chunk.positions[head % len(chunk.positions)]
                 stored = chunk_positions != EMPTY
-                on_device = stored.to(chunk.keys.device)
+                on_device = stored.to(chunk.keys.device, non_blocking=True)
                 keys.append(chunk.keys[head][on_device].to(stored_keys))
                 values.append(chunk.values[head][on_device].to(stored_values))
                 positions.append(chunk_positions[stored])
@@ -324,7 +324,7 @@ def _shared_by_heads(seen: Tensor, holes: Tensor | None = None) -> StoredRows:
 def _flattened(tensor: Tensor, slots: Sequence[Sequence[Tensor]]) -> Tensor:
     """Each row's and head's slots of (rows, H_kv, stored, d), one after the other, (slots, d)."""
     parts = [
-        tensor[row, head].index_select(0, head_slots.to(tensor.device))
+        tensor[row, head].index_select(0, head_slots.to(tensor.device, non_blocking=True))
         for row, heads in enumerate(slots) for head, head_slots in enumerate(heads)
     ]
     return torch.cat(parts)

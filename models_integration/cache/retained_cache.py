@@ -165,7 +165,8 @@ class RetainedCache(StatefulCache):
             return {}
         is_token = torch.nn.functional.pad(self.is_token.expand(first.batch, -1), (0, tokens), value=True)
         positions = first.next_positions(tokens)
-        return {"position_ids": positions.to(device), "attention_mask": is_token.to(device, torch.int64)}
+        here, mask = positions.to(device, non_blocking=True), is_token.to(device, torch.int64, non_blocking=True)
+        return {"position_ids": here, "attention_mask": mask}
 
     @contextmanager
     def in_context(self) -> Iterator[None]:

@@ -132,7 +132,7 @@ def choose(policy: Policy, engine: Backend, budget: Budget, one: Observation) ->
     values = scores
     if isinstance(twin.scorer, ValueWeighted):
         values = scores.double() * cast(Tensor, twin.scorer.size(cast(Tensor, view.v))).double()
-    held = torch.from_numpy(protected).to(values.device).expand(values.shape)
+    held = torch.from_numpy(protected).to(values.device, non_blocking=True).expand(values.shape)
     unscored, values = (values.isnan() & ~held).flatten(), values.masked_fill(held, torch.nan)
     shares, kept = _shares(policy, engine, B, values, protected)
     if isinstance(twin.scorer, Chunks):
@@ -158,10 +158,10 @@ def _marks(
     """Of each kept set (g, n) the tokens that stay, by a selector of tokens or of blocks."""
     select, b = _selector(policy)
     given, pinned = getattr(select, "keywords", {}), int(protected.sum())
-    held = torch.from_numpy(protected).to(values.device).expand(values.shape)
+    held = torch.from_numpy(protected).to(values.device, non_blocking=True).expand(values.shape)
     top: Callable[..., Tensor] = engine.tensors["top_units"]
     if _function(select) is scored_or_representative:
-        free = torch.from_numpy(np.flatnonzero(~_touched(protected, b))).to(values.device)
+        free = torch.from_numpy(np.flatnonzero(~_touched(protected, b))).to(values.device, non_blocking=True)
         top = partial(engine.tensors["representatives"], free=free, **given)
     elif b:
         top = partial(engine.tensors["best_blocks"], b=b)
@@ -185,7 +185,8 @@ def _second(scorer: Scorer, one: Observation, values: Tensor) -> Tensor:
     assert isinstance(scorer, Sampled)
     A = cast(Tensor, scorer.attend(view, scorer.W, scorer.kernel))
     numbers = exponential_numbers(scorer.seed, one.first, one.seen, np.tile(np.arange(one.seen), (len(A), 1)))
-    return pad(A.double(), (0, one.seen - A.shape[1]), value=torch.nan) / torch.from_numpy(numbers).to(A.device)
+    times = torch.from_numpy(numbers).to(A.device, non_blocking=True)
+    return pad(A.double(), (0, one.seen - A.shape[1]), value=torch.nan) / times
 
 
 def _host(scorer: Scorer) -> Scorer:
@@ -257,4 +258,4 @@ def _shares(policy: Policy, engine: Backend, B: int, values: Tensor, protected: 
         newest = whole // 2 if _function(select) is recent_half else 0 * whole
         held = [_touched(protected | (np.arange(n) >= n - half), b).sum() for half in newest]
         kept = (np.maximum((whole - n % b).clip(0) // b, held) * b + n % b).sum()
-    return torch.from_numpy(whole).to(values.device), int(kept)
+    return torch.from_numpy(whole).to(values.device, non_blocking=True), int(kept)

@@ -178,7 +178,8 @@ def first_span(
     if segment_end == ONE_FORWARD:
         check_tokens(all_columns)
     positions = _positions(given, is_token, before.sum(dim=1))
-    return ForwardSpan(before.shape[1], segment_end, own, is_token, {"position_ids": positions.to(ids.device)})
+    here = positions.to(ids.device, non_blocking=True)
+    return ForwardSpan(before.shape[1], segment_end, own, is_token, {"position_ids": here})
 
 
 def later_span(
@@ -204,7 +205,7 @@ def later_span(
             "windows and states would include the padding"
         )
     positions = _positions(given, is_token, cache.tokens.expand(rows))
-    defaults["position_ids"] = positions.to(ids.device)
+    defaults["position_ids"] = positions.to(ids.device, non_blocking=True)
     return ForwardSpan(cache.get_seq_length(), segment_end, own, is_token, defaults)
 
 
@@ -231,17 +232,18 @@ def device_step(vocabulary: int, arguments: Arguments, cache: RetainedCache) -> 
     """
     ids, rest = arguments["input_ids"], arguments.copy()
     check_rows(cache, ids)
-    defaults, expected = cache.step_inputs(1, ids.device), cache.tokens.expand(len(ids))[:, None]
+    defaults = cache.step_inputs(1, ids.device)
+    expected = cache.tokens.expand(len(ids))[:, None].to(ids.device, non_blocking=True)
     wrong = ((ids < 0) | (ids >= vocabulary)).any()
     if (positions := arguments.get("position_ids")) is not None:
         if positions.shape not in ((1, 1), expected.shape):
             raise SpecError("position_ids", tuple(positions.shape), f"must be {tuple(expected.shape)}")
-        wrong |= (positions != expected.to(ids.device)).any()
+        wrong |= (positions != expected).any()
     if (mask := rest.pop("attention_mask", None)) is not None:
         is_token = pad(cache.is_token.expand(len(ids), -1), (0, 1), value=True)
         _check_width(mask, is_token.shape)
-        wrong |= (mask != is_token.to(ids.device)).any()
-    defaults["position_ids"] = expected.to(ids.device)
+        wrong |= (mask != is_token.to(ids.device, non_blocking=True)).any()
+    defaults["position_ids"] = expected
     is_token = torch.ones(ids.shape, dtype=torch.bool, device="cpu")
     return rest, ForwardSpan(cache.get_seq_length(), OPEN, ids, is_token, defaults), wrong
 

@@ -68,7 +68,7 @@ def rehearse(
             architecture.attention[layer].register_forward_pre_hook(watcher.reads(layer), with_kwargs=True)
             for layer in found
         ]
-        ids = torch.from_numpy(np.stack([one for _, _, one in parts])).to(device)
+        ids = torch.from_numpy(np.stack([one for _, _, one in parts])).to(device, non_blocking=True)
         try:
             with (
                 torch.no_grad(), restored_rotation(architecture.decoder),

@@ -106,7 +106,9 @@ class _Tensors(TorchFunctionMode):
 
 
 class HostReads(TorchDispatchMode):
-    """Runs what is calculated on the device, and counts host reads.
+    """Runs what is calculated on the device, and counts host reads: how often the host waits for the device.
+
+    A copy of values to the device is one too, unless it is asked not to wait.
 
     Attributes:
         counts: host reads, by the function of kvspec or transformers that waited.
@@ -140,7 +142,7 @@ class HostReads(TorchDispatchMode):
         to_host = written_on_host or (target is not None and torch.device(target).type == "cpu")
         if "device" in kwargs:
             kwargs["device"] = CPU if to_host else self.held_on
-        if inside and (to_host or function in _READS or _masks(function, args)):
+        if (inside and (to_host or function in _READS or _masks(function, args))) or _waits(function, given, kwargs):
             self.counts[reader()] += 1
         wrappers = {id(one.held): one for one in given if isinstance(one, DeviceTensor)}
         found = self.calculate(function, *_held(args), **_held(kwargs))
@@ -195,6 +197,13 @@ def _masks(function: Any, args: Any) -> bool:
         return False
     masked = any(isinstance(one, DeviceTensor) and one.dtype == torch.bool for one in args[1])
     return masked and (function is aten.index.Tensor or args[2].numel() > 1)
+
+
+def _waits(function: Any, given: list[Tensor], kwargs: Any) -> bool:
+    """Whether values of the host are copied to the device in such a way that the host waits for all that runs there."""
+    if function not in _COPIES | _INDEXED or kwargs.get("non_blocking"):
+        return False
+    return any(one.numel() and not isinstance(one, DeviceTensor) for one in given)
 
 
 def reader() -> str:

@@ -143,18 +143,29 @@ def _type_of(argument: str, job: Job) -> str:
     return f"*{job.element}" if argument in ("Q", "K") else POINTERS.get(argument, "i32")
 
 
-def compile_job(job: Job) -> Compiled:
-    """Compile, and read the resources of the cubin."""
+def _compiled(job: Job, ones: set[str]) -> Any:
+    """The kernel with these arguments equal to 1, which Triton makes constants of."""
     kernel = getattr(job.module, job.kernel)
     names = kernel.arg_names
-    values = {**job.constants, **{name: 1 for name in ("q_dim", "k_dim") if name in names}}
+    values = {**job.constants, **{name: 1 for name in names if name in ones}}
     constants = {(names.index(name),): value for name, value in values.items()}
     signature = {name: "constexpr" if name in values else _type_of(name, job) for name in names}
     aligned = [(i,) for i, name in enumerate(names) if name in ALIGNED and (i,) not in constants]
     attributes = {place: [["tt.divisibility", 16]] for place in aligned}
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": job.shape.warps, "num_stages": job.shape.stages, **job.options}
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def compile_for_ones(job: Job) -> None:
+    """Compile with every integer that may be a constant equal to 1: one head, one token. The interpreter has none."""
+    parameters = getattr(job.module, job.kernel).params
+    _compiled(job, {one.name for one in parameters if not one.do_not_specialize and _type_of(one.name, job) == "i32"})
+
+
+def compile_job(job: Job) -> Compiled:
+    """Compile, and read the resources of the cubin."""
+    found = _compiled(job, {"q_dim", "k_dim"})
     registers, stack, local = _resources(found.asm["cubin"])
     ptx = found.asm["ptx"]
     return Compiled(
@@ -189,6 +200,8 @@ def main(arguments: list[str] | None = None) -> int:
     for job in [*wanted, *later_jobs()]:
         found = compile_job(job)
         print(json.dumps(asdict(found)) if chosen.json else _line(found), flush=True)
+    for job in [*jobs(chosen.dims[0], "bf16"), *later_jobs()]:
+        compile_for_ones(job)
     return 0
 
 
