@@ -67,7 +67,7 @@ class Calibration:
             finite = np.isfinite(array)
             if not finite.all():
                 at = tuple(int(i) for i in np.argwhere(~finite)[0])
-                raise SpecError(f"calibration.{name}", array[at], f"must be finite, and is not at {at}")
+                raise SpecError(f"calibration.{name}", array[at], f"must be finite; this value is at {at}")
 
     @property
     def digest(self) -> str:
@@ -86,10 +86,14 @@ class Calibration:
                 actual value.
         """
         if self.identity.model != served.model:
-            raise SpecError("calibration", self.identity.model, f"is another model's; this one is {served.model!r}")
+            raise SpecError(
+                "calibration", self.identity.model,
+                f"was made for a different model, not for {served.model!r}; run `kvspec calibrate` with this model",
+            )
         if self.identity.rope != served.rope:
             raise SpecError(
-                "calibration", self.identity.rope, f"was taken under other rotary frequencies; here {served.rope}"
+                "calibration", self.identity.rope,
+                f"was made with different rotary frequencies, not with {served.rope}; run `kvspec calibrate` again",
             )
 
 

@@ -81,7 +81,7 @@ def paired_difference(
         SpecError: if `differences` is empty.
     """
     if not len(differences):
-        raise SpecError("differences", 0, "must hold at least one")
+        raise SpecError("differences", 0, "must have at least one difference")
     drawn = draws(int(problems.max()) + 1, resamples, seed)
     low, high, above = cluster_bootstrap(differences, problems, drawn)
     below = cluster_bootstrap(-differences, problems, drawn).positive
@@ -107,7 +107,7 @@ def branch_of(first: Sequence[Cell], second: Sequence[Cell]) -> Branch:
     """
     for name, cells in (("first", first), ("second", second)):
         if not cells:
-            raise SpecError(name, (), "must hold at least one cell")
+            raise SpecError(name, (), "must have at least one cell")
     if not any(cell.difference > 0 and cell.p < PER_CELL for cell in first):
         return "C"
     harmed = any(cell.difference < 0 and cell.p < PER_CELL for cell in second)

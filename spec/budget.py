@@ -37,7 +37,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         if (self.fraction is None) == (self.count is None):
-            raise SpecError("budget", (self.fraction, self.count), "either a fraction or a count must be set")
+            raise SpecError("budget", (self.fraction, self.count), "set a fraction or a count, and not both")
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise SpecError("budget", self.fraction, _SHARE)
         if self.count is not None and (isinstance(self.count, bool) or not 1 <= self.count <= _LARGEST):

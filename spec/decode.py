@@ -102,13 +102,15 @@ def check_state(state: DecodeState) -> None:
             raise SpecError(name, values.tolist(), "must be finite")
     for name, norms in (("inverse_norms", live.inverse_norms), ("tail_inverse_norms", state.tail_inverse_norms)):
         if not (np.asarray(norms) >= 0).all():
-            raise SpecError(name, list(norms), "must be at least 0, and infinite for a key of zeros")
+            raise SpecError(name, list(norms), "must be at least 0; the value of a zero key is infinity")
     if (np.diff(state.ids) <= 0).any() or (state.counts < 1).any():
-        raise SpecError("counts", state.counts.tolist(), "must be at least 1, of ids that rise")
+        raise SpecError("counts", state.counts.tolist(), "each count must be at least 1, and the ids must be ascending")
     if not ((state.D >= 0) & (state.D <= 1)).all():
         raise SpecError("D", state.D.tolist(), "must lie in [0, 1]")
     if int(state.counts.sum()) + len(state.tail_ids) != state.seen:
-        raise SpecError("counts", int(state.counts.sum()), f"must add up to the {state.seen} tokens seen")
+        raise SpecError(
+            "counts", int(state.counts.sum()), f"counts and tail must add up to {state.seen}, the number of tokens seen"
+        )
     _check_weights(state.W, m)
 
 

@@ -64,7 +64,7 @@ def check_attention_tensors(q: Any, k: Any) -> None:
         _check_kind(name, tensor, tensor.is_floating_point())
         if not bool(tensor.isfinite().all()):
             at = tuple((~tensor.isfinite()).nonzero()[0].tolist())
-            raise SpecError(name, float(tensor[at]), f"must be finite, and is not at {at}")
+            raise SpecError(name, float(tensor[at]), f"must be finite; this value is at {at}")
     check_shapes(q, k)
 
 
@@ -75,11 +75,13 @@ def check_shapes(q: Any, k: Any) -> None:
         SpecError: if a condition fails.
     """
     if q.shape[2] != k.shape[2]:
-        raise SpecError("k", tuple(k.shape), f"the head dimension must be q's, {q.shape[2]}")
+        raise SpecError("k", tuple(k.shape), f"must have the head dimension of q, {q.shape[2]}")
     if q.shape[0] % k.shape[0]:
-        raise SpecError("q", tuple(q.shape), f"the heads must be a multiple of k's {k.shape[0]}")
+        raise SpecError(
+            "q", tuple(q.shape), f"the number of heads must be a multiple of {k.shape[0]}, the number of KV heads in k"
+        )
     if q.shape[1] > k.shape[1]:
-        raise SpecError("q", tuple(q.shape), f"there are only {k.shape[1]} keys for {q.shape[1]} queries")
+        raise SpecError("q", tuple(q.shape), f"has {q.shape[1]} queries, but k has only {k.shape[1]} keys")
 
 
 def check_keys(k: np.ndarray[Any, Any]) -> None:
@@ -139,7 +141,7 @@ def _check_values(name: str, array: np.ndarray[Any, Any]) -> None:
         finite = np.isfinite(array if array.dtype.itemsize <= 8 else array.astype(np.float64))
     if not finite.all():
         at = tuple(int(i) for i in np.argwhere(~finite)[0])
-        raise SpecError(name, array[at], f"must be finite, and is not at {at}")
+        raise SpecError(name, array[at], f"must be finite; this value is at {at}")
 
 
 def _check_kind(name: str, array: Any, floating: bool) -> None:
@@ -159,16 +161,18 @@ def check_token_ids(token_ids: object, tokens: int, vocabulary: int | None = Non
     if ids.ndim != 1:
         raise SpecError("token_ids", ids.shape, "must have one axis (n,)")
     if len(ids) < 2:
-        raise SpecError("token_ids", ids.tolist(), "must hold at least 2 tokens: one query is a step, not a segment")
+        raise SpecError(
+            "token_ids", ids.tolist(), "must have at least 2 ids; a single token is a decode step, not a segment"
+        )
     if ids.dtype.kind not in "iu":
         raise SpecError("token_ids", ids.dtype, "must be integers")
     if len(ids) != tokens:
-        raise SpecError("token_ids", len(ids), f"must be as many as the keys, {tokens}")
+        raise SpecError("token_ids", len(ids), f"must have one id for each of the {tokens} keys")
     high = np.inf if vocabulary is None else vocabulary
     outside = (ids < 0) | (ids >= high)
     if outside.any():
         at = int(np.argmax(outside))
-        raise SpecError("token_ids", int(ids[at]), f"must lie in [0, {high}), and does not at {at}")
+        raise SpecError("token_ids", int(ids[at]), f"must lie in [0, {high}); this id has index {at}")
     return ids.astype(np.int64)
 
 
@@ -182,12 +186,12 @@ def check_sentence_ends(sentence_ends: object) -> frozenset[int]:
         # A tokenizer's repr is pages long.
         shown = sentence_ends if isinstance(sentence_ends, (str, bytes, int)) else type(sentence_ends).__name__
         raise SpecError(
-            "sentence_ends", shown, "must be a set of token ids; kvspec.sentence_ends(tokenizer) makes it"
+            "sentence_ends", shown, "must be a set of token ids; kvspec.sentence_ends(tokenizer) makes the set"
         )
     ends = list(sentence_ends)
     if not ends:
         raise SpecError(
-            "sentence_ends", ends, "must hold an id; kvspec.sentence_ends(tokenizer) makes the set"
+            "sentence_ends", ends, "must have at least one id; kvspec.sentence_ends(tokenizer) makes the set"
         )
     for end in ends:
         if isinstance(end, (bool, np.bool_)) or not isinstance(end, (int, np.integer)) or end < 0:
@@ -230,8 +234,8 @@ def check_diversity(s: Vector, V: Matrix, retained: BoolVector, k: int, lam: flo
     finite = np.isfinite(V)
     if not finite.all():
         at = tuple(int(i) for i in np.argwhere(~finite)[0])
-        raise SpecError("V", V[at], f"signatures must be finite, and are not at {at}")
+        raise SpecError("V", V[at], f"signatures must be finite; this one is at {at}")
     if k > n:
         raise SpecError("k", k, f"must not exceed the {n} tokens")
     if k < held:
-        raise SpecError("k", k, f"must hold the {held} tokens that are retained already")
+        raise SpecError("k", k, f"must be at least {held}, the number of tokens that are retained already")

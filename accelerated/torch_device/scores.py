@@ -306,7 +306,7 @@ def kvzip_score(view: LayerView, N_sink: int, largest: object = None) -> Tensor:
         SpecError: where the prompt was not rehearsed.
     """
     if view.repeats is None:
-        raise SpecError("repeats", None, "KVzip scores prompts that were rehearsed")
+        raise SpecError("repeats", None, "are needed: KVzip scores tokens while the model repeats the prompt")
     return rehearsed(view, N_sink, plus=False)
 
 
@@ -319,7 +319,7 @@ def kvzip_plus_score(view: LayerView, N_sink: int, W_o: DeviceArray, largest: ob
         SpecError: when the values were not captured.
     """
     if view.v is None:
-        raise SpecError("v", None, "KVzip+ weighs by values, and by norms above 0")
+        raise SpecError("v", None, "KVzip+ needs the values, and norms above 0")
     v = on_device(view.v)
     size = torch.zeros(len(W_o), v.shape[1], dtype=torch.float64, device=v.device)
     for head, rows, output in outputs(v, W_o):
@@ -362,7 +362,10 @@ def shared(*args: Any) -> Matrix:
     found, W = host_score(defensive_score)(*args), args[3]
     lost = np.isnan(found[:, : max(0, found.shape[1] - W)]).all(axis=0)
     if lost.any():
-        raise SpecError("v", 0.0, f"token {int(np.argmax(lost))} has no output in any head, and so no share")
+        raise SpecError(
+            "v", 0.0,
+            f"the projected value of token {int(np.argmax(lost))} is zero in every head, so no share can be computed",
+        )
     return found
 
 

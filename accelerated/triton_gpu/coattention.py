@@ -177,7 +177,7 @@ def coattention_of(
     """Return the result of S1 for checked tensors and given tiles."""
     for name in ("k_intra", "k_cross"):
         if getattr(p, name) > LONGEST_LIST:
-            raise SpecError(name, getattr(p, name), f"this backend keeps at most {LONGEST_LIST} neighbours")
+            raise SpecError(name, getattr(p, name), f"must be at most {LONGEST_LIST} with the backend triton")
     beside = None if sinks is None else sinks.to(q.device, torch.float32)
     segment = _Segment(q, k, p, scaling, softcap, tiles, lse, beside)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]

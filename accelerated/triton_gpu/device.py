@@ -89,7 +89,7 @@ def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
         SpecError: if the kernels do not accept the type, shape, dtype, device or a value.
     """
     if isinstance(q, torch.Tensor) != isinstance(k, torch.Tensor):
-        raise SpecError("k", type(k).__name__, f"must be of q's kind, {type(q).__name__}")
+        raise SpecError("k", type(k).__name__, f"must have the type of q, {type(q).__name__}")
     kept = KEPT if getattr(q, "dtype", None) == getattr(k, "dtype", None) else ()
     pair = (_checked("q", q, kept), _checked("k", k, kept))
     _check_together(*pair)
@@ -135,7 +135,7 @@ def _check_finite(name: str, x: Tensor, given: DeviceArray) -> None:
     """Of what was given, as the kernels have it."""
     if not bool(_largest(x).isfinite()):
         at = tuple(torch.nonzero(~torch.isfinite(x))[0].tolist())
-        raise SpecError(name, given[at].item(), f"must be finite, and is not at {at} in {x.dtype}")
+        raise SpecError(name, given[at].item(), f"must be finite in {x.dtype}; this value is at {at}")
 
 
 def _largest(x: Tensor) -> Tensor:
@@ -151,7 +151,9 @@ def _checked(name: str, x: DeviceArray, kept: Sequence[type]) -> Tensor:
     if 0 in x.shape:
         raise SpecError(name, tuple(x.shape), "no axis may be empty")
     if x.shape[2] > WIDEST_HEAD:
-        raise SpecError(name, tuple(x.shape), f"this backend takes heads of at most {WIDEST_HEAD} channels")
+        raise SpecError(
+            name, tuple(x.shape), f"must have at most {WIDEST_HEAD} channels for each head with the backend triton"
+        )
     if isinstance(x, np.ndarray):
         if x.dtype.kind != "f":
             raise SpecError(name, x.dtype, "must be floating point")
@@ -163,14 +165,18 @@ def _checked(name: str, x: DeviceArray, kept: Sequence[type]) -> Tensor:
 
 def _check_tensor(name: str, x: Tensor) -> None:
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise SpecError(name, x.dtype, "a tensor must be float32, float16 or bfloat16 here")
+        raise SpecError(name, x.dtype, "must be float32, float16 or bfloat16 with the backend triton")
     if INTERPRETED and x.dtype == torch.bfloat16:
-        raise SpecError(name, x.dtype, "Triton's interpreter computes bfloat16 wrongly; take another type")
+        raise SpecError(
+            name, x.dtype, "must be float32 or float16, because Triton's interpreter computes bfloat16 incorrectly"
+        )
     if x.device.type != default_device().type:
         raise SpecError(name, str(x.device), f"a tensor must be on {default_device().type} here")
 
 
 def _check_together(q: Tensor, k: Tensor) -> None:
     if q.dtype != k.dtype or q.device != k.device:
-        raise SpecError("k", (k.dtype, str(k.device)), f"must be as q is, {q.dtype} on {q.device}")
+        raise SpecError(
+            "k", (k.dtype, str(k.device)), f"must have the dtype and the device of q, {q.dtype} on {q.device}"
+        )
     check_shapes(q, k)

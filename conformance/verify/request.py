@@ -96,7 +96,7 @@ class Request:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"kvspec: {message}; see kvspec verify --help; pytest's options go behind --\n")
+        self.exit(2, f"kvspec: {message}; see kvspec verify --help; write options of pytest after --\n")
 
 
 def parser() -> argparse.ArgumentParser:

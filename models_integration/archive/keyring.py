@@ -258,12 +258,15 @@ def read_master(path: Path, archive: Path) -> bytes:
         with regular_file(path, follow_links=True) as descriptor:
             mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
             if mode & 0o077:
-                raise SpecError("master_key", str(path), f"must be its owner's alone (chmod 600), not of mode {mode:o}")
+                raise SpecError(
+                    "master_key", str(path),
+                    f"must be readable only for the owner; run chmod 600 (the mode is {mode:o})",
+                )
             master = read_at(descriptor, MASTER_BYTES + 1, 0)
     except OSError as error:
         raise SpecError("master_key", str(path), f"must be a readable file: {error}") from error
     if len(master) > MASTER_BYTES:
-        raise SpecError("master_key", str(path), f"must hold {MASTER_BYTES} bytes, and holds more")
+        raise SpecError("master_key", str(path), f"must have exactly {MASTER_BYTES} bytes, but has more")
     return master
 
 

@@ -46,7 +46,7 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
     if not ragged and model.config._attn_implementation not in ("sdpa", "eager"):
         raise SpecError("attn_implementation", model.config._attn_implementation, "must be sdpa or eager")
     if not ragged and not all(layer.rows.shared for layer in cache.full_layers):
-        raise SpecError("past_key_values", "rows that differ", "can be read inside a policy's context only")
+        raise SpecError("past_key_values", "rows that differ", "can be read only inside `with policy(model)`")
     decoder, text = decoders_of(model)
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     with ExitStack() as undo:
@@ -81,7 +81,7 @@ def _agreeing(
         arguments = check_forward(given, getattr(cast(PreTrainedModel, decoder).config, "use_cache", True))
         span = later_span(vocabulary, arguments, cache, OPEN)
         if span.padded:
-            raise SpecError("attention_mask", "zeros", "padding is not served inside layer_masks")
+            raise SpecError("attention_mask", "zeros", "must be all ones: layer_masks does not support padding")
         others = {name: value for name, value in arguments.items() if name != "past_key_values"}
         return (), {**accepted(span.defaults, inputs), **others, own_name: cache}
 

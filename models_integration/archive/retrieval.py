@@ -171,7 +171,7 @@ def measured(selections: Mapping[str, Sequence[str]], truth: Mapping[str, str]) 
         raise SpecError("truth", 0, "must hold at least one query")
     for query in truth:
         if query not in selections:
-            raise SpecError("selections", query, "has a right chunk and no selection")
+            raise SpecError("selections", query, "has a right chunk, but no selection")
     found = {
         f"r@{k}": sum(recall(selections[query], truth[query], k) for query in truth) / len(truth) for k in DEPTHS
     }

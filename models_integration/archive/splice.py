@@ -107,9 +107,13 @@ def compacted(chunk: Chunk, retention: Retention) -> Chunk:
     heads = next(iter(chunk.layers.values()))[0].shape[0] if retention.granularity is Granularity.HEAD else 1
     groups = 1 if retention.granularity is Granularity.MODEL else len(chunk.layers) * heads
     if retention.groups != groups:
-        raise SpecError("retention", f"{retention.groups} groups", f"must have {groups}, by the layers and heads")
+        raise SpecError(
+            "retention", f"{retention.groups} groups", f"must have {groups} groups, to fit the layers and KV heads"
+        )
     if chunk.kept is not None or retention.seen != len(chunk.ids):
-        raise SpecError("retention", f"{retention.seen} tokens", f"must be about {len(chunk.ids)} tokens, uncompacted")
+        raise SpecError(
+            "retention", f"{retention.seen} tokens", f"must describe all {len(chunk.ids)} tokens of the chunk"
+        )
     sets = [torch.tensor(retention.group(group), dtype=torch.int64, device="cpu") for group in range(groups)]
     kept = {}
     for ordinal, index in enumerate(sorted(chunk.layers)):
@@ -118,7 +122,9 @@ def compacted(chunk: Chunk, retention: Retention) -> Chunk:
     visible = {marker for marker in chunk.markers if marker >= chunk.hidden}
     lost = sorted(visible - set.intersection(*(set(places.tolist()) for places in sets)))
     if lost:
-        raise SpecError("retention", f"without markers {lost}", "must keep the markers: `protecting` does")
+        raise SpecError(
+            "retention", f"without markers {lost}", "must keep the markers; make the policy with `protecting`"
+        )
     layers = {
         index: (taken(keys, kept[index]), taken(values, kept[index])) for index, (keys, values) in chunk.layers.items()
     }
@@ -181,7 +187,7 @@ def _check_takes(cache: RetainedCache, chunks: Sequence[Chunk], full: Sequence[i
     for ordinal, chunk in enumerate(chunks):
         if not chunk.layers or not set(chunk.layers) <= set(full):
             name = f"chunks[{ordinal}]"
-            raise SpecError(name, sorted(chunk.layers), f"must hold layers among {full}, of full attention")
+            raise SpecError(name, sorted(chunk.layers), f"must contain only full-attention layers: {full}")
 
 
 def _added(index: int, chunks: Sequence[Chunk], starts: Sequence[int], live: Rotary) -> list[SplicedTokens]:

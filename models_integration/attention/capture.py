@@ -134,7 +134,7 @@ class Recorder:
             SpecError: for a dtype or an attention that the specification does not cover.
         """
         if layer.options.get("position_bias") is not None and reads_attention(self.needs):
-            raise SpecError("model", type(module).__name__, "a position bias is not served")
+            raise SpecError("model", type(module).__name__, "attention with a position bias is not supported")
         q, sinks = layer.query.detach(), layer.options.get("s_aux")
         if q.dtype not in _DTYPES:
             raise SpecError("dtype", q.dtype, f"must be one of {', '.join(map(str, _DTYPES))}")
@@ -176,7 +176,9 @@ class Recorder:
         fewer |= needs.rehearsal is not None and needs.rehearsal != own.rehearsal
         for layer in layers:
             if layer not in self.seen or fewer or (needs.values and not own.values):
-                raise SpecError("observation", own, f"must have been made with all that is needed: {needs}")
+                raise SpecError(
+                    "observation", own, f"lacks tensors that the policy reads; call kvspec.observe(..., needs={needs})"
+                )
             # A session asks for the sum where the observed layer decides alone.
             lse = self.seen[layer].lse if needs.layers == "observed" else None
             narrow.seen[layer] = narrow._needed(replace(self.seen[layer], lse=lse))

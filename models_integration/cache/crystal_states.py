@@ -162,7 +162,9 @@ class DecodeRule:
             SpecError: where layers store different positions.
         """
         if cache.layers_differ:
-            raise SpecError("past_key_values", "layers that differ", f"{policy.name} needs the same tokens everywhere")
+            raise SpecError(
+                "past_key_values", "layers that differ", f"{policy.name} needs the same tokens in all layers and heads"
+            )
 
     def check_padded(self, policy: Policy, cache: RetainedCache) -> None:
         """Padded turns are served."""

@@ -90,7 +90,9 @@ def _check_own_sets(policy: Policy, layers: Sequence[RetainedLayer]) -> None:
     """Of layers that differ, each kept set of the policy stores the same everywhere, and may be scored alone."""
     scorer = policy.scorer
     if policy.granularity is Granularity.MODEL:
-        raise SpecError("past_key_values", "layers that differ", f"{policy.name} needs the same tokens everywhere")
+        raise SpecError(
+            "past_key_values", "layers that differ", f"{policy.name} needs the same tokens in all layers and heads"
+        )
     if policy.granularity is Granularity.LAYER and any(map(_heads_differ, layers)):
         raise SpecError("past_key_values", "heads that differ", f"{policy.name} needs the same tokens in all heads")
     if not (isinstance(scorer, SeparableScorer) and scorer.separable):

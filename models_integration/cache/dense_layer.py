@@ -272,7 +272,10 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
             raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{seen}, 0]")
         later = self.stored_length - self.rows.kept.shape[1]
         if not self.uniform and -tokens_to_remove > later:
-            raise SpecError("tokens_to_remove", tokens_to_remove, f"rows that differ can give back {later} so far")
+            raise SpecError(
+                "tokens_to_remove", tokens_to_remove,
+                f"must be at least -{later}, because the rows store different tokens",
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.

@@ -148,6 +148,6 @@ def _kept(
 def _retention(row: Chosen, unscored: int, at: IntVector, ordinal: int, granularity: Granularity) -> Retention:
     if unscored >= 0:
         place = f"layer {ordinal}, kept set {unscored // row.n}, token {unscored % row.n}"
-        raise SpecError("score", "NaN", f"must be a number, and is none at {place}")
+        raise SpecError("score", "NaN", f"must be a number at {place}")
     sizes = np.bincount(at // row.n, minlength=row.groups)
     return Retention(at % row.n, np.append(0, np.cumsum(sizes)), row.n, granularity)

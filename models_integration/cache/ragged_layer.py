@@ -155,7 +155,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         Raises:
             SpecError: always; `head_positions` has those of a head.
         """
-        raise SpecError("past_key_values", "heads that differ", "have positions of their own: head_positions")
+        raise SpecError("past_key_values", "heads that differ", "have different positions; use head_positions")
 
     def head_positions(self, row: int, head: int) -> Tensor:
         """Absolute positions that one head of one row stores, ascending."""

@@ -67,7 +67,7 @@ def _measure(text: Path, tokens: int, loading: Loading) -> Calibration:
 def _tokens(text: Path, read: str, subject: Subject) -> Sequence[int]:
     tokens: Sequence[int] = subject.tokenizer(read).input_ids
     if not subject.tokenizer(read, add_special_tokens=False).input_ids:
-        raise SpecError("TEXT", str(text), "must hold a token of the model, and holds none")
+        raise SpecError("TEXT", str(text), "must have at least one token")
     return tokens
 
 
@@ -75,4 +75,4 @@ def _dev_context(rules: Rules, subject: Subject) -> tuple[Sequence[int], tuple[s
     """The first context of a study on which anything may be tried, and its digest."""
     for item in items(rules, subject, PARTS[:1]):
         return item.sample.context_ids, (item.sample.context_digest,)
-    raise SpecError("TEXT", rules.title, "must be rules of a study that has a dev context, and has none")
+    raise SpecError("TEXT", rules.title, "must be the rules of a study with a dev context, but has no dev context")

@@ -81,7 +81,7 @@ def read_text(argument: str, path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(argument, str(path), f"must be a readable text file: {error}") from error
     if not text.strip():
-        raise SpecError(argument, str(path), "must hold some text, and holds none")
+        raise SpecError(argument, str(path), "must not be empty")
     return text
 
 

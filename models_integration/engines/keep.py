@@ -60,9 +60,9 @@ def keep(folder: Path, policy: RetentionPolicy, token_ids: Sequence[int], dtype:
     method, ids = _checked(policy, model, full), torch.tensor([list(token_ids)], device="cpu")
     architecture = describe(model)
     if architecture.latent:
-        raise SpecError("folder", folder, "its model stores latents (MLA), not keys: use a policy on the model")
+        raise SpecError("folder", folder, "has a model with latents (MLA) instead of keys; use `with policy(model)`")
     if ids.shape[1] < 2 or not 0 <= int(ids.min()) <= int(ids.max()) < architecture.vocabulary:
-        raise SpecError("token_ids", tuple(ids.shape), f"must be two or more, in [0, {architecture.vocabulary})")
+        raise SpecError("token_ids", tuple(ids.shape), f"must be at least two ids in [0, {architecture.vocabulary})")
     observed = ObservedSegment(method.policy.scorer.needs, architecture, RetainedCache(config), lse=True)
     observed.read(ids, torch.ones_like(ids, dtype=torch.bool))
     if observed.layers:
@@ -78,15 +78,23 @@ def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int
         SpecError: where it needs more than the first layer; it says what.
     """
     if isinstance(policy, Published) and (wanted := constants_of_model(policy.name)):
-        raise SpecError("policy", policy.name, f"needs {', '.join(sorted(wanted))} of the whole model")
+        raise SpecError(
+            "policy", policy.name, f"reads {', '.join(sorted(wanted))} from the whole model; use `with policy(model)`"
+        )
     method = policy.on(model)
     needs, granularity, name = method.policy.scorer.needs, method.policy.granularity, method.policy.name
     if granularity is not Granularity.MODEL or needs.layers == "all" or needs.values:
         rows = "all" if needs.query_rows is None else f"the last {needs.query_rows}"
         shown = f"{'keys and values' if needs.values else 'keys'} of {needs.layers} layers, {rows} query rows"
-        raise SpecError("policy", name, f"needs a forward: {shown}, a set for each {granularity.value}")
+        raise SpecError(
+            "policy", name,
+            f"needs a forward pass ({shown}, a kept set for each {granularity.value}): use `with policy(model)`",
+        )
     if needs.layers == "observed" and (at := observed_layer(full, needs.observed)) != 0:
-        raise SpecError("policy", name, f"needs queries and keys of layer {at}, and so the layers before it")
+        raise SpecError(
+            "policy", name,
+            f"reads layer {at}, but only the first layer is loaded; use `with policy(model)`",
+        )
     return method
 
 
@@ -97,7 +105,9 @@ def _prepare(model: PreTrainedModel, files: dict[str, Path]) -> None:
         if any(buffer.endswith("inv_freq") for buffer in module._buffers):
             setattr(model.get_submodule(parent), own, type(module)(model.config))
         elif any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
-            raise SpecError("model", name, "has values that no file holds")
+            raise SpecError(
+                "model", name, "has buffers that the files of the model do not contain; use `with policy(model)`"
+            )
         elif own == "v_proj":
             vars(module)["forward"] = partial(_no_values, module)
         elif module._parameters:
@@ -150,7 +160,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _read(files: dict[str, Path], name: str) -> Tensor:
     if name not in files:
-        raise SpecError("model", name, "is a tensor that its files do not hold")
+        raise SpecError("model", name, "is a tensor that the files of the model do not contain")
     with safe_open(files[name], framework="pt") as opened:
         tensor: Tensor = opened.get_tensor(name)
     return tensor

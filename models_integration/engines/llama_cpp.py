@@ -49,7 +49,7 @@ def retention_of(ranges: Sequence[Sequence[int]], seen: int) -> Retention:
             case [int(first), int(end)] if 0 <= first < end <= seen:
                 pass
             case _:
-                raise SpecError("ranges", pair, f"must be the first and one behind the last, inside [0, {seen})")
+                raise SpecError("ranges", pair, f"must be (first position, last position + 1) inside [0, {seen}]")
     kept = np.array([position for first, end in ranges for position in range(first, end)], dtype=np.int64)
     return Retention.shared(kept, seen)
 
@@ -78,7 +78,9 @@ class LlamaSequence:
             raise SpecError("seq_id", seq_id, f"must lie in [0, {sequences})")
         first = cpp.llama_memory_seq_pos_min(self._memory, seq_id)
         if first > 0:
-            raise SpecError("seq_id", seq_id, f"begins at position {first}: what was evicted is not known")
+            raise SpecError(
+                "seq_id", seq_id, f"begins at position {first}, not at 0: the evicted positions are unknown"
+            )
         self.seen = self._last() + 1
         self.positions: IntVector = np.arange(self.seen)
 
@@ -105,7 +107,7 @@ class LlamaSequence:
             if failed:
                 cpp.llama_memory_seq_rm(self._memory, self._seq_id, self.seen, -1)
             if failed == _NO_SLOT:
-                raise SpecError("tokens", len(tokens), "find no free cells: other sequences hold the context's")
+                raise SpecError("tokens", len(tokens), "do not fit: other sequences use the free cells of the context")
             if failed:
                 raise RuntimeError(f"llama_decode returned {failed}")
         self.positions = np.append(self.positions, np.arange(self.seen, self.seen + len(tokens)))
@@ -125,15 +127,17 @@ class LlamaSequence:
         """
         self._check_untouched()
         if retention.granularity is not Granularity.MODEL:
-            bound = "must be one set for the model: a cell of llama.cpp serves all layers and heads"
+            bound = "must be one kept set for the whole model, because a cell of llama.cpp has all layers and heads"
             raise SpecError("retention", retention.granularity.value, bound)
         if retention.seen != self.seen:
-            raise SpecError("retention", retention.seen, f"must be about the {self.seen} tokens of the sequence")
+            raise SpecError("retention", retention.seen, f"must be {self.seen}, the number of tokens of the sequence")
         kept = retention.positions
         if len(gone := np.setdiff1d(kept, self.positions)):
             raise SpecError("retention", int(gone[0]), "is a position that was evicted before")
         if not len(kept) or kept[-1] != self.seen - 1:
-            bound = f"must keep position {self.seen - 1}, the last: llama.cpp reads on behind it alone"
+            bound = (
+                f"must keep position {self.seen - 1}: llama.cpp can continue only after the last stored position"
+            )
             raise SpecError("retention", kept[-1:].tolist(), bound)
         before = np.concatenate([[-1], kept[:-1]])
         for first, end in zip((before + 1).tolist(), kept.tolist(), strict=True):
@@ -148,7 +152,9 @@ class LlamaSequence:
 
     def _check_untouched(self) -> None:
         if self._last() != self.seen - 1:
-            bound = f"is the last position, and was {self.seen - 1} here: somebody else has read or removed tokens"
+            bound = (
+                f"is the last position, but {self.seen - 1} is expected: code outside kvspec has changed the sequence"
+            )
             raise SpecError("context", self._last(), bound)
 
     def _decode(self, tokens: Sequence[int], first: int) -> int:

@@ -246,7 +246,7 @@ def _shares(policy: Policy, engine: Backend, B: int, values: Tensor, protected: 
     (g, n), pinned = values.shape, int(protected.sum())
     free = min(B, n) * g - pinned * g
     if free < 0:
-        raise SpecError("budget", B, f"must hold the {pinned} protected tokens of {policy.name}")
+        raise SpecError("budget", B, f"must be at least {pinned}, the number of tokens that {policy.name} protects")
     select, b = _selector(policy)
     if isinstance(policy.budgets, Adaptive | Competition):
         shares = engine.tensors[type(policy.budgets).__name__](values, free, pinned, policy.budgets.safeguard)

@@ -18,11 +18,11 @@ __all__ = ["NO_CALL", "Call", "call_under_way", "check_call"]
 # Ways to generate that this part does not serve, by the argument that asks for them.
 _GENERATE = {
     "inputs_embeds": "pass input_ids: policies read the tokens",
-    "cache_implementation": "must be left alone: static, offloaded and quantised caches cannot be compacted",
-    "assistant_model": "assisted decoding is not served: it takes tokens back from the cache",
-    "prompt_lookup_num_tokens": "assisted decoding is not served: it takes tokens back from the cache",
-    "assistant_early_exit": "assisted decoding is not served: it takes tokens back from the cache",
-    "use_mtp": "assisted decoding is not served: it takes tokens back from the cache",
+    "cache_implementation": "must be left out: static, offloaded and quantised caches cannot be compacted",
+    **dict.fromkeys(
+        ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
+        "must be left out: assisted decoding removes tokens from the cache, which is not supported",
+    ),
 }
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 
@@ -101,4 +101,7 @@ def check_call(*stated: Mapping[str, object]) -> None:
     if effective("use_cache") is False:
         raise SpecError("use_cache", False, "must be on: there is no cache to compact")
     if effective("prefill_chunk_size") is not None and effective("token_healing"):
-        raise SpecError("token_healing", True, "changes the prompt: leave out prefill_chunk_size")
+        raise SpecError(
+            "token_healing", True,
+            "cannot be used with prefill_chunk_size, because it changes the prompt: leave out one of the two",
+        )

@@ -82,7 +82,9 @@ class Hold:
         lost = self._is_generating()
         self._release()
         if lost:
-            reason = "join its thread inside the context, or give the policy the model whose generate it is"
+            reason = (
+                "join the thread of generate before the block ends, and pass the model that generates to the policy"
+            )
             raise SpecError("generate", "still running", reason)
 
     def _is_generating(self) -> bool:
@@ -123,7 +125,7 @@ class Hold:
             configs = (named.get("generation_config"), self._model.generation_config)
             check_call(named, *(getattr(config, "__dict__", {}) for config in configs))
             if not self.is_open and get_ident() == self._owner:
-                reason = "its context has ended: type model.generate again, for the model without the policy"
+                reason = "the `with` block of this function has ended: call model.generate, which uses no policy"
                 raise SpecError("generate", "taken inside a context", reason)
             with self._turn:
                 return self._call(generate, *args, **for_generate(kwargs))

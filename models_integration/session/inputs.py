@@ -30,13 +30,13 @@ __all__ = [
 ONE_FORWARD, OPEN = 0, sys.maxsize
 
 _EMBEDDINGS = (
-    "policies read tokens: call the policy's own model with input_ids. Soft prompts and different embeddings that a"
-    " wrapper passes are not served"
+    "policies read token ids: call the model itself with input_ids. Soft prompts and embeddings from a wrapper are not"
+    " supported"
 )
 
 _BOTH_WAYS = (
-    "image tokens may see later ones, and this policy reads attention: pass text alone, or use keydiff, knorm, lagkv,"
-    " nestedkv or streamingllm"
+    "image tokens can attend to later tokens, and this policy reads attention: pass text alone, or use keydiff, knorm,"
+    " lagkv, nestedkv or streamingllm"
 )
 
 # Arguments of text, and the end of names of those that tell text (0) from images.
@@ -173,7 +173,7 @@ def first_span(
     own, is_token, given = _read_tokens(vocabulary, arguments, arguments.get("attention_mask"), before)
     all_columns = torch.cat([before, is_token], dim=1)
     if bool((all_columns.int().diff(dim=1) < 0).any()):
-        reason = "must be left of all ones: pad on the left, right padding and holes are not served"
+        reason = "zeros must come before all ones: pad on the left, right padding and gaps are not supported"
         raise SpecError("attention_mask", "zeros", reason)
     if segment_end == ONE_FORWARD:
         check_tokens(all_columns)
@@ -201,7 +201,7 @@ def later_span(
         check_tokens(is_token)
     if (cache.beside or len(cache.full_layers) < len(cache.layers)) and not bool(is_token.all()):
         raise SpecError(
-            "attention_mask", "zeros", "a padded turn is not served beside sliding-window or recurrent layers: their "
+            "attention_mask", "zeros", "a padded turn is not supported with sliding-window or recurrent layers: their "
             "windows and states would include the padding"
         )
     positions = _positions(given, is_token, cache.tokens.expand(rows))
@@ -280,7 +280,10 @@ def check_tokens(is_token: Tensor) -> None:
     """
     fewest = int(is_token.sum(dim=1).min())
     if fewest < 2:
-        raise SpecError("input_ids", f"{fewest} tokens", "one query is a decode step, not a segment")
+        raise SpecError(
+            "input_ids", f"{fewest} tokens",
+            "must have at least 2 tokens; a single token is a decode step, not a segment",
+        )
     if not bool(is_token[:, -1].all()):
         raise SpecError("attention_mask", "zeros", "right padding is not supported: pad on the left")
 
@@ -346,6 +349,6 @@ def _check_positions(given: Tensor, expected: Tensor, is_token: Tensor) -> None:
     fits = given.shape in ((1, n), (rows, n))
     if not fits or not bool(((given == expected) | ~is_token).all()):
         first, last = int(expected.max(dim=1).values.min()) + 1 - n, int(expected.max())
-        reason = f"must be {max(0, first)} to {last}: they follow what was seen"
+        reason = f"must be {max(0, first)} to {last}, because the tokens follow the tokens seen so far"
         shown = f"{int(given.min())} to {int(given.max())}" if fits else tuple(given.shape)
         raise SpecError("position_ids", shown, reason)

@@ -136,7 +136,9 @@ class Session:
 
     def __enter__(self) -> "Session":
         if self._hold.begun:
-            raise SpecError("policy", self._method.policy.name, "a session runs once; call the policy again")
+            raise SpecError(
+                "policy", self._method.policy.name, "a session can be used once; write `with policy(model)` again"
+            )
         self._hold.enter()
         return self
 

@@ -91,7 +91,7 @@ class Stream(WholeForwards):
         Raises:
             SpecError: always.
         """
-        raise SpecError(name, "a block", "a stream's segments end every C tokens: no block can hold one open")
+        raise SpecError(name, "a block", "cannot be used in a stream, whose segments end after every C tokens")
 
     def check_beams(self, beams: int) -> None:
         """Beams are not served.
@@ -100,7 +100,9 @@ class Stream(WholeForwards):
             SpecError: for more than one.
         """
         if beams > 1:
-            raise SpecError("num_beams", beams, "beams would change places inside a stream's segment")
+            raise SpecError(
+                "num_beams", beams, "must be 1, because beams would change rows inside a segment of the stream"
+            )
 
     def check_span(self, span: ForwardSpan) -> None:
         """Padding is not served.
@@ -109,7 +111,7 @@ class Stream(WholeForwards):
             SpecError: for a column without a token.
         """
         if span.padded:
-            raise SpecError("attention_mask", "zeros", "the rows of a stream start together: no padding")
+            raise SpecError("attention_mask", "zeros", "must be all ones: a stream does not support padding")
 
     def is_too_long(self, span: ForwardSpan) -> bool:
         """Whether the forward must be cut."""
@@ -148,7 +150,10 @@ class Stream(WholeForwards):
         whole: Any = output
         for name in [name for name in whole if name != CACHE]:
             if name not in _JOINED:
-                raise SpecError(name, "asked for", "a stream reads this forward in pieces, and cannot join them")
+                raise SpecError(
+                    name, "asked for",
+                    "must be left out: a stream reads a forward pass in pieces, and cannot join this output",
+                )
             whole[name] = _joined(len(whole.last_hidden_state), [part[name] for part in parts])
         return cast(DecoderOutput, whole.to_tuple() if self._as_tuple else whole)
 
@@ -161,7 +166,9 @@ def _asked(decoder: nn.Module, arguments: Arguments, name: str, *, default: bool
 
 def _check_outputs(decoder: nn.Module, arguments: Arguments) -> None:
     if _asked(decoder, arguments, "output_attentions"):
-        reason = "a stream evicts inside this forward, so that weights have no common shape: read C tokens at a time"
+        reason = (
+            "a stream evicts inside this forward pass, so the weights have different shapes: read C tokens at a time"
+        )
         raise SpecError("output_attentions", True, reason)
 
 

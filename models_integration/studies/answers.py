@@ -36,7 +36,10 @@ def needed(each: Iterable[Needs]) -> Needs:
     layers, rows = {one.layers for one in every}, [one.query_rows for one in every]
     rehearsals = {one.rehearsal for one in every if one.rehearsal is not None}
     if len(rehearsals) > 1:
-        raise SpecError("policies", f"{len(rehearsals)} rehearsals", "must share one: give each its own run")
+        raise SpecError(
+            "policies", f"{len(rehearsals)} rehearsals",
+            "all policies of a run must use the same template: run them separately",
+        )
     places = {one.observed for one in every if one.layers == "observed"}
     return Needs(
         "all" if "all" in layers or len(places) > 1 else "observed" if places else "none",

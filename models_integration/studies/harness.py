@@ -73,7 +73,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         batch_size: int | str = 1, **given: Any,
     ) -> None:
         if str(batch_size) != "1":
-            raise SpecError("batch_size", batch_size, "must be 1: each context has kept sets of its own")
+            raise SpecError("batch_size", batch_size, "must be 1, because each context has separate kept sets")
         super().__init__(pretrained=str(SHIPPED.get(pretrained) or located(pretrained)), batch_size=1, **given)
         statistics = load_calibration(Path(calibration)) if calibration else None
         parse_budget(str(budget))
@@ -113,14 +113,16 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Always SpecError, with the tasks that ask for it."""
         tasks = ", ".join(sorted({request.task_name for request in requests}))
-        reason = "ask for loglikelihood_rolling, which is not served: whole texts have no context that could be evicted"
+        reason = "use loglikelihood_rolling, which is not supported: these tasks have no context to evict from"
         raise SpecError("tasks", tasks, reason)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """As `hf`'s, behind compacted contexts; SpecError for a policy that decides at each token, and as `_held`."""
         if self._method.policy.cadence.every is not None:
             name = self._about["policy"]
-            raise SpecError("policy", name, f"decides at each token, and one forward scores: give {name}{AT_PROMPT}")
+            raise SpecError(
+                "policy", name, f"evicts at each token, but loglikelihood uses one forward pass: use {name}{AT_PROMPT}"
+            )
         self._tasks = {request.args: request.task_name for request in requests}
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return found

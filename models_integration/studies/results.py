@@ -132,7 +132,7 @@ def _row(line: bytes, path: Path, number: int) -> Row:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise SpecError("results", f"{path}:{number}", f"is no JSON: {error}") from error
+        raise SpecError("results", f"{path}:{number}", f"is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise SpecError("results", f"{path}:{number}", "must be a JSON object")
     return row

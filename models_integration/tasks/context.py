@@ -148,7 +148,10 @@ def places(rng: np.random.Generator, units: Sequence[Sequence[int]], count: int,
     behind = list(accumulate(len(unit) for unit in reversed(units)))[::-1]
     free = [at for at, tokens in enumerate(behind) if tokens >= PAPER.W_recent]
     if len(free) < count:
-        raise SpecError("length", length, f"has {len(free)} places outside sinks and window, for {count} facts")
+        raise SpecError(
+            "length", length,
+            f"has {len(free)} places outside sinks and window, but {count} facts need {count}",
+        )
     stratum = (index % len(STRATA) + rng.random()) / len(STRATA)
     first = free.pop(int(stratum * len(free)))
     return sorted([first, *(free[int(at)] for at in rng.permutation(len(free))[: count - 1])])
@@ -164,7 +167,10 @@ def asked(rng: np.random.Generator, spans: Sequence[Span], questions: int, lengt
         raise SpecError("questions", questions, "must be at least 1")
     free = [at for at, span in enumerate(spans) if unprotected(span, length)]
     if len(free) < questions:
-        raise SpecError("length", length, f"has {len(free)} units outside sinks and window, for {questions} questions")
+        raise SpecError(
+            "length", length,
+            f"has {len(free)} units outside sinks and window, but {questions} questions need {questions}",
+        )
     chosen = [int(rng.choice(part)) for part in np.array_split(np.array(free), questions)]
     return [chosen[int(at)] for at in rng.permutation(questions)]
 

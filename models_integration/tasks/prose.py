@@ -78,7 +78,7 @@ def read_prose(tokenizer: TaskTokenizer, path: Path = NARRATIVE) -> Prose:
     space = joiner(tokenizer)
     lines = [encode(tokenizer, space + line.strip()) for line in read_text(path).splitlines() if line.strip()]
     if not any(lines):
-        raise SpecError("path", str(path), "must hold some text, and holds none")
+        raise SpecError("path", str(path), "must not be empty")
     return Prose(path.name, tuple(chain.from_iterable(lines)), tuple(accumulate(map(len, lines))))
 
 

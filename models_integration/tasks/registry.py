@@ -113,7 +113,9 @@ class Task:
     def check_placement(self, placement: str) -> None:
         """Raise a SpecError for a placement in which the task's question cannot be read."""
         if placement not in self.entry.placements:
-            reason = f"{self.name} is asked {', '.join(self.entry.placements)}: its earlier turns follow the context"
+            reason = (
+                f"{self.name} supports only {', '.join(self.entry.placements)}: the earlier turns follow the context"
+            )
             raise SpecError("placements", placement, reason)
 
     def __call__(self, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
@@ -248,7 +250,9 @@ def _constants(text: str, rest: str, known: Collection[str]) -> dict[str, Any]:
         raise SpecError("task", text, f"{form}: {error}") from error
     for constant, value in given.items():
         if constant not in known:
-            raise SpecError("task", text, f"{constant} is none of its constants: {', '.join(known) or 'it has none'}")
+            raise SpecError(
+                "task", text, f"has no constant {constant}; its constants are {', '.join(known) or 'none'}"
+            )
         if isinstance(value, str) is (constant == "depth"):
             raise SpecError(constant, value, f"must be a {'number' if constant == 'depth' else 'text'} ({text})")
     return given

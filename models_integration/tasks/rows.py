@@ -102,7 +102,7 @@ def open_rows(path: Path, fields: Mapping[str, type]) -> File:
     lines = enumerate(data.split(b"\n"), 1)
     rows = [_json(f"{path}, line {number}", line, fields) for number, line in lines if line.strip()]
     if not rows:
-        raise SpecError("path", str(path), "must have at least one row, and has none")
+        raise SpecError("path", str(path), "must have at least one row")
     return File(path, hashlib.sha256(data).hexdigest(), rows)
 
 

@@ -127,7 +127,7 @@ def _room_for(ground: Ground, drawn: Sequence[str], often: int, seldom: int, roo
         if room < 0 and at >= COMMON + STEP:
             return at
         number += times
-    raise SpecError("length", number, f"needs more than the {len(drawn)} words that there are")
+    raise SpecError("length", number, f"is too large: the task has only {len(drawn)} words")
 
 
 def fwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:

@@ -112,7 +112,7 @@ def extend(
     ids, ends = check_token_ids(token_ids, n), check_sentence_ends(sentence_ends)
     positions = np.concatenate([state.stored, np.arange(state.seen, state.seen + n)])
     if _tokens("k", k) != len(positions):
-        raise SpecError("k", tuple(k.shape), f"must hold {len(state.stored)} stored keys and {n} of the segment")
+        raise SpecError("k", tuple(k.shape), f"must have {len(state.stored)} stored keys, then {n} keys of the segment")
     factor = q.shape[2] ** -0.5 if scaling is None else scaling
     check_scaling(factor, softcap)
 

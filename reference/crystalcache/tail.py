@@ -29,7 +29,7 @@ def append(state: DecodeState, token_id: int, inverse_norm: float) -> DecodeStat
     if token_id < 0:
         raise SpecError("token_id", token_id, "must be at least 0")
     if not inverse_norm > 0:
-        raise SpecError("inverse_norm", inverse_norm, "must be positive, infinite for a zero key")
+        raise SpecError("inverse_norm", inverse_norm, "must be positive; the value of a zero key is infinity")
     return DecodeState(
         state.budget, state.seen + 1, state.step + 1, state.live, state.D, state.W, state.ids, state.counts, state.mu,
         state.sigma, (*state.tail_ids, int(token_id)), (*state.tail_inverse_norms, float(inverse_norm)),

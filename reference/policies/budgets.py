@@ -105,7 +105,9 @@ class Pyramid:
         for head, share in enumerate(spread(total, scores.heads)):
             base = Fraction(share, L) - W
             if base < 0:
-                raise SpecError("budget", total, f"must give each layer and head its window of {W} tokens")
+                raise SpecError(
+                    "budget", total, f"must be at least the {W} tokens of the window in each layer and head"
+                )
             shares[:, head] = largest_remainder([W + target for target in pyramid_targets(base, n - W, L, self.beta)])
         return shares.ravel()
 
@@ -205,7 +207,9 @@ def _open(rows: Float64[Matrix, "h n"], share: int) -> tuple[int, int]:
     pinned = int(np.isnan(rows[0]).sum())
     free = share - pinned * len(rows)
     if free < 0:
-        raise SpecError("budget", share, f"must hold the {pinned} protected tokens of each of {len(rows)} heads")
+        raise SpecError(
+            "budget", share, f"must be at least {pinned} tokens, which are protected, for each of {len(rows)} heads"
+        )
     return min(free, rows.size - pinned * len(rows)), pinned
 
 

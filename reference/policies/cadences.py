@@ -109,21 +109,26 @@ def _cut(policy: Policy, B: int, live: IntMatrix, scores: Scores, seen: int) -> 
 
 def _running(policy: Policy) -> RunningScorer:
     if not isinstance(policy.scorer, RunningScorer):
-        raise SpecError("policy", policy.name, "decides at the end of a prompt only: its scorer has no steps")
+        raise SpecError(
+            "policy", policy.name,
+            "evicts only at the end of a prompt; use a policy that evicts while decoding, such as h2o",
+        )
     return policy.scorer
 
 
 def _rectangular(selection: Selection, policy: Policy) -> IntMatrix:
     sizes = np.diff(selection.offsets)
     if (sizes != sizes[0]).any():
-        raise SpecError("policy", policy.name, "evicts while tokens are decoded only with equal shares")
+        raise SpecError(
+            "policy", policy.name, "cannot evict while decoding: all kept sets must have the same number of tokens"
+        )
     return selection.positions.reshape(len(sizes), -1)
 
 
 def _protected_slots(policy: Policy, seen: int, live: IntMatrix) -> BoolVector:
     marks = policy.protection(seen)[live]
     if (marks != marks[0]).any():
-        raise SpecError("protection", policy.name, "must mark the same slots in every group")
+        raise SpecError("protection", policy.name, "must protect the same slots in every kept set")
     slots: BoolVector = marks[0]
     return slots
 

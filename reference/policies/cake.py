@@ -130,7 +130,9 @@ class Preferred:
         for head, share in enumerate(spread(total, scores.heads)):
             beyond = min(share - L * W, L * (n - W))
             if beyond < 0:
-                raise SpecError("budget", total, f"must give each layer and head its window of {W} tokens")
+                raise SpecError(
+                    "budget", total, f"must be at least the {W} tokens of the window in each layer and head"
+                )
             shares[:, head] = W + largest_remainder(preferred_targets(preferences, Fraction(beyond), n - W))
         return shares.ravel()
 

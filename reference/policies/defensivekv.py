@@ -66,7 +66,10 @@ def output_share(v: Float64[Cube, "H_kv n d"], W_o: Float64[Cube, "H d hidden"])
     size = output_size(v, W_o)
     total = size.sum(axis=0)
     if (total == 0).any():
-        raise SpecError("v", 0.0, f"token {int(np.argmin(total))} has no output in any head, and so no share")
+        raise SpecError(
+            "v", 0.0,
+            f"the projected value of token {int(np.argmin(total))} is zero in every head, so no share can be computed",
+        )
     share: Matrix = size / total
     return share
 
@@ -127,7 +130,7 @@ class Defensive:
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         assert observation.B is not None
         if any(view.v is None for view in observation.layers.values()):
-            raise SpecError("v", None, "DefensiveKV weighs keys by their values")
+            raise SpecError("v", None, "is needed, because DefensiveKV reads the values")
         return stacked(observation, [
             self.score(view, self.W_o[layer], observation.B, self.W, self.kernel)
             for layer, view in observation.layers.items()

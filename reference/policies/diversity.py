@@ -117,13 +117,15 @@ class RunningSigned(Signed):
 
 def _values(layers: Mapping[int, LayerView]) -> list[Cube]:
     if any(view.v is None for view in layers.values()):
-        raise SpecError("v", None, "signatures are made of values")
+        raise SpecError("v", None, "is needed, because signatures are computed from the values")
     return [wide(view.v) for view in layers.values()]
 
 
 def _signatures(scores: Scores) -> Float64[Cube, "s n d"]:
     if scores.signatures is None:
-        raise SpecError("scores.signatures", None, "tokens are compared by signatures, which `Signed` adds to scores")
+        raise SpecError(
+            "scores.signatures", None, "are needed; use the scorer `Signed`, which adds signatures to scores"
+        )
     return scores.signatures
 
 
@@ -204,8 +206,12 @@ def toward_mean_values(host: Policy, lam: float = 0.5, mode: str = "flat") -> Po
 def _signed(host: Policy, mode: str, name: str, selector: Selector) -> Policy:
     if getattr(host.selector, "func", host.selector) not in (top_units, top_tokens):
         raise SpecError("host", host.name, "must keep single tokens, by their scores alone")
-    if host.granularity not in GRANULARITIES.get(mode, ()):
-        raise SpecError("mode", mode, f"no signature for a kept set per {host.granularity.value}")
+    fits = [name for name, kinds in GRANULARITIES.items() if host.granularity in kinds]
+    if mode not in fits:
+        raise SpecError(
+            "mode", mode,
+            f"does not fit the host, which has one kept set for each {host.granularity.value}; use {' or '.join(fits)}",
+        )
     old, form = host.scorer, cast(Signature, mode)
     scorer = RunningSigned(old, form) if isinstance(old, RunningScorer) else Signed(old, form)
     named = f"{name}({host.name})"

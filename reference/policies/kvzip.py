@@ -45,7 +45,7 @@ def rehearsal_chunks(
 
 def _repeats(view: LayerView) -> tuple[Repeat, ...]:
     if view.repeats is None:
-        raise SpecError("repeats", None, "KVzip scores prompts that were rehearsed")
+        raise SpecError("repeats", None, "are needed: KVzip scores tokens while the model repeats the prompt")
     return view.repeats
 
 
@@ -100,7 +100,7 @@ def kvzip_plus_score(
         SpecError: if the values were not captured, or if a norm is not positive.
     """
     if view.v is None or any((repeat.norms <= 0).any() for repeat in _repeats(view)):
-        raise SpecError("v" if view.v is None else "norms", None, "KVzip+ weighs by values, and by norms above 0")
+        raise SpecError("v" if view.v is None else "norms", None, "KVzip+ needs the values, and norms above 0")
     size = np.linalg.norm(np.matmul(np.repeat(wide(view.v), len(W_o) // len(view.v), axis=0), wide(W_o)), axis=2)
     scores = np.full(view.k.shape[:2], np.nan)
     for chunk, A in _attended(view, _repeats(view), N_sink, largest):
@@ -127,7 +127,7 @@ class KVzipPlus:
         ])
         for repeat in next(iter(observation.layers.values())).repeats or ():
             if np.isnan(scores.values[:, repeat.start : repeat.stop]).any():
-                raise SpecError("norms", None, "KVzip+ weighs by values, and by norms above 0")
+                raise SpecError("norms", None, "KVzip+ needs the values, and norms above 0")
         return scores
 
 

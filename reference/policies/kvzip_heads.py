@@ -32,7 +32,7 @@ def head_scores(contexts: Sequence[Float64[Matrix, "g _"]]) -> Float64[Vector, "
         SpecError: if there is no context, or if a context has no token with a score.
     """
     if not contexts or any(np.isnan(rows).all() for rows in contexts):
-        raise SpecError("contexts", len(contexts), "must each hold a token that was rehearsed")
+        raise SpecError("contexts", len(contexts), "each context must have a token that the model repeated")
     scores: Vector = np.mean([np.nanmax(rows, axis=1) for rows in contexts], axis=0)
     return scores
 
@@ -57,7 +57,10 @@ class FullHeads:
         """
         groups, n = len(scores.values), int(scores.offsets[-1])
         if len(self.scores) != groups:
-            raise SpecError("calibration", len(self.scores), f"has so many head scores, and the cache {groups} heads")
+            raise SpecError(
+                "calibration", len(self.scores),
+                f"is the number of head scores, but the cache has {groups} KV heads; run `kvspec calibrate`",
+            )
         window = min(self.window, n)
         free = min(total, groups * n) - groups * window
         full = groups if n == window else free // (n - window)

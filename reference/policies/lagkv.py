@@ -50,7 +50,7 @@ def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Float64[Matrix, "H_kv
         SpecError: if the values were not captured, or if keys or values have only one channel.
     """
     if view.v is None:
-        raise SpecError("v", None, "LagKV judges tokens by keys and values")
+        raise SpecError("v", None, "is needed, because LagKV reads the values")
     k, v = wide(view.k), wide(view.v)
     if min(k.shape[2], v.shape[2]) < 2:
         raise SpecError("d", min(k.shape[2], v.shape[2]), "must be at least 2: one channel has no spread")

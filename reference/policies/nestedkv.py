@@ -45,7 +45,7 @@ def eviction_budget(r: float | int | str | Fraction, N: int) -> int:
         raise SpecError("r", r, "must lie in [0, 1)")
     kept = math.floor((1 - share) * N)
     if kept < 1:
-        raise SpecError("r", r, f"leaves none of {N} tokens")
+        raise SpecError("r", r, f"evicts all {N} tokens; use a smaller r")
     return kept
 
 

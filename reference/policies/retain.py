@@ -31,7 +31,7 @@ class _Absent:
         Raises:
             SpecError: always. The message names the need to declare.
         """
-        raise SpecError(self.what, None, f"is read by the scorer, whose needs do not ask for it: Needs({self.remedy})")
+        raise SpecError(self.what, None, f"is not declared, but the scorer reads it; declare Needs({self.remedy})")
 
     def __getattr__(self, name: str) -> NoReturn:
         self.missed()
@@ -121,7 +121,9 @@ def chosen(policy: Policy, B: int, scores: Scores, protected: BoolVector) -> Sel
         scores = replace(scores, values=np.where(pinned, np.nan, scores.values))
     shares = policy.budgets(B * len(scores.values), scores)
     if (shares < protected.sum()).any():
-        raise SpecError("budget", B, f"must hold the {int(protected.sum())} protected tokens of {policy.name}")
+        raise SpecError(
+            "budget", B, f"must be at least {int(protected.sum())}, the number of tokens that {policy.name} protects"
+        )
     return policy.selector(scores, shares, protected)
 
 
@@ -172,7 +174,7 @@ def _shares(
     """Return budgets for kept sets of different lengths. Shorter rows are padded in front with the score -inf."""
     counts = sorted({int(mark.sum()) for mark in marks})
     if len(counts) > 1:
-        raise SpecError("protection", counts, "kept sets store different numbers of protected tokens")
+        raise SpecError("protection", counts, "all kept sets must store the same number of protected tokens")
     longest = max(parts, key=lambda part: part.values.shape[1])
     m = longest.values.shape[1]
     rows = [

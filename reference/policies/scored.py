@@ -45,11 +45,11 @@ class _Function:
         shape, found = (observation.groups, len(protected)), np.asarray(self.score(observation))
         if found.shape != shape or found.dtype.kind not in "fiub":
             given = f"{found.dtype} {found.shape}"
-            raise SpecError("score", given, f"must be numbers, (kept sets, tokens) = {shape}")
+            raise SpecError("score", given, f"must be an array of numbers with shape (kept sets, tokens) = {shape}")
         values: Float64[Matrix, "g n"] = found.astype(np.float64)
         if np.isnan(values[:, ~protected]).any():
             group, token = (int(at) for at in np.argwhere(np.isnan(values) & ~protected)[0])
-            raise SpecError("score", "NaN", f"must be a number, and is none at kept set {group}, token {token}")
+            raise SpecError("score", "NaN", f"must be a number for token {token} of kept set {group}")
         by_head = self.granularity is Granularity.HEAD and self.needs.layers == "all"
         heads = len(next(iter(observation.layers.values())).k) if by_head else 1
         return Scores(values, np.arange(len(protected) + 1), heads=heads)
@@ -122,7 +122,9 @@ class LinearScores:
         views = observation.layers.values()
         k, v = (np.concatenate([wide(getattr(view, part)) for view in views]) for part in "kv")
         if (needed := (len(k), k.shape[2])) != self.w_k.shape:
-            raise SpecError("scores", self.w_k.shape, f"must have a row for each KV head of its size, {needed}")
+            raise SpecError(
+                "scores", self.w_k.shape, f"must have the shape (KV heads of all layers, channels) = {needed}"
+            )
         scores: Matrix = np.einsum("gd,gnd->gn", self.w_k, k) + np.einsum("gd,gnd->gn", self.w_v, v) + self.b[:, None]
         return scores
 

@@ -74,10 +74,10 @@ def stacked(observation: Observation, rows: Sequence[DeviceArray], carry: object
         SpecError: if `rows` is empty, or if the number of score rows differs from the number of groups.
     """
     if not rows:
-        raise SpecError("layers", len(rows), "the policy needs the attention inputs of a layer")
+        raise SpecError("layers", len(rows), "must be at least 1: the policy reads the attention inputs of a layer")
     values = host_rows(rows)
     if len(values) != observation.groups:
-        raise SpecError("groups", observation.groups, f"the policy decides for {len(values)} groups")
+        raise SpecError("groups", observation.groups, f"must be {len(values)}, the number of score rows")
     return Scores(values, np.arange(values.shape[1] + 1), carry=carry, heads=len(rows[0]))
 
 
@@ -117,7 +117,7 @@ def check_weighable(scores: Scores) -> Scores:
     """
     least = np.nanmin(scores.values, initial=0.0)
     if least < 0:
-        raise SpecError("host", float(least), "must have scores of at least 0, as attention is")
+        raise SpecError("host", float(least), "must have scores of at least 0, such as attention weights")
     return scores
 
 

@@ -116,7 +116,9 @@ def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> 
         SpecError: if `scores.members` is None. `members` has the scores of the tokens inside units.
     """
     if scores.members is None:
-        raise SpecError("scores.members", None, "units can be kept in part only by scores of their tokens")
+        raise SpecError(
+            "scores.members", None, "are needed: the selector keeps part of a unit by the scores of single tokens"
+        )
     unit = np.repeat(np.arange(len(scores.offsets) - 1), np.diff(scores.offsets))
     groups = []
     for row, members, B in zip(scores.values, scores.members, budgets, strict=True):

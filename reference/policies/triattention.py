@@ -58,7 +58,10 @@ class TriAttention:
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         """Implements: TA-POLICY"""
         if observation.B is not None and self.pin_prompt > observation.B:
-            raise SpecError("pin_prompt", self.pin_prompt, f"the pinned prompt exceeds the budget of {observation.B}")
+            raise SpecError(
+                "pin_prompt", self.pin_prompt,
+                f"exceeds the budget of {observation.B} tokens; use a larger budget or a smaller pin_prompt",
+            )
         return self.step(None, observation)
 
     def step(self, records: object, observation: Observation, /) -> Scores:
@@ -87,12 +90,18 @@ class TriAttention:
         """Return for each layer the largest z-scores (H_kv, n) over query heads. Pinned tokens have the score NaN."""
         found, rope, known, rows = self.calibration, self.calibration.identity, self.calibration.layers, []
         if not (set(views) <= set(known) if self.layerwise else tuple(views) == known):
-            raise SpecError("calibration", known, f"was taken in other layers than {tuple(views)}")
+            raise SpecError(
+                "calibration", known,
+                f"are the calibrated layers, but the cache has the layers {tuple(views)}; run `kvspec calibrate`",
+            )
         for layer, view in views.items():
             shape, at = tuple(view.k.shape), known.index(layer)
             mean, magnitude = found.mean[at], found.magnitude[at]
             if len(mean) % shape[0] or mean.shape[1] != shape[2]:
-                raise SpecError("calibration", found.mean.shape, f"does not fit keys of shape {shape}")
+                raise SpecError(
+                    "calibration", found.mean.shape,
+                    f"does not fit keys with shape {shape}; run `kvspec calibrate` with this model",
+                )
             rows.append(self.score(view.k, t, mean, magnitude, rope.inv_freq, rope.factor, self.pin_prompt))
         return rows
 

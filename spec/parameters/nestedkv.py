@@ -51,7 +51,7 @@ class NestedKVParameters:
             elif field.name in ("beta", "tau", "kappa") and not (_is_number(value) and value >= 0):
                 raise SpecError(field.name, value, "must be finite and not negative")
             elif field.name in ("p", "alpha_s") and not _is_number(value):
-                raise SpecError(field.name, value, "must be a finite number, exact as a Fraction")
+                raise SpecError(field.name, value, "must be a finite int, float or Fraction")
         if not isinstance(self.w0, tuple) or len(self.w0) != 3 or not all(_is_number(w) and w > 0 for w in self.w0):
             raise SpecError("w0", self.w0, "must be a tuple of three positive numbers")
         if self.b_max < self.b_min:

@@ -364,7 +364,7 @@ NUMBER = 1
     ("--policy snapkv --yes", "can be given only with --check"),
     ("--backend numpy --seed -1", "must be 0 or more"), ("--backend numpy --timeout 1", "only with --command"),
     ("", "one of the arguments --backend --command --policy --cache --check is required"),
-    ("--backend numpy -k x", "behind --"),
+    ("--backend numpy -k x", "after --"),
     ("--backend numpy --profile weekly", "invalid choice: 'weekly'"), ("--backend numpy --seed x", "invalid int value"),
     ("--backend numpy", "TRITON_INTERPRET = '1'"), ("--policy absent:MINE", "No module named 'absent'"),
     ("--policy engines:NONE", "has no attribute 'NONE'"), ("--policy engines:NUMBER", "not a int"),

@@ -256,7 +256,7 @@ def test_a_pinned_prompt_above_the_budget_is_refused(name: str) -> None:
     pinned = Policy(
         name, host.scorer, host.budgets, host.selector, SinkAndRecent(6, 0), granularity=host.granularity
     )
-    with pytest.raises(SpecError, match="6 protected tokens") as caught:
+    with pytest.raises(SpecError, match="at least 6, the number of tokens") as caught:
         policies.retain(pinned, Budget(count=5), observation(pinned, inputs))
     assert caught.value.argument == "budget"
     assert len(policies.retain(pinned, Budget(count=6), observation(pinned, inputs))[0].group(0)) == 6

@@ -125,7 +125,7 @@ def test_what_the_needs_do_not_ask_for_is_missed_by_name(read: str) -> None:
     """Although the observation has it: a session would not have captured it."""
     needs, score = READS[read]
     policy = policy_from_score(score, needs=needs)  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=r"whose needs do not ask for it: Needs\(") as caught:
+    with pytest.raises(SpecError, match=r"but the scorer reads it; declare Needs\(") as caught:
         decided(policy, INPUTS, 5)
     assert caught.value.argument == (read if read in ("q", "layers", "token_ids") else "v")
 
@@ -187,7 +187,7 @@ def test_a_file_keeps_what_the_function_scores_best(tmp_path: Path) -> None:
 @pytest.mark.spec("PO-THRESHOLD")
 def test_scores_of_another_model_are_refused() -> None:
     for other in (drawn_scores(G=5), drawn_scores(d=3)):
-        with pytest.raises(SpecError, match="a row for each KV head"):
+        with pytest.raises(SpecError, match="must have the shape"):
             decided(policy_from_score(other, needs=other.needs), OTHERS, 5)
 
 

@@ -254,5 +254,5 @@ def test_one_share_below_the_protected_tokens_is_refused() -> None:
             keydiff(), protection=SinkAndRecent(2, 4),
             budgets=lambda total, scores, shares=shares: np.array(shares),
         )
-        with pytest.raises(SpecError, match="must hold the 6 protected tokens of keydiff"):
+        with pytest.raises(SpecError, match="must be at least 6, the number of tokens that keydiff protects"):
             decided(policy, inputs, 6)

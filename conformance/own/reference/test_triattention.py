@@ -125,7 +125,7 @@ def test_the_default_slack_is_128() -> None:
 def test_a_pinned_prompt_that_does_not_fit_is_an_error_that_says_so() -> None:
     inputs = drawn(2, n=12)
     policy = triattention(inputs, "global", pin_prompt=6)
-    with pytest.raises(SpecError, match="pinned prompt exceeds the budget of 5") as caught:
+    with pytest.raises(SpecError, match="exceeds the budget of 5 tokens") as caught:
         policies.retain(policy, Budget(count=5), observation(policy, inputs))
     assert (caught.value.argument, caught.value.value) == ("pin_prompt", 6)
     assert decided(policy, inputs, 6) == [list(range(6))]
@@ -192,7 +192,7 @@ def test_a_digest_is_of_the_statistics_alone() -> None:
 def test_another_models_calibration_is_refused_by_name() -> None:
     found = a_calibration()
     here = Identity("llama@1", found.identity.inv_freq, found.identity.factor)
-    with pytest.raises(SpecError, match=r"calibration = 'drawn': is another model's; this one is 'llama@1'"):
+    with pytest.raises(SpecError, match=r"calibration = 'drawn': was made for a different model, not for 'llama@1'"):
         policies.triattention(found, here)
 
 
@@ -206,7 +206,7 @@ def test_another_rotation_is_refused_by_name(change: str) -> None:
         frequencies[1] = np.nextafter(frequencies[1], 1.0)
     factor = mine.factor + (0.5 if change == "factor" else 0.0)
     here = Identity("drawn", frequencies[:1] if change == "fewer" else frequencies, factor)
-    with pytest.raises(SpecError, match="other rotary frequencies") as caught:
+    with pytest.raises(SpecError, match="different rotary frequencies") as caught:
         policies.triattention(a_calibration(), here)
     assert caught.value.argument == "calibration"
 

@@ -155,7 +155,7 @@ def pool_of(cache: Any) -> Pool:
     try:
         return SectorPool(cache) if hasattr(cache, "cache_allocators") else BlockPool(cache)
     except (AttributeError, ValueError) as error:
-        reason = f"its paged cache has another form: {error}"
+        reason = f"kvspec does not support the paged cache of this version: {error}"
         raise SpecError("transformers", transformers.__version__, reason) from error
 
 

@@ -71,20 +71,23 @@ def check_served(architecture: Architecture, method: Any) -> None:
     if architecture.recurrent or len(architecture.full_layers) < layers:
         raise SpecError("model", architecture.name, "its sliding-window or recurrent layers have no pages")
     if architecture.wraps:
-        reason = "it takes images too, and pages store text: use text = model.get_decoder() and policy(text)"
+        reason = "it also reads images, which pages do not store: use text = model.get_decoder() and policy(text)"
         raise SpecError("model", architecture.name, reason)
     if architecture.latent:
         raise SpecError("model", architecture.name, "it stores one latent for all heads (MLA), and pages store heads")
     policy, rule = method.policy, method.continuation
     if policy.cadence.every is not None or rule.decode or rule.segment_tokens is not None:
-        raise SpecError("policy", policy.name, "decides while tokens are decoded; pages are decided after the prompt")
+        raise SpecError(
+            "policy", policy.name,
+            "evicts while tokens are generated; use a policy that evicts after the prompt, such as snapkv",
+        )
     if policy.scorer.needs.rehearsal is not None:
-        reason = "has the model repeat each prompt behind it, which a batch of requests does not: use a policy without"
-        raise SpecError("policy", policy.name, f"{reason} a template, such as snapkv")
+        reason = "needs a second pass over each prompt; use a policy without a template, such as snapkv"
+        raise SpecError("policy", policy.name, reason)
     if policy.granularity is not Granularity.MODEL and policy.budgets not in (even, everything):
         raise SpecError(
-            "policy", policy.name, f"its sets, one for each {policy.granularity.value}, differ in size: a page has as "
-            "many slots for every layer and head"
+            "policy", policy.name, f"each {policy.granularity.value} must keep the same number of tokens, because a "
+            "page has equally many slots for all layers and heads"
         )
 
 
@@ -96,10 +99,12 @@ def check_manager(model: PreTrainedModel, manager: Any) -> None:
     """
     implementation = model.config._attn_implementation
     if implementation.removeprefix("paged|") not in IMPLEMENTATIONS:
-        reason = "flash kernels read pages by themselves: load with sdpa or eager, and auto_switch_to_flash=False"
+        reason = (
+            "must be sdpa or eager: load the model with attn_implementation='sdpa', and set auto_switch_to_flash=False"
+        )
         raise SpecError("attn_implementation", implementation, reason)
     if manager.num_return_sequences > 1:
-        reason = "must be 1: forks share a prompt's blocks"
+        reason = "must be 1, because several sequences would share the blocks of a prompt"
         raise SpecError("num_return_sequences", manager.num_return_sequences, reason)
     if manager.distributed_helper.tp_size > 1:
         raise SpecError("tp_size", manager.distributed_helper.tp_size, "must be 1: each rank has only some heads")

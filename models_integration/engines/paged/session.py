@@ -77,10 +77,13 @@ class PagedSession:
 
     def __enter__(self) -> "PagedSession":
         if self._exit is not None:
-            raise SpecError("policy", self._method.policy.name, "a session runs once; make another")
+            raise SpecError("policy", self._method.policy.name, "a session can be used once; make a new PagedSession")
         check_free(self._model)
         if getattr(self._model, "_cached_continuous_batching_manager", None) is not None:
-            raise SpecError("model", self._architecture.name, "has a persistent manager from outside: destroy it first")
+            raise SpecError(
+                "model", self._architecture.name,
+                "already has a manager for continuous batching: destroy this manager first",
+            )
         self._exit = ExitStack()
         BUSY.add(self._architecture.decoder)
         self._exit.callback(BUSY.discard, self._architecture.decoder)
@@ -238,7 +241,9 @@ class _Engine:
         (retention,) = decide(self._run._method, observed).retentions
         sizes = np.diff(retention.offsets)
         if sizes.min() != sizes.max():
-            reason = f"keeps {sizes.min()} to {sizes.max()} tokens: a page has as many slots for every layer and head"
+            reason = (
+                f"keeps {sizes.min()} to {sizes.max()} tokens; all layers and heads must keep the same number of tokens"
+            )
             raise SpecError("policy", policy.name, reason)
         return retention
 

@@ -144,4 +144,6 @@ def _check_promise(policy: Policy, B: int, kept: Retention) -> None:
     """What promises to be exact in its budget keeps no more, or its figures would not be those of its budget."""
     if policy.promises.budget_exact == "yes" and len(kept.positions) > B * kept.groups:
         mean = f"{len(kept.positions) / kept.groups:g}"
-        raise SpecError("budget", B, f"is what {policy.name} promises to keep, and it keeps {mean} tokens of a group")
+        raise SpecError(
+            "budget", B, f"is the number of tokens that {policy.name} promises to keep, but {policy.name} keeps {mean}"
+        )

@@ -132,7 +132,10 @@ class Rules:
         for policy in self.policies:
             _, constants = spelled(policy.removesuffix(AT_PROMPT))
             if constants.get("stream"):
-                raise SpecError("policies", policy, "evicts while it reads; here one reading serves all policies")
+                raise SpecError(
+                    "policies", policy,
+                    "evicts while the model reads the prompt; a study reads each prompt once for all policies",
+                )
         check_choices("placements", self.placements, PLACEMENTS)
         for task in map(resolve_task, self.tasks):
             for placement in self.placements:
@@ -150,7 +153,7 @@ class Rules:
         if not self.budgets and set(self.controls) & set(CONTROL_BOUNDS):
             raise SpecError("budgets", (), f"must hold at least one, for the controls {', '.join(CONTROL_BOUNDS)}")
         if not (self.policies or self.controls):
-            raise SpecError("policies", (), "must hold at least one, or controls must")
+            raise SpecError("policies", (), "must have at least one policy, if there are no controls")
         if len({claim.name for claim in self.claims}) < len(self.claims):
             raise SpecError("claims", [claim.name for claim in self.claims], "must have different names")
         for claim in self.claims:
@@ -166,9 +169,11 @@ class Rules:
         check_choices(f"claim {claim.name!r}: placement", (claim.placement,), self.placements)
         check_choices(f"claim {claim.name!r}: tasks", claim.tasks, self.tasks)
         if claim.measure == "recovery" and {FULL, BLIND} - set(self.controls):
-            raise SpecError("controls", self.controls, f"must hold {FULL} and {BLIND}, for recoveries")
+            raise SpecError(
+                "controls", self.controls, f"must contain {FULL} and {BLIND}, which recovery is computed from"
+            )
         if claim.measure == "recovery" and (without := [t for t in claim.tasks if not resolve_task(t).entry.gold]):
-            reason = "has no gold answer tokens, whose likelihood a recovery is of: claim accuracy"
+            reason = "has no gold answer, so recovery cannot be computed: use measure = \"accuracy\""
             raise SpecError(f"claim {claim.name!r}: tasks", without[0], reason)
 
     def calibrated(self, folder: Path) -> Calibration | None:
@@ -182,7 +187,10 @@ class Rules:
         found = load_calibration(folder / self.calibration)
         for context in found.samples or ():
             if part_of(context) != DEV:
-                raise SpecError("calibration", self.calibration, f"was taken over a context that confirms, {context}")
+                raise SpecError(
+                    "calibration", self.calibration,
+                    f"was made from {context}, a context of the confirm part; calibrate on a different text",
+                )
         return found
 
 

@@ -190,7 +190,7 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
         except SpecError as error:
             raise SpecError(error.argument, error.value, f"{error.bound} (policy {name})") from error
         if text != name and not steps(method):
-            raise SpecError("policies", name, f"decides at the prompt's end alone: leave {AT_PROMPT} out")
+            raise SpecError("policies", name, f"always evicts only after the prompt: leave out {AT_PROMPT}")
         if text != name:
             policy = replace(method.policy, cadence=SEGMENT_END)
             method = replace(method, policy=policy, continuation=DecideAnew())
@@ -217,13 +217,13 @@ def check_budgets(rules: Rules, policies: Mapping[str, Method]) -> Iterator[str]
             for name, method in policies.items():
                 floor = min(method.policy.floor, length)
                 if tokens < floor:
-                    less = f"is {tokens} of {length} tokens, and {name} keeps {floor} at least"
+                    less = f"is {tokens} of {length} tokens, and {name} keeps at least {floor}"
                     if not rules.claims:
                         raise SpecError("budgets", budget, f"{less}: ask for {floor} or more, or for longer --lengths")
                     yield f"budget {budget} {less}: the page flags it, and compares it with nothing"
             other = seen.setdefault(min(tokens, length), budget)
             if other != budget:
-                same = f"comes to the same {min(tokens, length)} of {length} tokens as {other}"
+                same = f"is {min(tokens, length)} of {length} tokens, as is budget {other}: leave out one of the two"
                 raise SpecError("budgets", budget, same)
 
 

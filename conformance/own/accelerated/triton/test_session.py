@@ -135,11 +135,11 @@ def test_tensors_are_refused_by_name() -> None:
         ({"q": q, "k": k, "backend": "numpy"}, "q = 'Tensor': must be a NumPy array, or a tensor that the backend"),
         ({"q": given["q"], "k": k, "backend": "triton"}, "k = 'Tensor': must be a NumPy array"),
         ({"q": q, "k": given["k"], "backend": "triton"}, "k = 'ndarray': must be a tensor, as q is: Tensor"),
-        ({"q": bad, "k": k, "backend": "triton"}, r"q = nan: must be finite, and is not at \(0, 3, 1\)"),
+        ({"q": bad, "k": k, "backend": "triton"}, r"q = nan: must be finite; this value is at \(0, 3, 1\)"),
         ({"q": q.long(), "k": k, "backend": "triton"}, "q = torch.int64: must be floating point"),
         ({"q": q[0], "k": k, "backend": "triton"}, r"q = \(.*\): must be a tensor \(heads, tokens, d\)"),
-        ({"q": q[:, :, :-1], "k": k, "backend": "triton"}, "the head dimension must be q's"),
-        ({"q": q.double(), "k": k.double(), "backend": "triton"}, "a tensor must be float32, float16 or bfloat16"),
+        ({"q": q[:, :, :-1], "k": k, "backend": "triton"}, "must have the head dimension of q"),
+        ({"q": q.double(), "k": k.double(), "backend": "triton"}, "must be float32, float16 or bfloat16"),
     ):
         with pytest.raises(SpecError, match=message):
             prefill(**{**given, **changed})

@@ -278,7 +278,7 @@ def test_a_master_key_in_the_archive_or_readable_by_others_is_refused(tmp_path: 
     (archive / "keys").mkdir(parents=True)
     outside.write_bytes(MASTER)
     outside.chmod(0o640)
-    with pytest.raises(SpecError, match=r"master_key = .*must be its owner's alone \(chmod 600\), not of mode 640"):
+    with pytest.raises(SpecError, match=r"master_key = .*readable only for the owner; run chmod 600 \(the mode is 640"):
         read_master(outside, archive)
     outside.chmod(0o600)
     assert read_master(outside, archive) == MASTER

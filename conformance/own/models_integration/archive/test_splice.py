@@ -218,7 +218,7 @@ def test_a_refused_splice_changes_nothing() -> None:
     _, cache = read(model, SYSTEM)
     before = [layer.keys for layer in plain_layers(cache)]
     for wrong in (local, replace(chunk, layers={})):
-        with pytest.raises(SpecError, match=r"chunks\[1\] .* must hold layers among \[1\]"):
+        with pytest.raises(SpecError, match=r"chunks\[1\] .* must contain only full-attention layers: \[1\]"):
             splice(cache, [chunk, wrong], rotary)
     assert cache.get_seq_length() == len(SYSTEM)
     assert all(layer.keys is keys for layer, keys in zip(plain_layers(cache), before, strict=True))

@@ -270,7 +270,7 @@ def test_a_master_key_is_read_from_a_regular_file_of_32_bytes(tmp_path: Path, de
     if device == "a long file":
         (path := tmp_path / "long").touch(mode=0o600)
         os.truncate(path, 1 << 40)
-    words = "and holds more" if device == "a long file" else "must be a readable file"
+    words = "but has more" if device == "a long file" else "must be a readable file"
     assert words in str(refused("list", "--archive", str(folder.parent), "--master-key", str(path)))
 
 

@@ -237,7 +237,7 @@ def test_what_a_session_did_can_be_copied(copied: Callable[[Any], Any]) -> None:
     for twin in (inside, copied(run)):
         assert repr(twin) == repr(run)
         assert twin.kept.tolist() == run.kept.tolist()  # type: ignore[union-attr]
-        with pytest.raises(SpecError, match="a session runs once"), twin:
+        with pytest.raises(SpecError, match="a session can be used once"), twin:
             raise AssertionError
         with pytest.raises(SpecError, match="must be inside `with policy"), twin.reading():
             raise AssertionError

@@ -199,7 +199,7 @@ WRONG: dict[str, tuple[str, int, dict[str, Any], Change, str]] = {
     "zero keys, NestedKV": ("nestedkv", 20, {}, without_keys, "k = "),
     "zero keys, KeyDiff": ("keydiff", 20, {}, without_keys, "k = "),
     "a pinned prompt above the budget": (
-        "triattention", 20, {"pin_prompt": 21}, as_it_is, "pin_prompt = 21: the pinned prompt exceeds the budget of 20",
+        "triattention", 20, {"pin_prompt": 21}, as_it_is, "pin_prompt = 21: exceeds the budget of 20",
     ),
     "sinks above the budget": ("nestedkv", 3, {}, as_it_is, "budget = "),
     "sinks above the budget, even shares": ("nestedkv-without-adaptive", 3, {}, as_it_is, "budget = 3"),
@@ -238,7 +238,7 @@ def test_a_tokenizer_in_the_place_of_sentence_ends_is_told_what_to_type(policy: 
     """Its repr, which lists a vocabulary, is not printed."""
     words_of = Tokenizer(WordLevel({"word": 0}, unk_token="word"))
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=words_of)  # type: ignore[no-untyped-call]
-    words = r"^sentence_ends = '\w*Tokenizer\w*': must be a set of token ids; .*sentence_ends\(tokenizer\) makes it$"
+    words = r"^sentence_ends = '\w*Tokenizer\w*': must be a set of token ids; .*sentence_ends\(tokenizer\) makes the set$"
     with pytest.raises(SpecError, match=words):
         CrystalCache(0.5, tokenizer) if policy == "class" else policy_from_name(
             "crystalcache", 0.5, sentence_ends=tokenizer

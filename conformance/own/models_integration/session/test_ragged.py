@@ -277,7 +277,7 @@ def test_no_diversity_is_the_policy_itself_bit_for_bit(name: str) -> None:
 
 
 CHANGED: list[tuple[str, Callable[[], RetentionPolicy], str]] = [
-    ("adakv", lambda: StreamingLLM(20), "needs the same tokens everywhere"),
+    ("adakv", lambda: StreamingLLM(20), "needs the same tokens in all layers and heads"),
     ("adakv", lambda: method("chunkkv"), "needs the same tokens in all heads"),
     ("adakv", lambda: Published("defensivekv", 0.3, W=8), "compares layers or heads token by token"),
     ("snapkv", lambda: CustomPolicy(diverse(snapkv(W=8)), parse_budget(0.3)), "layers or heads token by token"),

@@ -47,7 +47,7 @@ def masked(shown: Tensor, **options: Any) -> dict[str, Any]:
 
 AT = torch.arange(N)
 FORWARDS: list[tuple[dict[str, Any], str]] = [
-    ({"input_ids": prompt(1)}, "one query is a decode step, not a segment"),
+    ({"input_ids": prompt(1)}, "a single token is a decode step, not a segment"),
     ({"input_ids": torch.empty(1, 0, dtype=torch.int64)}, "must not be empty"),
     (
         {"input_ids": torch.tensor([[5, VOCABULARY]])},
@@ -58,12 +58,12 @@ FORWARDS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": prompt(N)[0]}, "must be an integer tensor"),
     ({"inputs_embeds": torch.randn(1, N, 48)}, "inputs_embeds = 'given'"),
     ({"input_ids": prompt(N), "use_cache": False}, "use_cache = False: must be on"),
-    (masked(AT < N - 3), "must be left of all ones: pad on the left, right padding and holes are not served"),
-    (masked(AT != 3), "right padding and holes are not served"),
-    (two_rows(torch.stack([torch.ones(N), AT != 7])), "right padding and holes are not served"),
+    (masked(AT < N - 3), "zeros must come before all ones: pad on the left, right padding and gaps are not supported"),
+    (masked(AT != 3), "right padding and gaps are not supported"),
+    (two_rows(torch.stack([torch.ones(N), AT != 7])), "right padding and gaps are not supported"),
     (masked(AT), "attention_mask = .*: must hold zeros and ones only"),
-    (two_rows(torch.tensor([[1], [0]]).expand(2, N)), "input_ids = '0 tokens': one query is a decode step"),
-    (masked(AT == N - 1), "input_ids = '1 tokens': one query is a decode step"),
+    (two_rows(torch.tensor([[1], [0]]).expand(2, N)), "input_ids = '0 tokens': must have at least 2 tokens"),
+    (masked(AT == N - 1), "input_ids = '1 tokens': must have at least 2 tokens"),
     (masked(AT > 3, position_ids=AT[None]), "position_ids"),
     (masked(torch.ones(1, N, N)), "must have a column for each token of the prompt"),
     ({"input_ids": prompt(N), "attention_mask": {"full_attention": None}}, "attention_mask = 'dict'"),
@@ -98,7 +98,7 @@ CACHES: list[tuple[str, int, str]] = [
     *(("filled", n, "past_key_values = '5 tokens': must be empty before a prompt") for n in (N, 1, 3)),
 ]
 GENERATE: list[tuple[dict[str, Any], str]] = [
-    ({"prefill_chunk_size": 16, "token_healing": True}, "token_healing = True: changes the prompt"),
+    ({"prefill_chunk_size": 16, "token_healing": True}, "token_healing = True: .* changes the prompt"),
     *(({"cache_implementation": kind}, f"cache_implementation = '{kind}'") for kind in (
         "static", "offloaded", "quantized",
     )),
@@ -247,11 +247,11 @@ def test_contexts_do_not_nest_and_run_once() -> None:
         for given in (model, cast(PreTrainedModel, model.base_model)):
             with pytest.raises(SpecError, match="contexts do not nest"), METHODS["streamingllm"]()(given):
                 raise AssertionError
-        with pytest.raises(SpecError, match="a session runs once"), run:
+        with pytest.raises(SpecError, match="a session can be used once"), run:
             raise AssertionError
         greedy(model, prompt(N), 2)
         assert run.kept is not None
-    with pytest.raises(SpecError, match="a session runs once"), run:
+    with pytest.raises(SpecError, match="a session can be used once"), run:
         raise AssertionError
     with method(model) as again:
         greedy(model, prompt(N), 2)
@@ -314,7 +314,7 @@ def test_a_crop_that_one_layer_refuses_changes_none() -> None:
     offsets = np.cumsum([0, *map(len, sets)])
     cache.compact([Retention(np.concatenate(sets), offsets, PROMPT - 1, Granularity.HEAD)])
     before = live_sets(cache)
-    with pytest.raises(SpecError, match="rows that differ can give back 0 so far"):
+    with pytest.raises(SpecError, match="must be at least -0, because the rows"):
         cache.crop(-40)
     for tokens in (1, -70):
         with pytest.raises(SpecError, match="tokens_to_remove"):
@@ -375,7 +375,7 @@ def test_a_policy_goes_on_from_its_own_records_only(name: str, spoil: Act) -> No
 
 def test_steps_need_equal_shares_and_their_records_are_not_saved(tmp_path: Path) -> None:
     model, chosen = build("llama"), CustomPolicy(with_adaptive_budgets(h2o()), parse_budget(0.3))
-    with chosen(model), torch.no_grad(), pytest.raises(SpecError, match="only with equal shares"):
+    with chosen(model), torch.no_grad(), pytest.raises(SpecError, match="all kept sets must have the same number"):
         model(input_ids=prompt(PROMPT))
     _, cache = read_prompt(model, method("h2o"))
     with pytest.raises(SpecError, match=r"cache = 'h2o': keeps records of single tokens, .* such as snapkv or"):

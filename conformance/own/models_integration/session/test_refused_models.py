@@ -143,7 +143,7 @@ def test_a_wrapper_s_language_model_is_served() -> None:
     whole = prepare(wrapper())
     model: Any = whole.get_decoder()  # type: ignore[no-untyped-call]
     with METHODS["crystalcache"]()(model) as run, torch.no_grad():
-        with pytest.raises(SpecError, match=r"inputs_embeds = 'given': .* the policy's own model with input_ids"):
+        with pytest.raises(SpecError, match=r"inputs_embeds = 'given': .* the model itself with input_ids"):
             whole(input_ids=prompt(40))
         model(input_ids=prompt(40))
     assert run.kept is not None
@@ -158,7 +158,7 @@ def test_policies_that_read_attention_read_text_alone() -> None:
             with pytest.raises(SpecError, match="contexts do not nest"), METHODS["crystalcache"]()(one):
                 pass
         for name, given in (("pixel_values", images), ("mm_token_type_ids", zeros + 1)):
-            with pytest.raises(SpecError, match=f"{name} = 'given': image tokens may see later ones"):
+            with pytest.raises(SpecError, match=f"{name} = 'given': image tokens can attend to later tokens"):
                 whole.model(input_ids=prompt(40), **{name: given})
         whole.model(input_ids=prompt(40), token_type_ids=zeros)
     assert run.kept is not None

@@ -139,14 +139,14 @@ WRONG: list[tuple[str, int, dict[str, Tensor], str]] = [
     ("llama", 1, {"attention_mask": (SEEN != N + TURN - 1).long()}, "right padding is not supported"),
     ("llama", 1, {"attention_mask": (SEEN > 3).long()}, "the prompt's padding so far was"),
     ("llama", 1, {"attention_mask": torch.ones(1, TURN, dtype=torch.int64)}, "must have a column for each token"),
-    ("llama", 1, {"position_ids": torch.arange(32, 44)[None]}, "must be 64 to 75: they follow what was seen"),
+    ("llama", 1, {"position_ids": torch.arange(32, 44)[None]}, "must be 64 to 75, because the tokens follow"),
     ("llama", 1, {"input_ids": torch.cat([turn(1), turn(2)])}, "the cache has 1 rows"),
     ("llama", 1, {"input_ids": torch.full((1, TURN), 999)}, "input_ids = 999"),
-    ("llama", 2, hiding(slice(N, N + TURN - 1)), "1 tokens.: one query is a decode step"),
-    ("llama", 2, hiding(slice(N, N + TURN)), "0 tokens.: one query is a decode step"),
+    ("llama", 2, hiding(slice(N, N + TURN - 1)), "1 tokens.: .* a single token is a decode step"),
+    ("llama", 2, hiding(slice(N, N + TURN)), "0 tokens.: a single token is a decode step"),
     ("llama", 2, hiding(slice(N + TURN - 4, N + TURN)), "right padding is not supported"),
     ("llama", 2, hiding(slice(N - 4, N + 4)), r"padding so far was \[0, 0\]"),
-    ("gemma3", 2, hiding(slice(N, N + 4)), "not served beside sliding-window or recurrent layers"),
+    ("gemma3", 2, hiding(slice(N, N + 4)), "not supported with sliding-window or recurrent layers"),
 ]
 
 

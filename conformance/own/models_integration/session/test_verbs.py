@@ -180,11 +180,11 @@ def test_a_small_observation_serves_those_whom_it_is_enough_for() -> None:
     check(model, made("crystalcache", model, 0.3), small)
     check(model, made("StreamingLLM", model, 0.3), small)
     for name in ("snapkv", "knorm"):
-        with pytest.raises(SpecError, match=r"observation = .*must have been made with all that is needed"):
+        with pytest.raises(SpecError, match=r"observation = .*lacks tensors that the policy reads"):
             decide(made(name, model, 0.3).on(model), small)
     rows = observe(model, prompt(N), needs=Needs("all", 8, values=True))
     check(model, CustomPolicy(snapkv(W=8), 0.3), rows)
-    with pytest.raises(SpecError, match="must have been made with all that is needed"):
+    with pytest.raises(SpecError, match="lacks tensors that the policy reads"):
         decide(CustomPolicy(snapkv(W=9), 0.3).on(model), rows)
 
 
@@ -192,9 +192,9 @@ def test_a_small_observation_serves_those_whom_it_is_enough_for() -> None:
 def test_what_cannot_be_observed_or_compacted_is_named() -> None:
     model, ids = build("llama"), prompt(N)
     observed = observe(model, ids)
-    with pytest.raises(SpecError, match="one query is a decode step"):
+    with pytest.raises(SpecError, match="a single token is a decode step"):
         observe(model, prompt(1))
-    with pytest.raises(SpecError, match="right padding and holes are not served"):
+    with pytest.raises(SpecError, match="right padding and gaps are not supported"):
         observe(model, ids, torch.ones_like(ids).index_fill(1, torch.tensor([N - 1]), 0))
     with pytest.raises(SpecError, match=f"must lie in .0, {VOCABULARY}"):
         observe(model, ids + VOCABULARY)

@@ -123,7 +123,7 @@ def test_every_task_placement_and_policy_is_taken_together_or_refused_with_its_r
     names = [name for name in NAMES if name != FULL]
     for task, placement in product(TABLE, PLACEMENTS):
         if task.endswith("_turns") and placement != "after":
-            with pytest.raises(SpecError, match=f"placements = '{placement}': {task} is asked after: its earlier"):
+            with pytest.raises(SpecError, match=f"placements = '{placement}': {task} supports only after: the earlier"):
                 rules(",".join(names), "0.9", task, placements=placement)
         else:
             made = rules(",".join(names), "0.9", task, placements=placement)
@@ -133,7 +133,7 @@ def test_every_task_placement_and_policy_is_taken_together_or_refused_with_its_r
         method = None if CALIBRATED.search(name) else methods(rules(name, "0.9"), subject)[name]
         taken |= {name} if method else set()
         if method is None or not steps(method):
-            reason = "is needed; `kvspec calibrate`" if method is None else "decides at the prompt's end alone"
+            reason = "is needed; `kvspec calibrate`" if method is None else "always evicts only after the prompt"
             with pytest.raises(SpecError, match=f"{reason}.*"):
                 methods(rules(f"{name}@prompt", "0.9"), subject)
         else:

@@ -153,7 +153,7 @@ def test_a_policy_that_keeps_more_than_it_promises_is_caught(
         out = tmp_path / str(errors)
         assert swept(rules, out).exit_code == errors
         (row,) = of_file(out / "study.jsonl")
-        assert row.get(ERROR, "").count("newest promises to keep, and it keeps 517 tokens of a group") == errors
+        assert row.get(ERROR, "").count("newest promises to keep, but newest keeps 517") == errors
 
 
 def test_a_unit_that_kills_its_workers_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
