@@ -335,7 +335,7 @@ def test_what_a_stream_does_not_serve_is_named() -> None:
     with streaming()(model) as run:
         with pytest.raises(SpecError, match="segments end after every C tokens"), run.prompt():
             raise AssertionError
-        with pytest.raises(SpecError, match="num_beams = 2: .* beams would change rows"):
+        with pytest.raises(SpecError, match=r"num_beams = 2: .* beams would change rows"):
             greedy(model, prompt(N), 2, num_beams=2)
         with pytest.raises(SpecError, match="a stream does not support padding"):
             at_once(model, prompt(N), cache, attention_mask=(torch.arange(N) > 3).long()[None])
