@@ -1,4 +1,4 @@
-"""An archive as one model and one tenant use it: a chunk goes in, comes out, and goes into a session."""
+"""An archive for one model and one tenant: store chunks, load chunks, and insert chunks into a session."""
 
 import time
 from collections.abc import Sequence
@@ -31,15 +31,15 @@ _E_WRAPPERS = ("markers", "markers_phi3", "markers_deepseek")
 
 
 class Injected(NamedTuple):
-    """A session that goes on behind the chunks."""
+    """Session cache after the insertion of chunks."""
 
     cache: RetainedCache
     markers: Tensor
-    """Absolute positions of the chunks' markers, (markers,), for `reference.policies.protections.protecting`."""
+    """Absolute positions (markers,) of the inserted markers, for `reference.policies.protections.protecting`."""
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-    """A transformers tokenizer without its habits."""
+    """Return a transformers tokenizer as a `Vocabulary`, which adds no special tokens and removes none."""
     return Vocabulary(
         lambda text: tokenizer(text, add_special_tokens=False).input_ids,
         lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)),
@@ -47,7 +47,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
 
 
 def recommended_form(vocabulary: Vocabulary) -> str:
-    """The E-wrapper of Appendix A whose markers are tokens of the model; "raw" for a model without such markers."""
+    """Return the shortest wrapper of Appendix A whose markers are tokens of the model, or "raw" if there is none."""
     def has_markers(name: str) -> bool:
         try:
             for part in (*FORMS[name].prefix, *FORMS[name].suffix):
@@ -63,10 +63,10 @@ def recommended_form(vocabulary: Vocabulary) -> str:
 def retained(
     model: PreTrainedModel, method: RetentionPolicy, ids: Sequence[int], markers: Sequence[int],
 ) -> Retention:
-    """What a policy keeps of a chunk that it reads alone, beside the markers: no query is known yet.
+    """Return the kept set of a chunk that the model reads alone. The policy also keeps the markers.
 
     Raises:
-        SpecError: for a model or ids that the policy does not serve.
+        SpecError: if the policy does not support the model or the ids.
     """
     own = method.on(model)
     protected = CustomPolicy(protecting(own.policy, markers), own.budget, own.backend)
@@ -78,18 +78,18 @@ def retained(
 class Library:
     """Chunks of one tenant for one model.
 
-    Making it identifies the model, which reads all parameters, and runs two tiny prefills.
+    The constructor identifies the model, which reads all parameters, and runs two tiny prefills.
 
     Args:
-        archive: where the objects are.
+        archive: the archive with the objects.
         model: a causal language model.
-        vocabulary: of its tokenizer, for the markers of wrappers; see `vocabulary_of`.
-        tenant: whose chunks these are.
-        identity: of the model, where it is known already.
+        vocabulary: vocabulary of the tokenizer, for the markers of wrappers. See `vocabulary_of`.
+        tenant: name of the tenant that owns the chunks.
+        identity: identity of the model, if known. Default: the identity is computed from all parameters.
 
     Raises:
-        SpecError: for what is no tenant's name.
-        UnknownModel: when the model's rotation is not recognised.
+        SpecError: if the name of the tenant is invalid.
+        UnknownModel: if kvspec does not recognise the rotary embedding of the model.
     """
 
     def __init__(
@@ -105,20 +105,22 @@ class Library:
         self, ids: Sequence[int], form: str = "raw", codec: str = "none", upper: bool = False,
         method: RetentionPolicy | None = None,
     ) -> str:
-        """Compute a chunk in its wrapper, and store it; its key. A chunk that is stored already is not written again.
+        """Compute the keys and values of a wrapped chunk, store the chunk, and return its key.
+
+        A chunk that is already stored is not written again.
 
         Args:
-            ids: of the chunk, without special tokens.
-            form: a name of `FORMS`.
-            codec: a name of `ARMS`.
-            upper: only the upper half of the layers.
-            method: of which tokens are stored, out of the wrapped chunk; markers that are spliced always are, also
-                beyond its budget. None stores all of them.
+            ids: token ids of the chunk, without special tokens.
+            form: name of the wrapper, from `FORMS`.
+            codec: name of the codec, from `ARMS`.
+            upper: if True, store only the upper half of the layers.
+            method: policy that selects the tokens to store. Inserted markers are always stored, even beyond the budget.
+                None: store all tokens.
 
         Raises:
-            SpecError: for an unknown name, an empty chunk, a marker that is not one token id, or a budget that does not
-                hold the markers in every head.
-            ArchiveError: as `Archive.put`.
+            SpecError: if a name is unknown, if the chunk is empty, if a marker is not one token id, or if the budget is
+                below the number of markers in a head.
+            ArchiveError: as in `Archive.put`.
         """
         if form not in FORMS:
             raise SpecError("form", form, f"must be one of {', '.join(FORMS)}")
@@ -142,10 +144,10 @@ class Library:
         return self._archive.put(manifest, tensors)
 
     def get(self, key: str) -> Chunk | None:
-        """A chunk as it was computed, up to its codec; None where there is none, or where its bytes are damaged.
+        """Return a stored chunk, as exact as its codec allows, or None if the chunk is missing or damaged.
 
         Raises:
-            ArchiveError: as `Archive.get`; named when another model made the chunk.
+            ArchiveError: as in `Archive.get`. WrongModel if a different model computed the chunk.
         """
         stored = self._archive.get(key, self._tenant, self.identity)
         if stored is None:
@@ -161,18 +163,21 @@ class Library:
         return Chunk(tuple(tensors[IDS].tolist()), layers, manifest.hidden, manifest.markers, rotary, kept)
 
     def inject(self, cache: RetainedCache | None, keys: Sequence[str], room: int = 0) -> Injected:
-        """Splice stored chunks behind what a session has read, in this order; between two turns.
+        """Insert stored chunks, in this order, after the tokens that a session has read.
 
-        The session's own first tokens stay its attention sinks. Nothing has changed if anything is refused.
+        Call `inject` between two turns.
+
+        The first tokens of the session are still its attention sinks. If an error is raised, nothing has changed.
 
         Args:
-            cache: of the session; None starts a new one.
-            keys: of chunks.
-            room: tokens that the session will still read and write; some rotations depend on its full length.
+            cache: cache of the session. None: start a new session.
+            keys: keys of the chunks.
+            room: number of tokens that the session will still read and generate. Some rotary embeddings depend on the
+                full length of the session.
 
         Raises:
-            NoSuchChunk: for a key without a chunk, or whose object was damaged.
-            ArchiveError, SpecError: as `get` and `splice`.
+            NoSuchChunk: if a chunk is missing or damaged.
+            ArchiveError, SpecError: as in `get` and `splice`.
         """
         chunks = []
         for key in keys:

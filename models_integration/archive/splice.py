@@ -1,4 +1,4 @@
-"""Chunks computed alone, put one after the other behind what a session has read."""
+"""Insert stored chunks, one after the other, after the tokens that a session has read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +26,10 @@ __all__ = ["Chunk", "compacted", "computed", "splice", "upper_half"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Keys and values (heads, stored, d) by layer of a wrapped chunk computed at positions 0 to n - 1.
+    """Keys and values (heads, stored, d) by layer of a wrapped chunk, computed at the positions 0 to n - 1.
 
-    The first `hidden` tokens are not spliced; `markers` are places in `ids`. Layers that it lacks do not see it.
+    The first `hidden` tokens are not inserted. `markers` are indices into `ids`. Layers that a chunk lacks do not
+    attend to the chunk.
     """
 
     ids: tuple[int, ...]
@@ -44,11 +45,11 @@ class Chunk:
 
     @property
     def visible(self) -> tuple[int, ...]:
-        """The ids that a splice counts as seen, evicted ones too."""
+        """Return the ids of the tokens that an insertion counts as seen, including evicted tokens."""
         return self.ids[self.hidden :]
 
     def places(self, layer: int) -> Tensor:
-        """Places in `ids` of the tokens that a layer stores, (sets, stored), as `kept`."""
+        """Return the indices into `ids` of the tokens that a layer stores, (sets, stored), as in `kept`."""
         return torch.arange(len(self.ids), device="cpu")[None] if self.kept is None else self.kept[layer]
 
 
@@ -77,10 +78,10 @@ def computed(
 
 
 def full_attention(model: PreTrainedModel) -> list[int]:
-    """Indices of the layers that a splice serves.
+    """Return the indices of the layers into which chunks can be inserted.
 
     Raises:
-        SpecError: when there is none.
+        SpecError: if the model has no such layer.
     """
     layers = RetainedCache(model.config.get_text_config(decoder=True)).layers
     full = [index for index, layer in enumerate(layers) if isinstance(layer, RetainedLayer)]
@@ -90,19 +91,19 @@ def full_attention(model: PreTrainedModel) -> list[int]:
 
 
 def upper_half(layers: Mapping[int, tuple[Tensor, Tensor]], depth: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """The layers from depth // 2 on, which are all that the paper's upper-layer archive stores (5.3)."""
+    """Return the layers from depth // 2 on, which the paper's upper-layer archive stores (Section 5.3)."""
     return {index: pair for index, pair in layers.items() if index >= depth // 2}
 
 
 def compacted(chunk: Chunk, retention: Retention) -> Chunk:
-    """The same chunk without the tokens that a policy evicted from it: positions, and the room it takes, stay.
+    """Return the chunk without the tokens that a policy evicted. The remaining tokens keep their positions.
 
     Args:
-        chunk: of all its full-attention layers, uncompacted.
-        retention: about the chunk's own ids, hidden ones included.
+        chunk: chunk with all its full-attention layers, not yet compacted.
+        retention: kept sets of the chunk's ids, including hidden ids.
 
     Raises:
-        SpecError: for kept sets of other layers or heads, or tokens, or that lack a marker which a splice would add.
+        SpecError: if the kept sets do not fit the layers, heads or tokens, or if they lack a marker to insert.
     """
     heads = next(iter(chunk.layers.values()))[0].shape[0] if retention.granularity is Granularity.HEAD else 1
     groups = 1 if retention.granularity is Granularity.MODEL else len(chunk.layers) * heads
@@ -138,23 +139,25 @@ def taken(x: Tensor, places: Tensor) -> Tensor:
 
 
 def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tensor:
-    """Put the visible tokens of each chunk behind what the cache has seen; absolute positions of their markers.
+    """Insert the visible tokens of each chunk after the tokens that the cache has seen.
 
-    The cache grows as by a forward over these tokens; evicted positions stay evicted, those of a compacted chunk too,
-    and the next token's position is the number of tokens seen. Call it between two turns. `live` holds the frequencies
-    of the session at its full length (`frequencies_at`); chunks archived under others are re-based. The chunks stay as
-    they are.
+    Return the positions of the markers.
 
-    Where some chunk lacks a layer, or keeps other tokens in other layers, layers store different positions: such a
-    cache is read inside `layer_masks`, and refuses to be read elsewhere. Elsewhere CrystalCache's states go on behind
-    the chunks, which join their trunks; what other policies keep of single tokens is forgotten.
+    The cache grows as in a forward pass over these tokens. Evicted positions, including those of a compacted chunk,
+    remain evicted. The position of the next token is the number of tokens seen. Call this function between two turns.
+    `live` has the RoPE frequencies of the session at its full length (`frequencies_at`). Chunks with different
+    frequencies are rotated to these frequencies. The chunks themselves do not change.
+
+    If a chunk lacks a layer, or keeps different tokens in different layers, the layers of the cache store different
+    positions. Read such a cache inside `layer_masks`; everywhere else, reading raises an error. For CrystalCache, the
+    tokens of the chunks join the trunks. The states of other policies are deleted.
 
     Args:
-        cache: of one row; it may be new, or compacted.
+        cache: cache with one row, new or compacted.
 
     Raises:
-        SpecError: for a cache of several rows or with padding, or a chunk with a layer that cannot take it; nothing has
-            changed then.
+        SpecError: if the cache has several rows or padding, or if a chunk has a layer that does not fit. Nothing has
+            changed.
     """
     cache.check_usable()
     layers = plain_layers(cache)

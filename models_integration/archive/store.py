@@ -1,6 +1,8 @@
-"""The archive: one file per chunk, found by the hash of what it was computed from, proved whenever it is read.
+"""The archive: one file for each chunk.
 
-There is no list: the files are the archive. So nothing says that an object was deleted by somebody else.
+The name of the file is a hash of the inputs, and each read checks the contents.
+
+The archive has no index besides the files. So the archive cannot detect deleted files.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +34,7 @@ __all__ = ["Archive", "Entry", "Report", "Stored"]
 
 
 class Entry(NamedTuple):
-    """One object as its header describes it. Of an encrypted one, tenant and tokens are not known."""
+    """Header of a stored object. The tenant and the tokens of an encrypted object are unknown."""
 
     key: str
     tenant: str | None
@@ -42,7 +44,7 @@ class Entry(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What an object holds."""
+    """Contents of a stored object."""
 
     manifest: Manifest
     tensors: dict[str, Tensor]
@@ -50,40 +52,41 @@ class Stored(NamedTuple):
 
 @dataclass
 class Report:
-    """What a check of everything found: keys of objects, or paths inside the archive."""
+    """Problems that `Archive.verify` found: keys of objects, or paths inside the archive."""
 
     read: int = 0
     quarantined: list[str] = field(default_factory=list)
-    """Damaged, and moved to the quarantine by this check, if the medium can be written."""
+    """Damaged objects. This check has moved them to the quarantine, if the disk can be written."""
     in_quarantine: list[str] = field(default_factory=list)
-    """Files that were in the quarantine before."""
+    """Files that were in the quarantine before this check."""
     foreign: list[str] = field(default_factory=list)
-    """Of another version of the format or of the specification."""
+    """Objects with a different format or specification version."""
     locked: list[str] = field(default_factory=list)
-    """Encrypted, and not read: the key is not here."""
+    """Encrypted objects that were not read, because the key is missing."""
     clear: list[str] = field(default_factory=list)
-    """Not encrypted, in an encrypted archive."""
+    """Unencrypted objects in an encrypted archive."""
     unreadable: list[str] = field(default_factory=list)
-    """The file system does not give their bytes."""
+    """Objects that the file system cannot read."""
     strays: list[str] = field(default_factory=list)
-    """Files among the objects that are none by their names, and salts that make no key under this master key."""
+    """Files whose names are not names of objects, and salts that do not fit this master key."""
 
     @property
     def clean(self) -> bool:
-        """Whether nothing was found."""
+        """Return True if there are no problems."""
         return not any(value for value in vars(self).values() if isinstance(value, list))
 
 
 class Archive(AbstractContextManager["Archive"]):
-    """A folder of archived chunks, which threads and processes share.
+    """Folder of stored chunks, which several threads and processes can use at the same time.
 
-    With a `keyring`, objects are encrypted under their tenant's key; an archive in which something was ever encrypted
-    takes and gives no others. `limit` bounds the bytes of all objects and of the quarantine: when a put exceeds the
-    limit, the quarantine goes first, then the least recently used objects, by the times of their files.
+    With a `keyring`, each object is encrypted with the key of its tenant. If an archive ever had an encrypted object,
+    the archive neither stores nor returns unencrypted objects. `limit` is the largest total size of objects and
+    quarantine in bytes. If a `put` exceeds the limit, the archive deletes the quarantine first, then the least recently
+    used objects, by the modification times of the files.
 
     Raises:
-        SpecError: for a limit below 1.
-        ArchiveError, OSError: for a folder that cannot be made.
+        SpecError: if the limit is below 1.
+        ArchiveError, OSError: if the folder cannot be created.
     """
 
     def __init__(self, folder: Path, keyring: Keyring | None = None, limit: int | None = None) -> None:
@@ -99,14 +102,14 @@ class Archive(AbstractContextManager["Archive"]):
         """Nothing is held open."""
 
     def put(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> str:
-        """Publish a chunk; its key. An object of the same key stays as it is, unless it is damaged.
+        """Store a chunk and return its key. An undamaged object with the same key is not written again.
 
         Raises:
-            SpecError: for a tenant's name, a manifest or tensors that no object can have, or a chunk larger than the
-                limit.
-            ArchiveError, OSError: and nothing has changed, or the chunk is stored all the same.
-            KeyUnavailable: for another master key than the tenants', or none where there are tenants' keys; for a
-                tenant who is forgotten meanwhile.
+            SpecError: if the name of the tenant is invalid, if the manifest or the tensors cannot be stored, or if the
+                chunk is larger than the limit.
+            ArchiveError, OSError: if the write fails. Either nothing has changed, or the chunk is stored completely.
+            KeyUnavailable: if the master key is missing or does not fit the keys of the tenants, or if the tenant is
+                deleted at the same time.
         """
         check_input(manifest, tensors)
         cipher = self._objects.cipher(manifest.tenant, create=True)
@@ -129,18 +132,19 @@ class Archive(AbstractContextManager["Archive"]):
         return key
 
     def get(self, key: str, tenant: str, model: ModelIdentity | None = None, use: bool = True) -> Stored | None:
-        """A chunk of the tenant, proved; None where there is none, or where its bytes are not those written.
+        """Return a chunk of the tenant after a check of its contents, or None if the chunk is missing or damaged.
 
-        A damaged object is moved to `quarantine`. With `model`, another model's chunk is refused. Another tenant's key
-        is a miss by its digits alone, whether or not there is such an object. Without `use`, `gc` does not count it.
+        A damaged object is moved to `quarantine`. If `model` is given, the chunk must belong to this model. The key of
+        a different tenant always gives None, whether the object exists or not. If `use` is False, `gc` does not count
+        this read as a use.
 
         Raises:
-            SpecError: for what is no tenant's name.
-            WrongModel, OtherDtype, OtherFrequencies: for a chunk that `model` cannot read.
-            ForeignVersion: for an object of another version of the format or the specification.
-            KeyUnavailable: for an encrypted object's key without the tenant's, or with that of another salt.
-            NotEncrypted: for the key of an object in the clear, if the archive is encrypted.
-            ArchiveError, OSError: from the file system; the chunk may be there.
+            SpecError: if the name of the tenant is invalid.
+            WrongModel, OtherDtype, OtherFrequencies: if `model` cannot read the chunk.
+            ForeignVersion: if the object has a different format or specification version.
+            KeyUnavailable: if the object is encrypted, and the key of the tenant is missing or has a different salt.
+            NotEncrypted: if the object is unencrypted in an encrypted archive.
+            ArchiveError, OSError: if the file system fails. The chunk may exist.
         """
         check_tenant(tenant)
         if not self._objects.is_of(key, tenant):
@@ -163,14 +167,14 @@ class Archive(AbstractContextManager["Archive"]):
         return stored
 
     def entries(self, tenant: str | None = None) -> list[Entry]:
-        """What the objects say of themselves, in order of creation; of one tenant, if one is named.
+        """Return the headers of all objects, or of the objects of one tenant, in order of creation.
 
-        Only headers are read, and nothing is proved. An object whose header is damaged, of another version or in the
-        clear among encrypted ones is left out; `verify` names it.
+        This method reads only the headers and checks no contents. Objects whose header is damaged, has a different
+        version or is unencrypted in an encrypted archive are left out. `verify` reports these objects.
 
         Raises:
-            SpecError: for what is no tenant's name.
-            OSError: from the file system.
+            SpecError: if the name of the tenant is invalid.
+            OSError: if the file system fails.
         """
         if tenant is not None:
             check_tenant(tenant)
@@ -179,10 +183,10 @@ class Archive(AbstractContextManager["Archive"]):
         return sorted(found, key=lambda entry: (entry.created, entry.key))
 
     def verify(self) -> Report:
-        """Read and prove every object; damaged ones go to quarantine.
+        """Read and check every object, and move damaged objects to the quarantine.
 
-        An object that was deleted cannot be told from one that was never put, and is not missed. The digest of an
-        object in the clear needs no key: it does not tell who wrote the object.
+        This method cannot detect deleted objects. The hash of an unencrypted object needs no key, so the hash does not
+        prove who wrote the object.
         """
         with suppress(OSError):  # a medium that cannot be written
             self._files.restore_all()
@@ -195,10 +199,12 @@ class Archive(AbstractContextManager["Archive"]):
         return report
 
     def gc(self) -> list[str]:
-        """Erase temporary files that writers left, then what `limit` says; keys, or paths in the quarantine.
+        """Delete unfinished temporary files, then objects until the archive fits `limit`.
+
+        Return the deleted keys or paths.
 
         Raises:
-            ArchiveError, OSError: from the file system.
+            ArchiveError, OSError: if the file system fails.
         """
         with named_errors(self.folder):
             self._files.restore_all()
@@ -207,15 +213,15 @@ class Archive(AbstractContextManager["Archive"]):
         return self._fit()
 
     def forget(self, tenant: str) -> int:
-        """Destroy the tenant's key and every byte of its objects, damaged and unfinished ones too; how many.
+        """Delete the key of the tenant, and overwrite all objects of the tenant. Return the number of objects.
 
-        What stands under no key and says nothing is erased with them. After an error the rest is erased all the same,
-        and a second call goes on.
+        Damaged and unfinished objects of the tenant are included. Files that belong to no key and have no readable
+        header are deleted too. If an error occurs, the remaining files are still deleted, and a second call continues.
 
         Raises:
-            SpecError: for what is no tenant's name.
-            KeyUnavailable: for an encrypted archive without its master key; nothing has changed.
-            ArchiveError, OSError: the first of the file system.
+            SpecError: if the name of the tenant is invalid.
+            KeyUnavailable: if the archive is encrypted and the master key is missing. Nothing has changed.
+            ArchiveError, OSError: the first error of the file system.
         """
         check_tenant(tenant)
         self._objects.check_knows(tenant)

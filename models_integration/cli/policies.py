@@ -1,4 +1,4 @@
-"""`kvspec policies` and `kvspec tasks`: what there is, what it costs, when it serves."""
+"""The commands `kvspec policies` and `kvspec tasks`."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ kvspec policies NAME prints the paper, the constants and how to call the policy.
 
 
 def show_policies() -> None:
-    """Two lines for each policy, then what the words mean."""
+    """Print two lines for each policy, and the meaning of the terms."""
     for one in list_policies():
         served = [f"{one.passes} pass{'es' if one.passes > 1 else ''}", f"peak {_peak(one)}"]
         served += [word for word, serves in _served(one).items() if serves]
@@ -35,17 +35,17 @@ def show_policies() -> None:
 
 
 def show_policy(name: str) -> None:
-    """All that there is to know of one policy.
+    """Print the description of one policy.
 
     Raises:
-        SpecError: for an unknown name.
+        SpecError: if the name is unknown.
     """
     for line in _lines(describe_policy(name)):
         _print(line)
 
 
 def show_tasks() -> None:
-    """A line for each task, then the kinds of files."""
+    """Print one line for each task, and the kinds of benchmark files."""
     width = 2 + max(map(len, TABLE))
     for name, entry in TABLE.items():
         about = [entry.about, f"of {entry.assembly}", f"metric {entry.metric}", " ".join(entry.placements)]

@@ -1,7 +1,7 @@
-"""What a policy keeps of a prompt, without a forward of the model: its file's first tensors say what layer 0 asks.
+"""Select the tokens that a policy keeps of a prompt, without a forward pass of the whole model.
 
-A model of one layer is built without values, and its decoder runs until that layer attends. Each module on the way
-takes its own parameters from the file; values, and all that comes behind, are never read.
+kvspec builds the model without weights, and runs the decoder up to the attention of the first layer. Each module on the
+way loads only its own weights from the file. kvspec never loads the value projection and the later layers.
 """
 
 import json
@@ -37,16 +37,17 @@ class _Asked(Exception):
 
 
 def keep(folder: Path, policy: RetentionPolicy, token_ids: Sequence[int], dtype: str | None = None) -> Retention:
-    """What a session of the whole model keeps of a prompt, bit for bit.
+    """Return the kept set that a session with the whole model would return, bit for bit.
 
     Args:
-        folder: with model.safetensors, or the index of several files.
-        policy: with one kept set, from the queries and keys of the first layer alone, or of none.
-        token_ids: of the prompt.
-        dtype: as `from_pretrained` takes it; None: as it is stored.
+        folder: folder with model.safetensors, or with the index of several safetensors files.
+        policy: policy with one kept set, which reads at most the queries and keys of the first layer.
+        token_ids: token ids of the prompt.
+        dtype: dtype of the weights, as for `from_pretrained`. None: the dtype of the file.
 
     Raises:
-        SpecError: for a policy with other needs, which it names; for another folder, or ids that the model has not.
+        SpecError: if the policy reads more than the first layer, if the folder has no such files, or if an id is
+            outside the vocabulary.
     """
     files, config = _files(folder), AutoConfig.from_pretrained(folder)
     check_positions(config, "token_ids", len(token_ids))

@@ -1,12 +1,12 @@
-"""A kept set inside llama.cpp: the cells of all other tokens are freed, those that are kept keep their positions.
+"""Eviction in llama.cpp: `LlamaSequence` frees the cells of the evicted tokens. The kept tokens keep their positions.
 
-    sequence = LlamaSequence(llama.ctx)  # of a `llama_cpp.Llama`
+    sequence = LlamaSequence(llama.ctx)  # llama is a `llama_cpp.Llama`
     sequence.read(prompt_ids)
-    sequence.evict(retention_of(ranges, seen))  # as `kvspec keep --format json` prints them
+    sequence.evict(retention_of(ranges, seen))  # ranges as printed by `kvspec keep --format json`
     logits = sequence.read(question_ids)
 
-A cell of llama.cpp holds one token for all layers and heads, so one set must serve the whole model. NumPy and
-llama-cpp-python are enough: the decision may come from another process.
+A cell of llama.cpp stores one token for all layers and heads, so the whole model must have one kept set. This module
+needs only NumPy and llama-cpp-python. A different process can select the tokens.
 """
 
 import ctypes
@@ -35,14 +35,14 @@ _NO_SLOT = 1
 
 
 def retention_of(ranges: Sequence[Sequence[int]], seen: int) -> Retention:
-    """The kept set of printed ranges.
+    """Return the kept set that contains the given ranges of positions.
 
     Args:
-        ranges: the first position and one behind the last of each, rising.
-        seen: tokens of the prompt.
+        ranges: pairs (first position, last position + 1), ascending.
+        seen: number of tokens of the prompt.
 
     Raises:
-        SpecError: for what is no range inside [0, seen), and for ranges that overlap or fall.
+        SpecError: if a range is not inside [0, seen], or if ranges overlap or are not ascending.
     """
     for pair in ranges:
         match pair:
@@ -55,19 +55,20 @@ def retention_of(ranges: Sequence[Sequence[int]], seen: int) -> Retention:
 
 
 class LlamaSequence:
-    """One sequence of a context of llama.cpp.
+    """One sequence in a context of llama.cpp.
 
     Args:
-        context: `llama_cpp.Llama(...).ctx`, or what `llama_init_from_model` returned; its owner keeps it alive.
-        seq_id: of the sequence. What it holds already must be all tokens from position 0 on.
+        context: `llama_cpp.Llama(...).ctx`, or the result of `llama_init_from_model`. The caller must keep the context
+            alive.
+        seq_id: id of the sequence. If the sequence already has tokens, they must begin at position 0 without gaps.
 
     Attributes:
-        seen: tokens read so far: the position of the next one.
-        positions: of the stored tokens, ascending.
+        seen: number of tokens that the sequence has read. The next token has this position.
+        positions: positions of the stored tokens, ascending.
 
     Raises:
-        SpecError: for a sequence that the context has not, or that does not begin at position 0, and for a model whose
-            tokens are not one cell each.
+        SpecError: if the context has no such sequence, if the sequence does not begin at position 0, or if the model
+            does not store each token in one cell.
     """
 
     def __init__(self, context: Any, seq_id: int = 0) -> None:
@@ -85,14 +86,15 @@ class LlamaSequence:
         self.positions: IntVector = np.arange(self.seen)
 
     def read(self, tokens: Sequence[int]) -> Vector:
-        """Read tokens behind all that was seen, in batches of the context's own size.
+        """Read tokens after the tokens seen so far, in batches of the size that the context allows.
 
         Returns:
-            Logits behind the last one, float32, (vocabulary,).
+            Logits after the last token, float32, (vocabulary,).
 
         Raises:
-            SpecError: for no tokens, ids that the model has not, and more tokens than there are free cells.
-            RuntimeError: where llama.cpp fails otherwise. In every case the sequence is as it was.
+            SpecError: if there are no tokens, if an id is outside the vocabulary, or if the cells of the context do not
+                suffice. The sequence is then unchanged.
+            RuntimeError: if llama.cpp fails for a different reason. The sequence is then unchanged.
         """
         self._check_untouched()
         vocabulary = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(self._model))
@@ -116,14 +118,17 @@ class LlamaSequence:
         return logits
 
     def evict(self, retention: Retention) -> int:
-        """Free the cells of what is not kept. A cell that another sequence shares stays there.
+        """Free the cells of all tokens that are not in the kept set.
+
+        llama.cpp keeps the cells that a second sequence shares.
 
         Returns:
-            How many tokens were evicted.
+            Number of evicted tokens.
 
         Raises:
-            SpecError: for sets of layers or heads, a set about another number of tokens, tokens that are not stored
-                any more, and a set without the last token, behind which alone llama.cpp reads on. Nothing is freed.
+            SpecError: if layers or heads have separate kept sets, if the kept set is for a different number of tokens
+                or contains an evicted token, or if the kept set lacks the last token. llama.cpp can continue only after
+                the last stored position. No cell is freed.
         """
         self._check_untouched()
         if retention.granularity is not Granularity.MODEL:

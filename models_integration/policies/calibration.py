@@ -1,4 +1,4 @@
-"""A model's calibration: a forward over a text for TriAttention's statistics, a rehearsal of it for KVzip's heads."""
+"""Calibration of a model: query statistics for TriAttention, and head scores for KVzip."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -29,15 +29,15 @@ __all__ = ["calibrate", "heads_served_by", "served_by"]
 
 
 def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> Identity:
-    """What a calibration must be of to serve a model: its name with a digest of weights and config, and its rotation.
+    """Return the identity that a calibration must have for a model: name, hash of weights and config, RoPE.
 
     Args:
-        model: whose full-attention layers share one rotation.
-        identity: of the model, where it is known already: making it reads all parameters.
+        model: model whose full-attention layers share one rotary embedding.
+        identity: identity of the model, if known. Default: the identity is computed from all parameters.
 
     Raises:
-        SpecError: for a model that is not served, whose full-attention layers do not share one rotation in halves of
-            all channels, or whose frequencies change with the length.
+        SpecError: if kvspec does not support the model, if the full-attention layers do not share one rotary embedding
+            of all channels in halves, or if the frequencies change with the length.
     """
     rotation = read_rotation(describe(model))
     made = identify(model) if identity is None else identity
@@ -45,10 +45,10 @@ def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> 
 
 
 def heads_served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> Identity:
-    """What a calibration's head scores must be of to serve a model, whatever its rotation is.
+    """Return the identity that head scores must have for a model. The rotary embedding does not matter.
 
     Raises:
-        SpecError: for a model that is not served.
+        SpecError: if kvspec does not support the model.
     """
     try:
         return served_by(model, identity)

@@ -1,4 +1,4 @@
-"""Our cache as a subject: `kvspec verify --cache models_integration.session.eviction:after_eviction`."""
+"""The cache of kvspec as a test subject: `kvspec verify --cache models_integration.session.eviction:after_eviction`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,19 +17,19 @@ __all__ = ["after_eviction"]
 def after_eviction(
     prompt_ids: list[int], kept: Mapping[int, Sequence[Sequence[int]]], next_ids: list[int], model: str,
 ) -> Tensor:
-    """What a model says behind a prompt of which its cache keeps what it is told.
+    """Return the logits of tokens that a model reads after the eviction of prompt tokens.
 
     Args:
-        prompt_ids: n tokens.
-        kept: positions, ascending, by full-attention layer and KV head.
-        next_ids: read behind them, from position n on.
-        model: a transformers model, by folder or name; it is read in float32.
+        prompt_ids: n token ids of the prompt.
+        kept: kept positions, ascending, for each full-attention layer and KV head.
+        next_ids: ids of the tokens after the prompt, at the positions from n on.
+        model: folder or name of a transformers model. The model is loaded in float32.
 
     Returns:
         Logits (next tokens, vocabulary).
 
     Raises:
-        SpecError: for a model that is not served.
+        SpecError: if kvspec does not support the model.
     """
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     sets = [own for layer in sorted(kept) for own in kept[layer]]

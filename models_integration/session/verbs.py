@@ -1,11 +1,12 @@
-"""A prompt by hand: observe it once, decide about it under any number of methods, compact a cache for each.
+"""Functions for one prompt and many policies: observe the prompt once, then decide and compact for each policy.
 
     observed = observe(model, input_ids)
     for policy in policies:
         decision = decide(policy.on(model), observed)
         cache = compact(observed.cache, decision)
 
-A session does the same layer by layer, so that the full cache never exists; here it does, and stays as it is.
+A session evicts layer by layer, so the full cache never exists. With these functions the full cache exists, and
+`compact` does not change it.
 """
 
 import inspect
@@ -107,22 +108,22 @@ def _forward(
 def read(
     model: PreTrainedModel, cache: RetainedCache, input_ids: Tensor, needs: Needs = NOTHING, last: int = 1,
 ) -> ObservedSegment:
-    """Read tokens behind what a cache has seen, and decide nothing: questions, and answers that are given.
+    """Read tokens after the tokens that a cache has seen, without eviction: questions, or given answers.
 
-    The cache grows by them. Its rows, layers and heads may store different tokens.
+    The cache grows by these tokens. Rows, layers and heads of the cache may store different tokens.
 
     Args:
-        model: outside any context.
-        cache: such as `compact` makes.
-        input_ids: (rows, n).
-        needs: what to note of these tokens' attention.
-        last: columns whose logits are wanted, counted from the end.
+        model: model outside `with policy(model)`.
+        cache: cache, such as the result of `compact`.
+        input_ids: token ids (rows, n).
+        needs: tensors of the new tokens to capture.
+        last: number of last columns whose logits are returned.
 
     Returns:
-        What was noted, with `logits` (rows, last, vocabulary).
+        The captured tensors. The attribute `logits` is (rows, last, vocabulary).
 
     Raises:
-        SpecError: for a model or tokens that are not served.
+        SpecError: if kvspec does not support the model or the tokens.
     """
     check_free(model)
     architecture = describe(model)

@@ -1,4 +1,4 @@
-"""What a chat template puts around a context and its question, as tokens."""
+"""Text and tokens of a chat template around a context and its question."""
 
 import hashlib
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ _PLACE, _ANSWER, _NEXT = "kvspec-context", "kvspec-answer", "kvspec-next"
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands before the context and behind the question.
+    """Tokens before the context, and text after the question.
 
     Attributes:
-        name: `none`, or the digest of the template.
-        opening: tokens before the context, counted as its own.
-        closing: text behind the question, before the answer starts.
-        between: text behind an answer, before the next question.
+        name: `none`, or the hash of the chat template.
+        opening: tokens before the context. They count as tokens of the context.
+        closing: text after the question, before the answer.
+        between: text after an answer, before the next question.
     """
 
     name: str
@@ -32,15 +32,15 @@ class Frame:
 
 
 def bare(tokenizer: TaskTokenizer) -> Frame:
-    """No template: what the tokenizer itself puts before a text, and nothing behind it."""
+    """Return a frame without a chat template: only the tokens that the tokenizer puts before a text."""
     return Frame(NO_TEMPLATE, opening_ids(tokenizer), "")
 
 
 def chat(tokenizer: Any) -> Frame:
-    """The tokenizer's own template: context and question are one message of the user, the answer is the assistant's.
+    """Return the frame of the tokenizer's chat template. Context and question are one message of the user.
 
     Raises:
-        SpecError: for a tokenizer without a template, or one that does not print messages as they are.
+        SpecError: if the tokenizer has no chat template, or if the template changes the text of messages.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, str):
@@ -56,7 +56,7 @@ def chat(tokenizer: Any) -> Frame:
 
 
 def frame_of(tokenizer: Any, bare_text: bool = False) -> Frame:
-    """The tokenizer's chat template where it has one, unless bare text is asked for."""
+    """Return the frame of the chat template, or a bare frame if there is no template or `bare_text` is True."""
     return bare(tokenizer) if bare_text or not getattr(tokenizer, "chat_template", None) else chat(tokenizer)
 
 

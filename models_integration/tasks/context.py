@@ -1,4 +1,5 @@
-"""What every context is made with, and the contexts that are a list: exact length, evidence where policies decide."""
+"""Material of all contexts, and contexts that are lists. Contexts have an exact length, and policies can evict the
+evidence."""
 
 import string
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -28,12 +29,12 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Ground:
-    """What contexts are made with.
+    """Material from which contexts are made.
 
     Attributes:
         tokenizer: any `transformers` tokenizer.
-        prose: the running text, read with the same tokenizer.
-        frame: what a chat template puts around context and question.
+        prose: the running text, as tokens of this tokenizer.
+        frame: tokens and text of the chat template before the context and after the question.
     """
 
     tokenizer: TaskTokenizer
@@ -41,32 +42,34 @@ class Ground:
     frame: Frame
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of `text` alone."""
+        """Return the token ids of `text`, without special tokens."""
         return encode(self.tokenizer, text)
 
     def follow(self, text: str) -> tuple[int, ...]:
-        """Token ids of `text` behind other text, a space between them."""
+        """Return the token ids of `text` after a different text, with a space before `text`."""
         return self.encode(joiner(self.tokenizer) + text)
 
     def rng(self, length: int, index: int, seed: int, *more: int) -> np.random.Generator:
-        """The generator of a context.
+        """Return the random generator of a context.
 
         Raises:
-            SpecError: for a negative index or seed, and a length for which the text is too short, before any work.
+            SpecError: if the index or the seed is negative, or if the text is too short for the length.
         """
         self.prose.window(length, index, seed)
         return generator((seed, *more, length, index))
 
     def room(self, length: int, *pieces: Sequence[int]) -> int:
-        """Tokens of a context that the frame's opening and some pieces leave."""
+        """Return the number of context tokens that are left after the frame's opening and some pieces."""
         return length - len(self.frame.opening) - sum(map(len, pieces))
 
     def sample(
         self, context: tuple[int, ...], question: str, opening: str, answer: str, evidence: Sequence[Span], *,
         gap: str = " ", **fields: Any,
     ) -> Sample:
-        """A sample of texts: behind the question stands what the chat template has there, or else `gap`, and then how
-        the answer begins; no space comes before the answer where that ends with white space."""
+        """Return a sample made of texts: context, question, text of the frame (or `gap`), and the start of the answer.
+
+        If the text before the answer ends with white space, the answer begins without a space.
+        """
         asked = question + (self.frame.closing or gap) + opening
         return Sample(
             context_ids=context, question_ids=self.encode(asked), expected=answer,

@@ -1,7 +1,7 @@
-"""Running text that contexts are filled with: distinct windows of it, for any tokenizer.
+"""Running text for contexts: separate windows of the text, for any tokenizer.
 
-The text shipped with kvspec is the narrative books of the King James Version (Genesis, Joshua to 2 Kings), one verse a
-line without its number, as Debian's bible-kjv-text 4.38 has them. Its copyright has expired; it has no digits.
+The text that comes with kvspec is from the King James Version of the Bible (Genesis, Joshua to 2 Kings), as in Debian's
+bible-kjv-text 4.38. Each line is a verse without its number. The copyright has expired, and the text has no digits.
 """
 
 import lzma
@@ -25,9 +25,9 @@ class Prose:
     """A text as tokens.
 
     Attributes:
-        name: of the file.
-        tokens: of all lines; each line begins as a sentence does that follows another.
-        stops: where lines end, ascending.
+        name: name of the file.
+        tokens: tokens of all lines. Each line is tokenized as if it followed a different sentence.
+        stops: positions at which lines end, ascending.
     """
 
     name: str
@@ -35,20 +35,20 @@ class Prose:
     stops: tuple[int, ...]
 
     def windows(self, length: int) -> int:
-        """How many contexts of so many tokens have no token of the text in common.
+        """Return the number of contexts with `length` tokens that have no token of the text in common.
 
         Raises:
-            SpecError: for a length below 1, or a text that is shorter.
+            SpecError: if the length is below 1, or if the text is shorter than the length.
         """
         if not 1 <= length <= len(self.tokens):
             raise SpecError("length", length, f"must lie in [1, {len(self.tokens)}], the tokens of {self.name}")
         return len(self.tokens) // length
 
     def window(self, length: int, index: int, seed: int) -> int:
-        """Which window sample number `index` reads; they take turns in an order that the seed decides.
+        """Return the index of the window for sample number `index`. The seed sets the order of the windows.
 
         Raises:
-            SpecError: as `windows`, and for a negative index or seed.
+            SpecError: as in `windows`, or if the index or the seed is negative.
         """
         if index < 0:
             raise SpecError("index", index, "must not be negative")
@@ -57,10 +57,10 @@ class Prose:
 
 
 def read_text(path: Path) -> str:
-    """A text file, plain or .xz.
+    """Read a text file, plain or .xz.
 
     Raises:
-        SpecError: for a file that cannot be read.
+        SpecError: if the file cannot be read.
     """
     try:
         data = path.read_bytes()
@@ -70,10 +70,10 @@ def read_text(path: Path) -> str:
 
 
 def read_prose(tokenizer: TaskTokenizer, path: Path = NARRATIVE) -> Prose:
-    """A text file, plain or .xz, for a tokenizer; a second for a million letters.
+    """Read a text file, plain or .xz, and tokenize it. A million characters take about a second.
 
     Raises:
-        SpecError: for a file that cannot be read, or holds no text.
+        SpecError: if the file cannot be read or is empty.
     """
     space = joiner(tokenizer)
     lines = [encode(tokenizer, space + line.strip()) for line in read_text(path).splitlines() if line.strip()]

@@ -1,5 +1,8 @@
-"""Tasks by name: ours, `TABLE`, with RULER v1's in two dialects; files of benchmarks as `ruler-file:PATH` (or
-another kind of FILES); and the user's own as `module:ATTRIBUTE` or an entry point of ENTRY_POINTS:
+"""Tasks by name.
+
+- `TABLE` has the tasks of kvspec, including the tasks of RULER v1 in two dialects.
+- `ruler-file:PATH`, or a different kind of `FILES`, is a task with the samples of a benchmark file.
+- `module:ATTRIBUTE`, or an entry point in the group `ENTRY_POINTS`, is your own task, such as:
 
     from models_integration.tasks.context import joined
 
@@ -68,17 +71,18 @@ TEXTS = "prose, records, Python source"
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the table of tasks.
+    """Entry of the table of tasks.
 
     Attributes:
-        about: what is asked.
-        make: what makes the samples of one context; a pure function of its arguments.
-        metric: of the answer; "" where each file has its own.
-        assembly: what contexts are made of.
-        constants: what a name in brackets may set: `needle(depth=0.5)`; without it the index decides.
-        placements: when its question can be read.
-        gold: whether the gold answer has tokens, whose likelihood can be measured.
-        rows: of a file, which has no more contexts; 0 for all others.
+        about: what the question is about.
+        make: function that returns the samples of one context. The result depends only on the arguments.
+        metric: metric of the answer. "" if each file has a separate metric.
+        assembly: text from which the contexts are made.
+        constants: constants that you can set by name, as in `needle(depth=0.5)`. Default: the index of the sample
+            decides.
+        placements: supported positions of the question.
+        gold: True if the gold answer has tokens, so that its likelihood can be measured.
+        rows: number of contexts in a benchmark file; 0 for all other tasks.
     """
 
     about: str
@@ -93,12 +97,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Task:
-    """A task, whose samples are checked as they are made.
+    """A task. Each call checks the samples.
 
     Attributes:
-        name: what it was asked for as.
-        entry: its line of the table, or one like it.
-        digest: of the file of a user's own module.
+        name: name that the user gave.
+        entry: entry of the table of tasks, or an entry for the user's file or function.
+        digest: hash of the file of the user's module.
     """
 
     name: str
@@ -107,11 +111,15 @@ class Task:
 
     @property
     def of_file(self) -> bool:
-        """Whether contexts are a file's, and may be shorter than what is asked for."""
+        """True if the contexts come from a file. They may then be shorter than the requested length."""
         return self.entry.assembly == FILE
 
     def check_placement(self, placement: str) -> None:
-        """Raise a SpecError for a placement in which the task's question cannot be read."""
+        """Check that the task supports a placement.
+
+        Raises:
+            SpecError: if the task does not support the placement.
+        """
         if placement not in self.entry.placements:
             reason = (
                 f"{self.name} supports only {', '.join(self.entry.placements)}: the earlier turns follow the context"
@@ -205,7 +213,7 @@ TABLE: Mapping[str, Entry] = {
 }
 """The tasks by name. What reads `PROSE` has windows of the shipped text that do not overlap."""
 BUILT_IN: Mapping[str, Maker] = {name: entry.make for name, entry in TABLE.items() if entry.gold}
-"""Those whose gold answer has tokens."""
+"""Tasks whose gold answer has tokens."""
 FILES: Mapping[str, Callable[[Path], OfFile]] = {
     "ruler-file": ruler_file, "ruler-lm-eval-file": partial(ruler_file, dialect=LM_EVAL), "scbench-file": scbench_file,
     "scbench-turns-file": partial(scbench_file, turns=True), "longbench-file": longbench_file,
@@ -214,17 +222,19 @@ FILES: Mapping[str, Callable[[Path], OfFile]] = {
 }
 
 IN_PROSE = ("needle_in_prose", "keys_in_prose_2", "keys_in_prose_4")
-"""Those with one fact to keep and one number for an answer, in running text."""
+"""Tasks in running text with one fact to keep and a number as the answer."""
 
 
 def resolve_task(text: str) -> Task:
-    """A task of `TABLE`, with constants of its own as in `needle(depth=0.5)`; `KIND:PATH`, a file of a kind of
-    `FILES`; or a user's own function like those of `BUILT_IN`: `module:ATTRIBUTE`, of a module that is installed or
-    lies here, or the name of an entry point.
+    """Return the task with this name.
+
+    A name is a task of `TABLE` with or without constants, as in `needle(depth=0.5)`. A name can also be `KIND:PATH` for
+    a benchmark file (a kind of `FILES`), `module:ATTRIBUTE` for your own function, or the name of an entry point. The
+    module can be installed or in the current folder.
 
     Raises:
-        SpecError: for a file that is not as its kind describes it; for an unknown name or constant, a module that
-            cannot be loaded, and an attribute that is no function.
+        SpecError: if the file does not have the format of its kind, if the name or a constant is unknown, if the module
+            cannot be loaded, or if the attribute is not a function.
     """
     name, bracket, rest = text.partition("(")
     if name in TABLE:

@@ -1,4 +1,4 @@
-"""A policy at work on transformers' continuous batching: prompts are observed, decided and compacted in the pool."""
+"""Policies in the continuous batching of transformers: kvspec evicts each prompt from the pages of the pool."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -36,37 +36,39 @@ class _Progress:
 
 
 class PagedSession:
-    """A policy on a model whose requests are served by continuous batching, for the time of a `with` block.
+    """Context manager that applies a policy to a model in continuous batching.
 
-    Every manager that is made inside the block evicts: by `generate_batch`, `continuous_batching_context_manager` or
-    `init_continuous_batching`. A prompt is read in the engine's own chunks; after the last one the policy decides, the
-    kept slots are moved together in the pool, and the pages behind them serve other requests. Positions stay those of
-    the text. A request that is put back into the queue, because the pool is full, reads its prompt again, keeps what
-    was decided, and goes on with its answer. A prompt of one token is kept. A manager that still runs when the block
-    ends is stopped; after an error it does not finish its requests.
+    kvspec evicts in every manager that you make inside the block: by `generate_batch`,
+    `continuous_batching_context_manager` or `init_continuous_batching`. The engine reads a prompt in chunks. After the
+    last chunk the policy selects the tokens, kvspec moves the kept slots together in the pool, and other requests can
+    use the freed pages. The kept tokens keep their positions.
+
+    If the pool is full, the engine puts a request back into the queue. The request then reads the prompt again, keeps
+    the same tokens as before, and continues the answer. A prompt of one token is kept. If a manager still runs when the
+    block ends, kvspec stops the manager. If the block ends with an error, the manager does not finish its requests.
 
     Args:
-        policy: decides after the prompt, and keeps one set for the model, or as many tokens in each layer or head.
-        model: with full attention in every layer, by sdpa or eager.
+        policy: policy that evicts after the prompt. All layers and heads must keep the same number of tokens.
+        model: model with full attention in every layer, and with sdpa or eager attention.
 
     Raises:
-        SpecError: for a model, a policy or a transformers that is not served. The block: for a configuration of a
-            manager that is not, before it runs.
+        SpecError: if kvspec does not support the model, the policy or the version of transformers. Inside the block,
+            the error is raised before a manager with an unsupported configuration runs.
     """
 
     def __init__(self, policy: RetentionPolicy, model: PreTrainedModel) -> None:
         check_seams()
         self.kept: dict[str, Retention] = {}
-        """What each request keeps of its prompt, by its id, unless it ended with its first token.
+        """Kept set of each request's prompt, by request id. Requests that end with the first token have no entry.
 
-        A later manager starts anew; a server that runs on takes out what it has read.
+        A new manager starts with an empty dictionary. A long-running server should delete entries after reading them.
         """
         self.freed_pages = 0
-        """Pages that compaction has freed."""
+        """Number of pages that eviction has freed."""
         self.peak_pages = 0
-        """Pages that requests held at once, at most."""
+        """Largest number of pages in use at one time."""
         self.peak_requests = 0
-        """Requests that held pages at once, at most."""
+        """Largest number of requests with pages at one time."""
         self._model, self._architecture, self._method = model, describe(model), policy.on(model)
         check_served(self._architecture, self._method)
         check_handover(self._architecture, self._method.policy.scorer.needs, Granularity.MODEL)
