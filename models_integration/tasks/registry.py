@@ -1,8 +1,4 @@
-"""Tasks by name.
-
-- `TABLE` has the tasks of kvspec, including the tasks of RULER v1 in two dialects.
-- `ruler-file:PATH`, or a different kind of `FILES`, is a task with the samples of a benchmark file.
-- `module:ATTRIBUTE`, or an entry point in the group `ENTRY_POINTS`, is your own task, such as:
+"""Tasks by name: the tasks of `TABLE`, benchmark files, and your own tasks.
 
     from models_integration.tasks.context import joined
 
