@@ -287,12 +287,13 @@ def test_an_engine_whose_hello_is_an_error_is_ended(tmp_path: Path) -> None:
 
 def test_the_answer_of_an_engine_that_ends_at_once_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes and ends after a look at its output, and before the next look at whether it runs."""
-    engine, look, looks = process.Process("sh -c 'read line; echo {}'"), select.select, list[int]()
+    engine, look, looks = process.Process("sh -c 'read one; read two; echo {}'"), select.select, list[int]()
 
     def late(*given: Any) -> Any:
         looks.append(1)
         if len(looks) != 2:
             return look(*given)
+        os.write(engine._in, b"\n")
         engine._popen.wait()
         return [], [], []
 
