@@ -41,8 +41,8 @@ class AttentionTiles:
 
 # By the padded head dimension, for elements of two bytes and of four.
 COMPILED: dict[tuple[int, int], AttentionTiles] = {
-    (64, 2): AttentionTiles(Shape(128, 128, 4), Shape(64, 128, 8), Shape(64, 64, 4, 3), Shape(64, 64, 8)),
-    (128, 2): AttentionTiles(Shape(128, 128, 4), Shape(64, 128, 8), Shape(64, 64, 4, 3), Shape(64, 64, 8)),
+    (64, 2): AttentionTiles(Shape(128, 128, 4), Shape(64, 128, 8), Shape(64, 64, 4, 3), Shape(32, 128, 4), depth=16),
+    (128, 2): AttentionTiles(Shape(128, 128, 4), Shape(64, 128, 8), Shape(64, 64, 4, 3), Shape(32, 128, 4), depth=16),
     (256, 2): AttentionTiles(Shape(128, 64, 8), Shape(64, 64, 8), Shape(64, 64, 8), Shape(64, 64, 8)),
     (64, 4): AttentionTiles(Shape(32, 16, 8), Shape(32, 16, 8), Shape(32, 32, 8), Shape(64, 64, 8)),
     (128, 4): AttentionTiles(Shape(32, 16, 8), Shape(16, 16, 8), Shape(16, 16, 8), Shape(64, 64, 8)),
