@@ -172,16 +172,15 @@ def _redundancy(k: Tensor) -> Tensor:
 
 def _last_similar(unit: Tensor) -> Tensor:
     """Of each key the last other key with a cosine above 1/2, or 0, (n,). Each pair of keys is in one block."""
-    n, at = len(unit), torch.arange(len(unit), dtype=unit.dtype, device=unit.device)
-    last = torch.zeros_like(at)
+    n, number = len(unit), torch.arange(1, len(unit) + 1, dtype=unit.dtype, device=unit.device)
+    last = torch.zeros_like(number)
     for first in range(0, n, size := block_rows(unit, n)):
         rows, end = slice(first, first + size), min(n, first + size)
         similar = torch.matmul(unit[rows], unit[:end].T)
         similar.diagonal(first).zero_()
-        similar.gt_(0.5)
-        last[rows] = (similar * at[:end]).amax(dim=1)
-        last[:end] = torch.maximum(last[:end], similar.mul_(at[rows, None]).amax(dim=0))
-    return last.long()
+        last[rows] = similar.gt_(0.5).mul_(number[:end]).amax(dim=1)
+        last[:end] = torch.maximum(last[:end], similar.gt_(0.5).mul_(number[rows, None]).amax(dim=0))
+    return (last - 1).clamp(min=0).long()
 
 
 def value_range(v: DeviceArray) -> Tensor:
@@ -246,7 +245,7 @@ def _defensive_maximum(A: Tensor, kernel: int, H_kv: int) -> Tensor:
     """Pooled rows at their mass, the largest over group and queries, not below the head's mean."""
     pooled = average_pool(A.flatten(0, 1), kernel).view_as(A)
     mass = pooled.sum(dim=2, keepdim=True)
-    pooled = pooled * torch.where(mass > 0, A.sum(dim=2, keepdim=True) / mass, 0.0)
+    pooled *= torch.where(mass > 0, A.sum(dim=2, keepdim=True) / mass, 0.0)
     worst = groups(pooled, H_kv).amax(dim=(1, 2))
     return torch.maximum(worst, worst.mean(dim=1, keepdim=True))
 
