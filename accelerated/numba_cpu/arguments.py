@@ -1,5 +1,7 @@
-"""Arguments of compiled functions. They become contiguous and read-only, so Numba compiles each function only once,
-not for each combination of layouts and writable arrays."""
+"""Conversion of the arguments of compiled functions to contiguous, read-only arrays.
+
+So Numba compiles each function once, and not for each combination of memory layouts and writable flags.
+"""
 
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace

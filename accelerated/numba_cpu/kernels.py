@@ -62,9 +62,9 @@ def tile_peaks(S: Floats, tile_peak: Floats) -> None:
 
 @compiled(nogil=True, fastmath=FAST)
 def running_lse(S: Floats, peak: Floats, total: Floats, tile_peak: Floats, reach: Ints) -> None:
-    """Fold a tile of logits (rows, keys) into each row's running maximum and sum; note the tile's own maximum.
+    """Update each row's running maximum and sum with a tile of logits (rows, keys), and store the tile's maximum.
 
-    Row r sees the first reach[r % queries] keys, and at least one.
+    Row r attends to the first reach[r % queries] keys of the tile. This number is at least 1.
     """
     bits = S.view(np.int32)
     for r in range(S.shape[0]):
@@ -84,7 +84,7 @@ def running_lse(S: Floats, peak: Floats, total: Floats, tile_peak: Floats, reach
 
 @compiled(nogil=True, fastmath=FAST)
 def own_chunk(S: Floats, lse: Floats, column: Floats, A: Floats, first_query: int, share: np.float32) -> None:
-    """Weights on the chunk's own keys: column sums per head, and the head mean added to A (queries, keys)."""
+    """Compute the attention inside the chunk: add column sums for each head, and add the head mean to A."""
     queries = A.shape[0]
     for h in range(column.shape[0]):
         for i in range(queries):
@@ -127,7 +127,8 @@ def insert_best(
 ) -> None:
     """Merge W * share (rows, keys) into the running best of each row. On a tie the earlier key is kept.
 
-    Few keys are large enough for a list. The function skips rows, and groups of keys, with too small a maximum.
+    Most weights are below the smallest entry of the row's list. So the function first computes the maximum of a row or
+    of a group of keys, and skips the row or group if the maximum is too small.
     """
     k, bits = index.shape[1], W.view(np.int32)
     for a in range(len(rows)):
@@ -143,7 +144,7 @@ def insert_best(
 
 @njit(nogil=True, inline="always")
 def place(w: np.float32, key: int, tau: np.float32, index: Ints, weight: Floats, k: int) -> None:
-    """Insert one candidate into a row's list, kept from the largest down."""
+    """Insert one candidate into a row's list, which is sorted in descending order."""
     if w > tau and w > weight[k - 1]:
         p = k - 1
         while p > 0 and weight[p - 1] < w:

@@ -52,7 +52,7 @@ def anomaly_score(k: NDArray[np.floating], parameters: NestedKVParameters) -> Ma
 
 
 def in_range(k: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Return keys (..., d) in the range of float32. Keys of a wider dtype are scaled by a power of two if necessary.
+    """Return keys (..., d) that fit float32. If necessary, keys of a wider dtype are scaled by a power of two.
 
     Implements: NK-UNIT-KEYS
     """

@@ -16,11 +16,12 @@ __all__ = ["segment_crystallization", "segment_graph"]
 def segment_graph(
     coattention: CoAttention, bounds: IntVector, sizes: IntVector, W: TrunkWeights, tau_edge: float,
 ) -> TrunkWeights:
-    """Return W over old and new trunks. Weights of two old trunks are unchanged; others come from the segment's edges.
+    """Return the weights W between old and new trunks. Weights between two old trunks are unchanged.
 
     Implements: CC-SEGMENT-GRAPH
 
-    S4's kernel runs on nodes. First come the old trunks, then the tokens of the segment.
+    All other weights are computed from the edges of the segment. The kernel of S4 runs on a list of nodes: first the
+    old trunks, then the tokens of the segment.
     """
     old = len(W.indptr) - 1
     node_trunk = np.concatenate([np.arange(old), old + np.repeat(np.arange(len(sizes) - old), np.diff(bounds[old:]))])

@@ -12,7 +12,9 @@ FEW = 8  # tokens that go, up to which one pass finds the threshold
 
 
 def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Selection:
-    """Select each row's pinned tokens and its best others, up to its share. Ties go to the lower index; NaN comes last.
+    """Select in each row the pinned tokens, then the tokens with the best values, up to the row's share.
+
+    On a tie the lower index is selected. NaN ranks below every value.
 
     Implements: PO-TOP-UNITS
     """

@@ -23,7 +23,7 @@ def takes(x: DeviceArray) -> bool:
 
 
 def block_rows(x: Tensor, columns: int) -> int:
-    """Rows of a block that a CPU's cache holds, or of 2**26 numbers on another device; at least 16."""
+    """Return the rows of a block: as many as a CPU cache holds, or 2**26 numbers on a different device; at least 16."""
     return max(16, (2**19 if x.device.type == "cpu" else 2**26) // columns)
 
 

@@ -1,7 +1,8 @@
 """Scores of the published policies, each with the name and the arguments of the reference's function.
 
-A score is computed where the keys are, in float32 (in float64 if the keys are), and stays there. Sums over more tokens
-than a window are float64. Workspace: the weights of a window, (H, W, n), or a block of `block_rows`.
+The functions compute a score on the device of the keys, and the score stays on this device. Scores are float32, or
+float64 if the keys are float64. Sums over more tokens than a window are float64. The workspace is the attention weights
+of a window, (H, W, n), or a block of `block_rows` rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -387,10 +388,10 @@ SCORES_OF_LAYERS: Mapping[str, Callable[..., Any]] = {
         cake_layer, largest_z_scores, value_range, window_attention,
     )
 } | {"expected_attention": expected_weights}
-"""By name: scores of a layer that stay on the device."""
+"""Functions that compute scores of one layer, by name. The scores stay on the device."""
 SCORES: Mapping[str, Callable[..., Any]] = {
     **{name: score for name, score in SCORES_OF_LAYERS.items() if not name.startswith("expected")},
     "keydiff_score": directed, "defensive_score": shared, "kvzip_score": kvzip_score,
     "kvzip_plus_score": kvzip_plus_score,
 }
-"""By name: twins of the functions of `reference.policies`, of which some read their result on the host."""
+"""Functions with the names and arguments of those in `reference.policies`. Some copy the result to the host."""

@@ -23,9 +23,9 @@ __all__ = [
 
 
 def kept_tokens(values: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
-    """Return a mask of each row's (g, n) pinned tokens and best others, up to its share (g,).
+    """Return a mask (g, n) that selects in each row the pinned tokens, then the best scores, up to the row's share.
 
-    Ties go to the lower index. Tokens with score NaN come last.
+    On a tie the lower index is selected. NaN ranks below every score.
 
     Implements: PO-TOP-UNITS
     """
@@ -33,22 +33,23 @@ def kept_tokens(values: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
 
 
 def first_tokens(order: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
-    """Return a mask of each row's (g, n) pinned tokens and the first others in this order, up to its share (g,)."""
+    """Return a mask (g, n) that selects in each row the pinned tokens, then tokens in this order, up to the share."""
     free = ~pinned.gather(1, order)
     first = free & (free.cumsum(dim=1) <= (shares - pinned.sum(dim=1))[:, None])
     return pinned | torch.zeros_like(pinned).scatter_(1, order, first)
 
 
 def ranks(x: Tensor) -> Tensor:
-    """Return the rank of each number of a row, 0 for the largest. Of ties the lower index comes first."""
+    """Return the rank of each number in its row. The largest number has rank 0. On a tie the lower index is first."""
     order = torch.argsort(-x, dim=-1, stable=True)
     return torch.empty_like(order).scatter_(-1, order, torch.arange(x.shape[-1], device=x.device).expand_as(order))
 
 
 def filled_chunks(members: Tensor, c: int, past: int, shares: Tensor, pinned: Tensor) -> Tensor:
-    """Return a mask of each row's (g, n) pinned tokens and the chunks of c tokens with the largest sums.
+    """Return a mask (g, n) that selects in each row the pinned tokens, then the chunks with the largest sums.
 
-    The last chunk is kept in part. Chunks cover the first `past` tokens; all later tokens are pinned.
+    Only part of the last selected chunk is kept. Chunks of c tokens cover the first `past` tokens. All later tokens are
+    pinned.
 
     Implements: PO-FILL-UNITS, PO-CHUNKKV
     """
@@ -61,7 +62,9 @@ def filled_chunks(members: Tensor, c: int, past: int, shares: Tensor, pinned: Te
 def kept_blocks(
     values: Tensor, shares: Tensor, pinned: Tensor, b: int, choose: Callable[..., Tensor] = kept_tokens,
 ) -> Tensor:
-    """Return a mask of each row's (g, n) blocks of b tokens with the largest sums, and of the open last block.
+    """Return a mask (g, n) that selects in each row the blocks of b tokens with the largest sums.
+
+    A last block with fewer than b tokens is always selected.
 
     Implements: PO-BEST-BLOCKS
     """
@@ -74,7 +77,7 @@ def kept_blocks(
 def kept_representatives(
     values: Tensor, shares: Tensor, pinned: Tensor, b: int, share: Fraction, anchor: str, free: Tensor,
 ) -> Tensor:
-    """Return the mask of `kept_blocks` for a layer, with the share `share` of the blocks chosen as representatives.
+    """Return the mask of `kept_blocks` for a layer. The fraction `share` of the blocks are representatives.
 
     `free` are the blocks without protected tokens.
 
@@ -113,7 +116,7 @@ def anchor_distances(blocks: Tensor, free: Tensor, anchor: str) -> Tensor:
 
 
 def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Selection:
-    """Select tokens of host arrays as `kept_tokens` does: the stage `best_tokens`.
+    """Select tokens of host arrays with `kept_tokens`. This function is the stage `best_tokens`.
 
     Implements: PO-TOP-UNITS
     """
@@ -123,7 +126,7 @@ def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Select
 
 
 def winners(values: Tensor, k: int) -> Tensor:
-    """Return how many of a layer's (h, n) k highest scores each head has, (h,).
+    """Return for each head how many of the layer's k highest scores belong to the head, (h,).
 
     Implements: PO-ADAPTIVE-BUDGET
     """

@@ -278,7 +278,9 @@ def study(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that compare, sweep or study wrote.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder with the results of compare, sweep or study.")
+    ],
     rules: Annotated[
         list[Path] | None, typer.Option(help="Rules file of a study in FOLDER, to show the claims. Repeatable.")
     ] = None,
@@ -306,7 +308,9 @@ def calibrate(
     ] = None,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
 ) -> None:
-    """Measure a model for two policies: average queries for triattention, and KVzip scores of heads for kvzip-heads.
+    """Write the calibration file of a model, which the policies triattention and kvzip-heads need.
+
+    The file has statistics of the queries (for triattention), and a KVzip score for each head (for kvzip-heads).
 
     The model runs three forward passes over the text. In one pass the model repeats the text.
 
