@@ -81,7 +81,7 @@ READINGS: dict[str, tuple[str, str]] = {
                     "chunks begin after the sinks"),
     OF_ALL: ("int(N r) of the N competing tokens of all heads are evicted", "each head has the ceiling on average"),
     BY_LAYER: ("the heads of a layer compete for the tokens of the layer", "each head has equally many tokens"),
-    NO_RECENT: ("no token is kept for being recent", "the newest half of B is kept"),
+    NO_RECENT: ("recent tokens are not kept", "the newest half of B is kept"),
 }
 
 
