@@ -1,7 +1,9 @@
 """Workers that share a sweep: the same rows whoever makes them and whoever is killed, and errors that are rows too."""
 
 import os
+import runpy
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -221,6 +223,29 @@ def test_the_status_names_who_is_at_work_and_who_is_silent(tmp_path: Path, monke
     assert sorted("SILENT" in line for line in told[1:3]) == [False, True]
     assert all(f"under way: process {os.getpid()} of " in line for line in told[1:3])
     assert told[3:] == ["  0:05:00 to go with 1 at work"]
+
+
+def test_actors_that_still_load_their_models_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ray is made up: at the first look no worker has left word, at the second one all have ended."""
+    path, looks = tmp_path / "study.jsonl", [False, True]
+
+    def wait(logs: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        if not looks.pop(0):
+            return [], logs
+        append_row(path, {})
+        return logs, []
+
+    def actor() -> Any:
+        return SimpleNamespace(work=SimpleNamespace(remote=lambda arguments, folder, log: log))
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(
+        init=lambda **_: None, shutdown=lambda: None, wait=wait, get=lambda log: 0,
+        remote=lambda **_: lambda kind: SimpleNamespace(remote=actor),
+    ))
+    runpy.run_module("models_integration.studies.ray_workers")["run_actors"]([], 2, "", tmp_path, "cpu")
+    assert capsys.readouterr().out == f"{path}: 0 samples done, 0 failed\n"
 
 
 @pytest.mark.law("refused-before-anything-changes")
