@@ -200,7 +200,7 @@ def _percentiles(means: Float64[Vector, " resamples"], confidence: float) -> Int
     """The outermost resamples that leave out at most (1 - confidence) / 2 on each side."""
     _check_confidence(confidence)
     if not len(means):
-        raise SpecError("drawn", 0, "must hold at least one resample of one unit")
+        raise SpecError("drawn", 0, "must have at least one resample of one unit")
     ordered = np.sort(means)
     out = math.floor((1 - Fraction(str(confidence))) / 2 * len(means))
     return Interval(float(ordered[out]), float(ordered[len(means) - 1 - out]), float((means > 0).mean()))

@@ -1,6 +1,6 @@
 """Array types for function signatures. mypy checks rank and dtype; jaxtyping checks the axes.
 
-Write `Float64[Matrix, "n d"]`. mypy reads the alias `Matrix`; jaxtyping checks `"n d"` in tests.
+A type is written as `Float64[Matrix, "n d"]`. mypy reads the alias `Matrix`, and in tests jaxtyping checks `"n d"`.
 """
 
 from typing import TYPE_CHECKING, Any, TypeAlias

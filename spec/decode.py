@@ -86,10 +86,10 @@ def check_state(state: DecodeState) -> None:
     live, m = state.live, len(state.D)
     sizes_fit = len(live.offsets) == m + 1 and live.offsets[0] == 0 and live.offsets[-1] == len(live.positions)
     if not sizes_fit or (np.diff(live.offsets) < 1).any():
-        raise SpecError("offsets", live.offsets.tolist(), f"must rise strictly from 0 to {len(live.positions)}")
+        raise SpecError("offsets", live.offsets.tolist(), f"must increase strictly from 0 to {len(live.positions)}")
     stored = state.stored
     if len(stored) and (stored[0] < 0 or (np.diff(stored) <= 0).any()):
-        raise SpecError("positions", live.positions.tolist(), f"must rise strictly inside range({state.seen})")
+        raise SpecError("positions", live.positions.tolist(), f"must increase strictly inside range({state.seen})")
     for name, array, length in (
         ("impact", live.impact, len(live.positions)), ("inverse_norms", live.inverse_norms, len(live.positions)),
         ("trunk_impact", live.trunk_impact, m), ("counts", state.counts, len(state.ids)),

@@ -77,7 +77,7 @@ class Retention:
 
 def _check_offsets(offsets: Int64[IntVector, " groups_and_one"], total: int) -> None:
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != total or (np.diff(offsets) < 0).any():
-        raise SpecError("offsets", offsets, f"must rise from 0 to the {total} positions")
+        raise SpecError("offsets", offsets, f"must increase from 0 to the {total} positions")
 
 
 def _check_kept(
@@ -91,7 +91,7 @@ def _check_kept(
     if falls.any() or (ends < 0).any() or (ends >= seen).any():
         groups = (positions[low:high] for low, high in zip(first, end, strict=True))
         kept = next(kept for kept in groups if _wrong(kept, seen))
-        raise SpecError("positions", kept, f"must rise strictly inside range({seen})")
+        raise SpecError("positions", kept, f"must increase strictly inside range({seen})")
 
 
 def _wrong(kept: Int64[IntVector, " kept"], seen: int) -> bool:

@@ -183,10 +183,10 @@ def splice(cache: RetainedCache, chunks: Sequence[Chunk], live: Rotary) -> Tenso
 def _check_takes(cache: RetainedCache, chunks: Sequence[Chunk], full: Sequence[int]) -> None:
     for layer in plain_layers(cache):
         if layer.is_initialized and (rows := layer.batch if layer in cache.full_layers else len(layer.keys)) != 1:
-            raise SpecError("cache", f"{rows} rows", "must hold one row")
+            raise SpecError("cache", f"{rows} rows", "must have one row")
     padding = cache.get_seq_length() - int(cache.tokens[0])
     if padding:
-        raise SpecError("cache", f"{padding} columns of padding", "must hold one row without padding")
+        raise SpecError("cache", f"{padding} columns of padding", "must have one row without padding")
     for ordinal, chunk in enumerate(chunks):
         if not chunk.layers or not set(chunk.layers) <= set(full):
             name = f"chunks[{ordinal}]"

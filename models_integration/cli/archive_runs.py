@@ -44,7 +44,7 @@ def run_put(
     method = None if policy is None else subject.policy(policy, budget or "0.5")
     ids = _plain_ids(subject, chunk)
     if not ids:
-        raise SpecError("TEXT", str(text), "must hold at least one token")
+        raise SpecError("TEXT", str(text), "must have at least one token")
     subject.check_positions("TEXT", len(ids))
     with Archive(folder, _keyring(folder, master_key)) as archive:
         print(_library(archive, subject, tenant).put(ids, wrapper, codec, upper, method))
@@ -118,7 +118,7 @@ def run_inject(
     subject = loading.subject()
     before, after = subject.tokenizer(session).input_ids, _plain_ids(subject, ask)
     if not after:
-        raise SpecError("ask", ask, "must hold at least one token")
+        raise SpecError("ask", ask, "must have at least one token")
     subject.check_positions("session", len(before), len(after) + new_tokens)
     with _existing(folder, master_key) as archive:
         library = _library(archive, subject, tenant)

@@ -84,7 +84,7 @@ def write_page(folder: Path, rules: list[Rules], out: Path | None = None) -> Non
     """Write the page of all results in a folder, by default beside them, and say where."""
     path, sections = out or folder / PAGE, list(filter(None, _sections(folder, {one.digest: one for one in rules})))
     if not sections:
-        raise SpecError("FOLDER", str(folder), f"must hold rows in {STUDY}")
+        raise SpecError("FOLDER", str(folder), f"must have rows in {STUDY}")
     publish_readable(path, page(f"kvspec: {folder.resolve().name}", sections).encode())
     _print_path(path)
 

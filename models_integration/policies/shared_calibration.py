@@ -134,7 +134,7 @@ def _payload(path: str | PathLike[str]) -> tuple[Mapping[str, Any], Mapping[str,
         raise SpecError("path", str(path), f"must be a .pt file of tensors ({reason}); {INSTEAD}") from error
     metadata, stats = (found.get(part) if isinstance(found, dict) else None for part in ("metadata", "stats"))
     if not isinstance(metadata, dict) or not isinstance(stats, dict):
-        raise SpecError("path", str(path), f"must hold `metadata` and `stats` as in TriAttention; {INSTEAD}")
+        raise SpecError("path", str(path), f"must have `metadata` and `stats` as in TriAttention; {INSTEAD}")
     return metadata, stats
 
 

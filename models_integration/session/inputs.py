@@ -322,7 +322,7 @@ def _tokens_of_mask(marks: Tensor, before: Tensor) -> Tensor:
     """
     columns, hidden, is_token = before.shape[1], marks == 0, marks == 1
     if not bool((hidden | is_token).all()):
-        raise SpecError("attention_mask", "other numbers", "must hold zeros and ones only")
+        raise SpecError("attention_mask", "other numbers", "must have only zeros and ones")
     if not torch.equal(is_token[:, :columns], before):
         reason = f"the prompt's padding so far was {(~before).sum(dim=1).tolist()}"
         raise SpecError("attention_mask", hidden[:, :columns].sum(dim=1).tolist(), reason)

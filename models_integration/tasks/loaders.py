@@ -92,7 +92,7 @@ def ruler_file(path: Path, *, dialect: str = PINNED) -> OfFile:
     file, mark = open_rows(path, {"input": str, "outputs": list}), "\nWhat " if kind == "niah" else "\nQuestion: "
     for number, row in enumerate(file.rows):
         if mark not in row["input"]:
-            raise SpecError("path", str(path), f"row {number}: input must hold the question, {mark.strip()!r}")
+            raise SpecError("path", str(path), f"row {number}: input must contain the question, {mark.strip()!r}")
 
     def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
         sample = _of_ruler(ground, file.row(index), task, mark, dialect)
@@ -135,7 +135,7 @@ def scbench_file(path: Path, *, turns: bool = False) -> OfFile:
     file = open_rows(path, {"context": str, "multi_turns": list})
     for number, row in enumerate(file.rows):
         if not row["multi_turns"]:
-            raise SpecError("path", str(path), f"row {number}: multi_turns must hold at least one question")
+            raise SpecError("path", str(path), f"row {number}: multi_turns must have at least one question")
         for turn in row["multi_turns"]:
             check_fields(f"{path}, row {number}", turn, {"input": str, "answer": object})
 
@@ -180,7 +180,7 @@ def longbench_file(path: Path) -> OfFile:
     check_choices("dataset", (dataset,), LONGBENCH)
     prompt, new_tokens = (read_setting(config / f"dataset2{it}.json", dataset) for it in ("prompt", "maxlen"))
     if str(prompt).count("{context}") != 1:
-        raise SpecError("prompt", prompt, "must hold {context} once")
+        raise SpecError("prompt", prompt, "must contain {context} exactly once")
     file = open_rows(path, {"input": str, "context": str, "answers": list, "all_classes": object})
 
     def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
@@ -219,7 +219,7 @@ def loogle_file(path: Path) -> OfFile:
     prompt, new_tokens = (read_setting(config / f"task2{it}.json", path.stem) for it in ("prompt", "maxlen"))
     before, hole, behind = str(prompt).partition("{input}")
     if not hole or "{Q}" not in behind:
-        raise SpecError("prompt", prompt, "must hold {input} and behind it {Q}")
+        raise SpecError("prompt", prompt, "must contain {input}, and {Q} after it")
     file = open_rows(path, {"input": str, "qa_pairs": object})
     pairs = [_pairs(f"{path}, row {number}", row["qa_pairs"]) for number, row in enumerate(file.rows)]
 

@@ -115,5 +115,5 @@ def texts(answer: object) -> tuple[str, ...]:
     """An answer, or a list of them, as text."""
     found = tuple(str(one) for one in (answer if isinstance(answer, list) else [answer]))
     if not found:
-        raise SpecError("answer", str(answer), "must hold at least one reference")
+        raise SpecError("answer", str(answer), "must have at least one reference")
     return found

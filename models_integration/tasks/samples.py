@@ -173,7 +173,7 @@ def draw_value(rng: np.random.Generator, values: Sequence[int], used: Sequence[i
         SpecError: when every value is used up.
     """
     if len(set(values) - set(used)) == 0:
-        raise SpecError("values", len(values), f"must hold a value beside the {len(used)} already used")
+        raise SpecError("values", len(values), f"must have more than the {len(used)} values that are already used")
     while True:
         value = int(values[int(rng.integers(len(values)))])
         if value not in used:

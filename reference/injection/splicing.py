@@ -28,7 +28,7 @@ def placed(n: int, hidden: int, start: int, kept: Int64[IntVector, " k"]) -> tup
     if not 0 <= hidden < n:
         raise SpecError("hidden", hidden, f"must lie in [0, {n})")
     if len(kept) and (kept[0] < 0 or kept[-1] >= n or (np.diff(kept) <= 0).any()):
-        raise SpecError("kept", kept.tolist(), f"must rise strictly inside range({n})")
+        raise SpecError("kept", kept.tolist(), f"must increase strictly inside range({n})")
     return start - hidden + kept[kept >= hidden], start + n - hidden
 
 

@@ -97,7 +97,7 @@ def wrap(form: Form, chunk: Sequence[int], vocabulary: Vocabulary) -> Wrapped:
         SpecError: if the chunk is empty, or if a marker is not one id.
     """
     if len(chunk) == 0:
-        raise SpecError("chunk", [], "must hold at least one token id")
+        raise SpecError("chunk", [], "must have at least one token id")
     before = [_ids(part, vocabulary) for part in form.prefix]
     after = [_ids(part, vocabulary) for part in form.suffix]
     pieces = [*before, [int(token) for token in chunk], *after]

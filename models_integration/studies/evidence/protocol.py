@@ -98,7 +98,7 @@ def audit(folder: Path) -> list[Audit]:
     files = [path for path in sorted(folder.rglob("*.toml")) if path.with_suffix(".jsonl.xz").exists()]
     found = [_audited(path, folder) for path in files]
     if not found:
-        raise SpecError("audit", str(folder), "must hold a rules file NAME.toml beside its rows NAME.jsonl.xz")
+        raise SpecError("audit", str(folder), "must have a rules file NAME.toml beside its rows NAME.jsonl.xz")
     return found
 
 

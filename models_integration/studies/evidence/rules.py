@@ -149,9 +149,9 @@ class Rules:
                 raise SpecError(name, least, "must be at least 1")
         for name in ("models", "seeds", "lengths", "placements", "tasks"):
             if not getattr(self, name):
-                raise SpecError(name, (), "must hold at least one")
+                raise SpecError(name, (), "must have at least one")
         if not self.budgets and set(self.controls) & set(CONTROL_BOUNDS):
-            raise SpecError("budgets", (), f"must hold at least one, for the controls {', '.join(CONTROL_BOUNDS)}")
+            raise SpecError("budgets", (), f"must have at least one, for the controls {', '.join(CONTROL_BOUNDS)}")
         if not (self.policies or self.controls):
             raise SpecError("policies", (), "must have at least one policy, if there are no controls")
         if len({claim.name for claim in self.claims}) < len(self.claims):
@@ -245,13 +245,13 @@ def _read(text: str, where: str) -> Rules:
         raise SpecError("rules", where, f"must be a TOML file: {error}") from error
     unknown = sorted(set(read) - {"claim", "stage", "study"})
     if unknown or "study" not in read:
-        raise SpecError("rules", unknown, "must hold [[claim]], [[stage]] and [study], and nothing else")
+        raise SpecError("rules", unknown, "must have [study], and may have [[stage]] and [[claim]], and nothing else")
     claims, stages = (
         tuple(_made(kind, entry) for entry in read.get(name, ())) for name, kind in (("claim", Claim), ("stage", Stage))
     )
     study = {_SINGULAR.get(name, name): [one] if name in _SINGULAR else one for name, one in read["study"].items()}
     if len(study) < len(read["study"]):
-        raise SpecError("rules", where, "must hold model or models, seed or seeds, and not both")
+        raise SpecError("rules", where, "must have either model or models, and either seed or seeds")
     policies = study.get("policies")
     if "controls" not in study and isinstance(policies, list) and all(isinstance(one, str) for one in policies):
         study["controls"] = list(default_controls(policies))

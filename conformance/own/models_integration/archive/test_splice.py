@@ -233,7 +233,7 @@ def test_several_rows_are_refused() -> None:
     cache = RetainedCache(model.config)
     with torch.no_grad():
         model(input_ids=torch.tensor([SYSTEM, SYSTEM]), past_key_values=cache)
-    with pytest.raises(SpecError, match="must hold one row"):
+    with pytest.raises(SpecError, match="must have one row"):
         splice(cache, [computed(model, CHUNKS[0][0], rotary)], rotary)
 
 

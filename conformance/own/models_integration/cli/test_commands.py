@@ -278,7 +278,7 @@ def test_a_master_key_is_read_from_a_regular_file_of_32_bytes(tmp_path: Path, de
 def test_an_empty_text_and_a_budget_of_no_policy_are_refused(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("", encoding="utf-8")
     here = ("put", str(tmp_path / "note.txt"), "--archive", str(tmp_path / "a"))
-    assert "must hold at least one token" in str(refused(*here))
+    assert "must have at least one token" in str(refused(*here))
     for budget in ("rubbish", "0.5"):
         said = str(refused(*here, "--budget", budget))
         assert f"budget = '{budget}': is the budget of a policy: give --policy too" in said

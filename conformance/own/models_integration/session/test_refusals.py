@@ -61,7 +61,7 @@ FORWARDS: list[tuple[dict[str, Any], str]] = [
     (masked(AT < N - 3), "zeros must come before all ones: pad on the left, right padding and gaps are not supported"),
     (masked(AT != 3), "right padding and gaps are not supported"),
     (two_rows(torch.stack([torch.ones(N), AT != 7])), "right padding and gaps are not supported"),
-    (masked(AT), "attention_mask = .*: must hold zeros and ones only"),
+    (masked(AT), "attention_mask = .*: must have only zeros and ones"),
     (two_rows(torch.tensor([[1], [0]]).expand(2, N)), "input_ids = '0 tokens': must have at least 2 tokens"),
     (masked(AT == N - 1), "input_ids = '1 tokens': must have at least 2 tokens"),
     (masked(AT > 3, position_ids=AT[None]), "position_ids"),

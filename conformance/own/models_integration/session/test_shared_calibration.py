@@ -98,7 +98,7 @@ def edit(key: str, part: str, value: Any) -> Callable[[dict[str, Any], Path], No
 HEAD = "layer02_head03"
 WRONG: dict[str, tuple[Callable[[dict[str, Any], Path], Any], str, str]] = {
     "code": (code_in, "path", "it holds code, which is not run"),
-    "no statistics": (lambda payload, _: payload.pop("stats"), "path", "must hold `metadata` and `stats`"),
+    "no statistics": (lambda payload, _: payload.pop("stats"), "path", "must have `metadata` and `stats`"),
     "style": (edit("metadata", "rope_style", "interleaved"), "rope_style", "must be 'half'"),
     "head": (lambda payload, _: payload["stats"].pop(HEAD), f"{HEAD}.q_mean_real", "is missing in"),
     "part": (lambda payload, _: payload["stats"][HEAD].pop("q_abs_mean"), f"{HEAD}.q_abs_mean", "is missing in"),

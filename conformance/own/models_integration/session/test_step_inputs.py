@@ -56,7 +56,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a mask of the new token alone": ({"attention_mask": ones(1)}, r"attention_mask = \(1, 1\)"),
     "a mask that hides a token seen": ({"attention_mask": hiding(3)}, r"attention_mask = \[1\]: .*padding so far"),
     "a mask that hides the new token": ({"attention_mask": hiding(N)}, "attention_mask = 'zeros'"),
-    "a mask of other numbers": ({"attention_mask": 2 * ones(N + 1)}, "must hold zeros and ones only"),
+    "a mask of other numbers": ({"attention_mask": 2 * ones(N + 1)}, "must have only zeros and ones"),
     "a 4D mask": ({"attention_mask": torch.ones(1, 1, 1, N + 1, dtype=torch.bool)}, r"attention_mask = \(1, 1, 1, "),
     "masks per layer type": ({"attention_mask": {"full_attention": None}}, "attention_mask = 'dict'"),
     "a position that counts slots": (
