@@ -118,7 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "row(*names): what a policy's or a cache's certificate says of the test")
     config.addinivalue_line("markers", "law(name): what a test of our own packages checks that is no item")
     config.addinivalue_line("markers", "judges(backend): the test is about this backend's own code")
-    config.addinivalue_line("markers", "beyond(*backends): the test needs more memory than these backends can use")
+    config.addinivalue_line("markers", "beyond(*backends): too much memory, or too wide heads, for these backends")
     config.addinivalue_line("markers", "nightly: too long for CI; runs with --kvspec-profile nightly alone")
     _register_profiles()
     settings.load_profile(profile_of(config))

@@ -1,7 +1,7 @@
 """Launch table of the kernels: fixed tile sizes. There is no run-time tuning, because different tiles change the bits.
 
 The rows for compiled kernels are for Hopper (sm_90). Those for two bytes and at most 128 channels were the fastest of
-25 on an H100. The others were chosen by compiler reports: no register spills, except for float32 with 256 channels.
+32 on an H100. The others were chosen by compiler reports: no register spills, except for float32 with 256 channels.
 Four-byte elements need full float32 products, without tensor cores, and therefore small tiles. The interpreter's tiles
 are small too, so a few dozen keys already span several tiles.
 """

@@ -1,5 +1,6 @@
 """Time and memory on the device, progress, and a backend whose stages are timed as they run."""
 
+import gc
 import signal
 import statistics
 import time
@@ -76,6 +77,7 @@ def peak_bytes(run: Callable[[], object]) -> tuple[int, int] | None:
         run()
         return None
     synchronize()
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
