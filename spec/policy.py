@@ -127,7 +127,7 @@ class Observation:
     """Number of kept sets to decide at the policy's granularity."""
     token_ids: Int64[IntVector, " n"] | None
     layers: Mapping[int, LayerView]
-    """Attention inputs by layer index, ascending. The groups are in the same order of layers."""
+    """Attention inputs by layer index, ascending. The groups have the same order of layers as this mapping."""
     B: int | None = None
     """Budget B: the average number of tokens that a group keeps. Scores that depend on the budget read B."""
     positions: Int64[IntVector, " n"] | None = None

@@ -42,7 +42,7 @@ class _Head:
     """Base-2 logits of the group's sinks (G,), or of none."""
 
     def sums(self, first: int) -> Vector:
-        """What every PARTS-th block of queries, from the `first` one on, sends to each key, (n,)."""
+        """Return the attention to each key, (n,), from every PARTS-th block of queries, from block `first` on."""
         total = np.zeros(len(self.k))
         for _, reach, S in self._blocks(first):
             column = np.zeros(reach[-1], f32)
@@ -51,7 +51,7 @@ class _Head:
         return total
 
     def maxima(self, first: int, shares: Floats) -> Floats:
-        """The most that a query of these blocks sends to each key, times its share of (m,), (G, n)."""
+        """Return the largest attention times query share on each key, (G, n), over the queries of these blocks."""
         most = np.zeros((len(self.q), len(self.k)), f32)
         for rows, reach, S in self._blocks(first):
             raise_weights(S, reach, self.sinks, shares[rows], most)
@@ -108,7 +108,7 @@ def largest_attention(
 
 
 def _grouped(q: NDArray[np.floating], k: NDArray[np.floating], scaling: float, softcap: float | None) -> Floats:
-    """The scaled queries of each KV head's group, (H_kv, G, m, d)."""
+    """Return the scaled queries of the group of each KV head, (H_kv, G, m, d)."""
     factor = scaling / softcap if softcap else scaling * LOG2_E
     scaled: Floats = np.multiply(q, f32(factor), dtype=f32, casting="same_kind")
     return scaled.reshape(len(k), -1, *q.shape[1:])
@@ -141,7 +141,7 @@ def _from_few(q: Floats, k: NDArray[np.floating], softcap: float | None, sinks: 
 
 
 def _capped(S: Floats, softcap: float | None) -> Floats:
-    """Base-2 logits, in place."""
+    """Return base-2 logits. If there is a soft cap, apply it in place."""
     if softcap:
         np.tanh(S, out=S)
         S *= f32(softcap * LOG2_E)
@@ -180,7 +180,7 @@ def add_weights(S: Floats, reach: IntVector, sinks: Floats, column: Floats) -> N
 
 @compiled(nogil=True, fastmath=FAST)
 def raise_weights(S: Floats, reach: IntVector, sinks: Floats, shares: Floats, columns: Floats) -> None:
-    """As `add_weights`, but multiply by each query's share, and keep each head's maximum in `columns` (heads, keys)."""
+    """Multiply the weights by each query's share, and update the maxima of each head in `columns` (heads, keys)."""
     bits = S.view(np.int32)
     for r in range(len(S)):
         head, row = divmod(r, len(reach))

@@ -36,7 +36,7 @@ SLACK = 1.0 - 1e-5  # rounding of the bound: 32 float32 terms and exp2, below 1e
 
 
 def _matrix(scratch: Floats, rows: int, columns: int) -> Floats:
-    """The start of `scratch` as a contiguous (rows, columns)."""
+    """Return the start of `scratch` as a contiguous array (rows, columns)."""
     return scratch[: rows * columns].reshape(rows, columns)
 
 
@@ -51,7 +51,7 @@ class _Logits:
     sinks: NDArray[np.floating] | None
 
     def queries(self, rows: slice) -> Floats:
-        """Scaled queries (H_kv, G x rows, d), head major."""
+        """Return the scaled queries (H_kv, G x rows, d). The rows of a head are contiguous."""
         factor = self.scaling / (self.softcap or 1.0)
         block = self.q[:, rows]
         scaled: Floats = np.multiply(block, f32(factor), out=np.empty(block.shape, f32), casting="same_kind")
@@ -151,7 +151,7 @@ class _Chunk:
         return level
 
     def _cross(self, row: int, n: int, Q: Floats, level: Floats, tile_peak: Floats, scratch: Floats) -> None:
-        """Cross neighbours, from the tiles in which a row may have one."""
+        """Compute the neighbours in earlier chunks, from the tiles in which a row can have such a neighbour."""
         lse = level.reshape(self.heads, n)
         bound = np.empty((len(self.tiles), n), f32)
         kernels.bound_weights(tile_peak.reshape(-1, self.heads, n), lse, bound)
@@ -171,7 +171,7 @@ class _Chunk:
             kernels.insert_best(W, rows, self.share, f32(self.p.tau_cross), key, index, weight)
 
     def compare(self, row: int) -> None:
-        """Cosines of a block of rows with all earlier ones, on both sides of the diagonal.
+        """Compute the cosines of a block of rows with all earlier rows, and write them on both sides of the diagonal.
 
         A is lower triangular: the columns after the earlier row's own are zero there.
         """
@@ -185,7 +185,7 @@ class _Chunk:
         np.fill_diagonal(self.cosine[row:last, row:last], -1.0)
 
     def choose(self, row: int) -> None:
-        """The intra neighbours of a block of rows."""
+        """Compute the neighbours of a block of rows in the same chunk."""
         if self.p.k_intra:
             last = min(row + SQUARE, self.n)
             index, weight = self.intra[0][row:last], self.intra[1][row:last]
@@ -193,7 +193,7 @@ class _Chunk:
             kernels.insert_best(self.cosine[row:last], rows, f32(1.0), f32(self.p.tau_intra), 0, index, weight)
 
     def salience(self) -> Floats:
-        """Eq. 11 or the essay's mean, from the blocks' partial column sums in a fixed order."""
+        """Return the salience (Eq. 11, or the essay's mean). Column sums of blocks are added in a fixed order."""
         h = self.column.sum(axis=0)
         top = np.sort(h, axis=0)[::-1][: self.p.k_heads]
         share = f32(max(1, len(top)) if self.p.heads == "mean" else 1)

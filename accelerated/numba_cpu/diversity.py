@@ -25,7 +25,7 @@ def before(gain: Vector, a: int, b: int) -> bool:
 
 @compiled()
 def sink(heap: IntVector, size: int, gain: Vector, at: int) -> None:
-    """Move the token at index `at` of the heap down to its right place."""
+    """Restore the heap order: move the token at index `at` down."""
     token = heap[at]
     while 2 * at + 1 < size:
         child = 2 * at + 1

@@ -55,7 +55,7 @@ def expected_attention(
 
 
 def _mean_rotation(ahead: IntVector, inv_freq: Vector, factor: float) -> Matrix:
-    """The mean over these positions of the matrix that rotates a column vector, (d, d)."""
+    """Return the mean of the RoPE rotation matrices over these positions, (d, d)."""
     angle, half = ahead[:, None] * inv_freq, np.arange(len(inv_freq))
     R = np.zeros((2 * len(half), 2 * len(half)))
     cos, sin = factor * np.cos(angle).mean(axis=0), factor * np.sin(angle).mean(axis=0)
@@ -65,7 +65,7 @@ def _mean_rotation(ahead: IntVector, inv_freq: Vector, factor: float) -> Matrix:
 
 
 def _statistics(q: Floats, cos: Floats, sin: Floats) -> tuple[Vector, Matrix]:
-    """Mean (d,) and covariance (d, d) of one head's queries (m, d), turned back."""
+    """Return mean (d,) and covariance (d, d) of one head's queries (m, d) without RoPE."""
     back = np.empty(q.shape, f32)
     mean = turn_back(np.ascontiguousarray(q), cos, sin, back)
     back -= mean.astype(f32)

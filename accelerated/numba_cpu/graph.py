@@ -28,7 +28,7 @@ def trunk_graph(
 
 @compiled()
 def bucket_edges(trunk: IntVector, neighbours: IntMatrix, where: IntVector) -> None:
-    """Count, in where[g + 1], the edges whose lower trunk is g."""
+    """Write to where[g + 1] the number of edges whose lower trunk is g."""
     for i in range(neighbours.shape[0]):
         for rank in range(neighbours.shape[1]):
             j = neighbours[i, rank]

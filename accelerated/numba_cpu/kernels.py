@@ -42,7 +42,7 @@ def exp2(x: np.float32) -> np.float32:
 
 @njit(nogil=True, inline="always")
 def largest(bits: NDArray[np.int32], start: int, stop: int) -> np.float32:
-    """Largest of some floats of a row, given by their bits; a maximum of floats would not vectorise.
+    """Return the largest of some floats of a row, given by their bits. Numba does not vectorise a maximum of floats.
 
     As integers, negative floats compare in reverse: flipping all of their bits but the sign puts that right.
     """

@@ -65,7 +65,7 @@ def in_range(k: NDArray[np.floating]) -> NDArray[np.floating]:
 
 @compiled(nogil=True, fastmath=FAST)
 def measured(k: Floats, b: int) -> tuple[Floats, Floats, Floats]:
-    """Inverse norms (n,), 0 for a zero key; sums of unit keys by block (blocks, d); the direction of mu_s (d,).
+    """Return inverse norms (n,) (0 for a zero key), block sums of unit keys (blocks, d), direction of mu_s (d,).
 
     A direction has length 1, or is zero where the mean is negligible. Blocks are added in float64.
 
@@ -97,7 +97,7 @@ def measured(k: Floats, b: int) -> tuple[Floats, Floats, Floats]:
 
 @njit(nogil=True, fastmath=FAST, inline="always")
 def point(memory: Floats, share: np.float32) -> None:
-    """Turn a sum into a direction in place, if `share` of it, the mean, is not negligible; else into zeros."""
+    """Normalise a sum to length 1 in place. If the mean (`share` times the sum) is negligible, write zeros."""
     square = f32(0.0)
     for x in memory:
         square += x * x

@@ -52,7 +52,7 @@ def segment_crystallization(degree: Vector, old: int, parameters: CrystalCachePa
 
 @compiled()
 def to_nodes(neighbours: IntMatrix, bounds: IntVector, old: int) -> IntMatrix:
-    """Absolute positions as nodes; the first `old` rows, of old trunks, have no neighbour of their own."""
+    """Return node indices for absolute positions. The first `old` rows belong to old trunks and have no neighbours."""
     n, k = neighbours.shape
     nodes = np.full((old + n, k), -1, dtype=np.int64)
     start = bounds[old]
@@ -67,7 +67,7 @@ def to_nodes(neighbours: IntMatrix, bounds: IntVector, old: int) -> IntMatrix:
 
 
 def without_owner(weights: Matrix, old: int) -> Matrix:
-    """Weights (n, k) behind `old` rows that stand for old trunks."""
+    """Return the weights (n, k) after `old` rows of zeros for the old trunks."""
     padded: Matrix = np.zeros((old + weights.shape[0], weights.shape[1]))
     padded[old:] = weights
     return padded

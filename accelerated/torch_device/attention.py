@@ -149,12 +149,12 @@ def _expected_logits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, R: Tensor, 
 
 
 def _mean_rotation(ahead: Tensor, inv_freq: Tensor, factor: float) -> Tensor:
-    """The mean over these positions of the matrix that rotates a column vector, (d, d), float64."""
+    """Return the mean of the RoPE rotation matrices over these positions, (d, d), float64."""
     angle = ahead[:, None] * inv_freq
     cos, sin = (torch.diag(factor * part.mean(dim=0)) for part in (torch.cos(angle), torch.sin(angle)))
     return torch.cat([torch.cat([cos, -sin], dim=1), torch.cat([sin, cos], dim=1)])
 
 
 def _on_device(x: DeviceArray) -> Tensor:
-    """A tensor where it is; an array on the default device, in float32."""
+    """Return a tensor unchanged, or a copy of an array on the default device in float32."""
     return x if isinstance(x, Tensor) else upload(x, np.float32, default_device())

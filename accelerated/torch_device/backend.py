@@ -27,7 +27,7 @@ __all__ = ["BACKEND", "with_host"]
 
 
 def _host() -> Backend:
-    """Numba, or the reference where Numba is not installed."""
+    """Return the Numba backend, or the reference if Numba is not installed."""
     try:
         return resolve("numba")
     except BackendUnavailable:

@@ -72,7 +72,7 @@ def scores(k: Tensor, p: NestedKVParameters) -> Tensor:
 
 
 def anomalies(k: Tensor, p: NestedKVParameters) -> Tensor:
-    """-cos of the keys (n, d) of a head and their stable, episodic and current memory, (3, n).
+    """Return the negative cosines of a head's keys (n, d) with the stable, episodic and current memory, (3, n).
 
     Implements: NK-UNIT-KEYS, NK-STABLE, NK-EPISODIC, NK-CURRENT, NK-ANOMALY
     """

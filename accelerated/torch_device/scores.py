@@ -42,12 +42,12 @@ def logits(q: Tensor, k: Tensor, view: LayerView) -> Tensor:
 
 
 def before(A: Tensor) -> Tensor:
-    """The weights on the keys before the window."""
+    """Return the attention weights on the keys before the window."""
     return A[:, :, : A.shape[2] - A.shape[1]]
 
 
 def groups(X: Tensor, H_kv: int) -> Tensor:
-    """The query heads of each KV head: (H_kv, G, ...)."""
+    """Return the array with the query heads grouped by KV head: (H_kv, G, ...)."""
     return X.view(H_kv, len(X) // H_kv, *X.shape[1:])
 
 
@@ -62,7 +62,7 @@ def average_pool(x: Tensor, kernel: int) -> Tensor:
 
 
 def with_window(past: Tensor, n: int) -> Tensor:
-    """NaN for the window."""
+    """Return the scores with NaN for the window."""
     return pad(past, (0, n - past.shape[1]), value=torch.nan)
 
 
@@ -311,7 +311,7 @@ def kvzip_score(view: LayerView, N_sink: int, largest: object = None) -> Tensor:
 
 
 def kvzip_plus_score(view: LayerView, N_sink: int, W_o: DeviceArray, largest: object = None) -> Tensor:
-    """NaN in a chunk of which a norm is 0.
+    """Return the scores of KVzip+. A chunk with a norm of 0 gets NaN.
 
     Implements: PO-KVZIP-PLUS
 
@@ -328,7 +328,7 @@ def kvzip_plus_score(view: LayerView, N_sink: int, W_o: DeviceArray, largest: ob
 
 
 def host_score(score: Callable[P, Tensor]) -> Callable[P, Matrix]:
-    """A score whose result is on the host, in float64."""
+    """Return a function that computes a score and copies the result to the host in float64."""
     @wraps(score)
     def run(*args: P.args, **kwargs: P.kwargs) -> Matrix:
         found: Matrix = download(score(*args, **kwargs), np.float64)
@@ -339,7 +339,7 @@ def host_score(score: Callable[P, Tensor]) -> Callable[P, Matrix]:
 
 @wraps(keydiff_score)
 def directed(view: LayerView) -> Matrix:
-    """KeyDiff's score.
+    """Return the score of KeyDiff.
 
     Raises:
         SpecError: for a zero key, which has no direction.
@@ -354,7 +354,7 @@ def directed(view: LayerView) -> Matrix:
 
 @wraps(defensive_score)
 def shared(*args: Any) -> Matrix:
-    """DefensiveKV's score.
+    """Return the score of DefensiveKV.
 
     Raises:
         SpecError: where a token's values give no output in any head.

@@ -24,7 +24,7 @@ ZERO: tl.constexpr = tl.constexpr(2.0**-846)  # up to this square the inverse of
 def mean_inverse_norms(
     K, NORM, heads, n, d, k_head, k_row, k_dim, NORMS: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """NORM (n,): mean over heads of 1 / ||k||, in float64; infinite where a key is zero.
+    """Write NORM (n,): the mean of 1 / ||k|| over the heads, in float64. The mean is infinity if a key is zero.
 
     A key whose squares float64 does not hold is scaled by a power of two.
 

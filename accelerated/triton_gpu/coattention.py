@@ -51,17 +51,17 @@ class _Segment:
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
     def lists(self, k: int) -> tuple[Tensor, Tensor]:
-        """Neighbours and weights of every token: none yet."""
+        """Return empty lists of neighbours and weights for every token."""
         index = torch.full((self.n, k), -1, dtype=torch.int64, device=self.q.device)
         return index, torch.zeros((self.n, k), device=self.q.device)
 
     def stripes(self, unit: int, floats: int) -> list[tuple[int, int]]:
-        """First token and number of tokens of each stripe: whole units, `floats` scratch values a token."""
+        """Return the first token and the number of tokens of each stripe, for `floats` scratch values per token."""
         stripe = max(1, launch.SCRATCH // (4 * max(1, floats) * unit)) * unit
         return [(first, min(stripe, self.n - first)) for first in range(0, self.n, stripe)]
 
     def run(self) -> None:
-        """All kernels: each row's softmax, the sources in earlier chunks, then what chunks hold inside."""
+        """Run all kernels: row softmax, neighbours in earlier chunks, salience, neighbours in the same chunk."""
         for first, rows in self.stripes(self.tiles.cross.rows, self.heads * self.key_tiles):
             self.attend(first, rows)
         if self.key_tiles and self.p.k_cross:
@@ -70,7 +70,7 @@ class _Segment:
             self.compare(first, rows)
 
     def attend(self, first: int, rows: int) -> None:
-        """Each row's softmax, and the tiles of earlier keys in which it may have an edge."""
+        """Compute the softmax of each row, and the tiles of earlier keys in which the row can have an edge."""
         shape, cross, p = self.tiles.softmax, self.tiles.cross, self.p
         # Heads that share keys share a program, as many as a power of two allows: 7 heads stay alone.
         pack = min(self.group & -self.group, shape.rows // 4)
@@ -94,11 +94,11 @@ class _Segment:
             )
 
     def given(self) -> tuple[Tensor, int, int]:
-        """The given lse and its strides; where there is none, the kernel reads none."""
+        """Return the given lse and the strides of the lse. If there is no lse, the kernel does not read this tensor."""
         return (self.log, 0, 0) if self.lse is None else (self.lse, self.lse.stride(0), self.lse.stride(1))
 
     def link(self) -> None:
-        """Sources in earlier chunks, from the active tiles."""
+        """Compute the neighbours in earlier chunks from the active tiles."""
         shape, k = self.tiles.cross, self.p.k_cross
         kernels.cross_neighbours[triton.cdiv(self.n, shape.rows),](
             self.q, self.k, self.top, self.log, self.active, *self.cross, self.n, self.before, self.C,
@@ -108,7 +108,7 @@ class _Segment:
         )
 
     def compare(self, first: int, rows: int) -> None:
-        """Salience and intra neighbours of a stripe of whole chunks."""
+        """Compute salience and the neighbours in the same chunk, for a stripe of whole chunks."""
         shape, p, tokens = self.tiles.own, self.p, self.tiles.tokens
         spans = triton.cdiv(min(self.C, rows) + shape.rows, shape.columns)
         width = spans * shape.columns
@@ -132,7 +132,7 @@ class _Segment:
             self.choose(first, rows, A)
 
     def choose(self, first: int, rows: int, A: Tensor) -> None:
-        """The intra neighbours."""
+        """Compute the neighbours in the same chunk."""
         norm, shape, k = self.tiles.normalise, self.tiles.intra, self.p.k_intra
         epsilon = float(self.p.epsilon)
         kernels.row_normalise[triton.cdiv(rows, norm.rows),](

@@ -20,7 +20,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit
 def gather_rows(X, R, OUT, kept, width, x_head, x_row, x_dim, GATHER: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows R of one head of X, into OUT (heads, kept, width).
+    """Copy the rows R of one head of X to OUT (heads, kept, width).
 
     Implements: CC-COMPACT
     """
@@ -36,7 +36,7 @@ def gather_rows(X, R, OUT, kept, width, x_head, x_row, x_dim, GATHER: tl.constex
 
 @triton.jit
 def place_marks(MASK, PLACES, COUNT, n, SCAN: tl.constexpr):
-    """PLACES: where MASK holds, ascending; COUNT: how many. One program walks over all of it."""
+    """Write PLACES, the ascending indices at which MASK is 1, and COUNT, the number of indices. One program."""
     found = tl.zeros([1], tl.int64)
     for start in range(0, n, SCAN):
         i = start + tl.arange(0, SCAN)
@@ -47,7 +47,7 @@ def place_marks(MASK, PLACES, COUNT, n, SCAN: tl.constexpr):
 
 
 def places(mask: Tensor) -> Tensor:
-    """Indices at which an int32 mask is 1, ascending, on the device."""
+    """Return the ascending indices at which an int32 mask is 1, on the device."""
     found = torch.empty(len(mask), dtype=torch.int64, device=mask.device)
     count = torch.empty(1, dtype=torch.int64, device=mask.device)
     place_marks[(1,)](mask, found, count, len(mask), SCAN=SCAN)

@@ -15,7 +15,7 @@ __all__ = ["crystallization"]
 
 @triton.jit
 def moments(DEGREE, EPSILON, MOMENTS, m):
-    """mu and the population sigma, each sum by ascending trunk, so one program; sigma is 1 below epsilon.
+    """Write mu and sigma of the degrees, summed in ascending order of the trunks. A sigma below epsilon becomes 1.
 
     Implements: CC-CRYSTALLIZATION
     """
@@ -36,7 +36,7 @@ def moments(DEGREE, EPSILON, MOMENTS, m):
 
 @triton.jit
 def logistic(DEGREE, MOMENTS, STEEPNESS, D, m, LANES: tl.constexpr):
-    """D: the logistic of s times the standardised degree, without overflow.
+    """Write D: the logistic function of s times the standardised degree, without overflow.
 
     Implements: CC-CRYSTALLIZATION
     """

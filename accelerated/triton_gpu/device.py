@@ -132,20 +132,20 @@ def key_tensor(k: DeviceArray) -> Tensor:
 
 
 def _check_finite(name: str, x: Tensor, given: DeviceArray) -> None:
-    """Of what was given, as the kernels have it."""
+    """Check that the values are finite, in the dtype of the kernels."""
     if not bool(_largest(x).isfinite()):
         at = tuple(torch.nonzero(~torch.isfinite(x))[0].tolist())
         raise SpecError(name, given[at].item(), f"must be finite in {x.dtype}; this value is at {at}")
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest absolute value, NaN if there is one: read once, and nothing of x's size is made."""
+    """Return the largest absolute value, or NaN if a value is NaN. The function makes no copy of x."""
     found: Tensor = torch.linalg.vector_norm(x, ord=float("inf"))
     return found
 
 
 def _checked(name: str, x: DeviceArray, kept: Sequence[type]) -> Tensor:
-    """A tensor as it is, an array uploaded: in the largest type that is kept, or float32, if its own is not."""
+    """Return a tensor unchanged, or a copy of an array on the device, in a dtype that the kernels accept."""
     if not isinstance(x, np.ndarray | torch.Tensor) or x.ndim != 3:
         raise SpecError(name, getattr(x, "shape", type(x).__name__), "must be an array (heads, tokens, d)")
     if 0 in x.shape:

@@ -28,7 +28,7 @@ def kept_tokens(size, before, c_0, N_min):
 
 @triton.jit
 def allocate(SIZE, ORDER, KEPT, alive, B_avail, N_min, SCAN: tl.constexpr):
-    """KEPT[g] of the trunks in ORDER, from the lowest score up; one program, a prefix sum of their sizes.
+    """Write KEPT[g] of the trunks in ORDER (ascending scores), from a prefix sum of the sizes. One program.
 
     Implements: CC-CUT, CC-ALLOCATE, CC-KEEP-COUNT
     """
@@ -50,7 +50,7 @@ def allocate(SIZE, ORDER, KEPT, alive, B_avail, N_min, SCAN: tl.constexpr):
 
 @triton.jit
 def keep_members(TRUNK, OFFSETS, KEPT, M, KEEP, n, LANES: tl.constexpr):
-    """KEEP[i]: whether its trunk keeps token i; the largest M_i stay, of equal ones the earlier.
+    """Write KEEP[i]: 1 if the trunk keeps token i. The largest M_i are kept; of equal M_i, the earlier token.
 
     Implements: CC-DISSOLVE
 
@@ -71,7 +71,7 @@ def keep_members(TRUNK, OFFSETS, KEPT, M, KEEP, n, LANES: tl.constexpr):
 
 @triton.jit
 def weaken(D, KEPT, SIZE, RATIO, D_AFTER, m, LANES: tl.constexpr):
-    """r, and D after the eviction: their product.
+    """Write the kept ratio r, and D after the eviction, which is D times r.
 
     Implements: CC-DISSOLVE-D
     """

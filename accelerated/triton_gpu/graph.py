@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 @triton.jit
 def pair_keys(INDEX, TRUNK, KEY, slots, k, m, LANES: tl.constexpr):
-    """KEY: low * m + high of the trunks that each place of a neighbour list joins; m * m where it joins none.
+    """Write KEY: low * m + high for the two trunks that an edge joins, or m * m for an entry without an edge.
 
     Implements: CC-TRUNK-EDGES
     """
@@ -33,7 +33,7 @@ def pair_keys(INDEX, TRUNK, KEY, slots, k, m, LANES: tl.constexpr):
 
 @triton.jit
 def sum_of_runs(VALUE, ORDER, START, TOTAL, runs, LANES: tl.constexpr):
-    """TOTAL[r]: the values at ORDER[START[r]] to ORDER[START[r + 1]], added in that order, one lane per run.
+    """Write TOTAL[r]: the sum of the values at ORDER[START[r]] to ORDER[START[r + 1]], added in this order by one lane.
 
     Implements: CC-DEGREE
 
@@ -51,7 +51,7 @@ def sum_of_runs(VALUE, ORDER, START, TOTAL, runs, LANES: tl.constexpr):
 
 @triton.jit
 def pair_weights(KEY, TOTAL, START, SIZE, TAU, W, SURVIVES, pairs, m, LANES: tl.constexpr):
-    """W of each pair: the mean weight times the root of the density; whether it exceeds tau_edge.
+    """Write W of each pair, the mean weight times the square root of the density, and 1 if W exceeds tau_edge.
 
     Implements: CC-TRUNK-WEIGHT
     """
@@ -87,7 +87,7 @@ def trunk_graph(
 
 
 def _edges(coattention: CoAttention, size: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Pair and weight of every place of the neighbour lists, in the order of E; key m m where none."""
+    """Return the pair and the weight of every list entry, in the order of E. The key of an empty entry is m * m."""
     trunk = torch.repeat_interleave(torch.arange(m, device=size.device), size)
     keys = []
     for neighbours in (coattention.intra, coattention.cross):
@@ -104,7 +104,7 @@ def _edges(coattention: CoAttention, size: Tensor, m: int) -> tuple[Tensor, Tens
 def _surviving_pairs(
     key: Tensor, weight: Tensor, size: Tensor, tau_edge: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs a < b whose W exceeds tau_edge, ordered by (a, b), and their W."""
+    """Return the pairs a < b whose W exceeds tau_edge, sorted by (a, b), and the W of these pairs."""
     m = len(size)
     ordered, order = torch.sort(key, stable=True)
     pair, number = torch.unique_consecutive(ordered, return_counts=True)

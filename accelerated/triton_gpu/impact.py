@@ -16,7 +16,7 @@ __all__ = ["impact", "trunk_impact"]
 
 @triton.jit
 def token_counts(TOKEN, COUNT, n, LANES: tl.constexpr):
-    """COUNT[t]: how often token t occurs. Atomic, but of integers, whose sum has no order.
+    """Write COUNT[t]: the number of occurrences of token t. The atomic sums are integers, so the order is irrelevant.
 
     Implements: CC-COUNT
     """
@@ -27,7 +27,7 @@ def token_counts(TOKEN, COUNT, n, LANES: tl.constexpr):
 
 @triton.jit
 def mixture(S, TOKEN, COUNT, BOUNDS, M, n, LANES: tl.constexpr):
-    """M_i of salience and rarity; BOUNDS holds M_min and M_max.
+    """Write M_i from salience and rarity. BOUNDS contains M_min and M_max.
 
     Implements: CC-RARITY, CC-IMPACT
     """
@@ -42,7 +42,7 @@ def mixture(S, TOKEN, COUNT, BOUNDS, M, n, LANES: tl.constexpr):
 
 @triton.jit
 def three_largest(M, OFFSETS, M_BAR, m, LANES: tl.constexpr):
-    """Mean of each trunk's three largest M_i, summed from the largest down.
+    """Write the mean of each trunk's three largest M_i, added in descending order.
 
     Implements: CC-TRUNK-IMPACT
     """

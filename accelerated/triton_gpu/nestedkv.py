@@ -32,7 +32,7 @@ GAP: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def keys_of(K, head, i, live, k_head, k_row, k_dim, d, D: tl.constexpr):
-    """Keys (ROWS, D) of a head in float32; zeros where not live."""
+    """Return keys (ROWS, D) of a head in float32. Rows that are not `live` are zero."""
     channel = tl.arange(0, D)
     at = K + head.to(tl.int64) * k_head + i[:, None].to(tl.int64) * k_row + channel[None, :] * k_dim
     return tl.load(at, mask=live[:, None] & (channel < d)[None, :], other=0.0).to(tl.float32)
@@ -40,7 +40,7 @@ def keys_of(K, head, i, live, k_head, k_row, k_dim, d, D: tl.constexpr):
 
 @triton.jit
 def unit_rows(K, INVERSE, head, i, live, n, k_head, k_row, k_dim, d, D: tl.constexpr):
-    """Unit keys (ROWS, D); zeros where not live."""
+    """Return unit keys (ROWS, D). Rows that are not `live` are zero."""
     inverse = tl.load(INVERSE + head.to(tl.int64) * n + i, mask=live, other=0.0)
     return keys_of(K, head, i, live, k_head, k_row, k_dim, d, D) * inverse[:, None]
 
@@ -49,7 +49,7 @@ def unit_rows(K, INVERSE, head, i, live, n, k_head, k_row, k_dim, d, D: tl.const
 def measured(
     K, INVERSE, BLOCK, n, d, b, blocks, k_head, k_row, k_dim, ROWS: tl.constexpr, D: tl.constexpr,
 ):
-    """INVERSE (H, n): inverse norms, 0 for a zero key; BLOCK (H, blocks, d): sums of unit keys. A program a block.
+    """Write INVERSE (H, n), inverse key norms (0 for a zero key), and BLOCK (H, blocks, d), sums of unit keys.
 
     Implements: NK-UNIT-KEYS, NK-EPISODIC
     """
@@ -74,7 +74,7 @@ def measured(
 
 @triton.jit
 def stable_direction(BLOCK, STABLE, n, d, blocks, D: tl.constexpr):
-    """STABLE (H, d): mu_s at length 1, from the blocks' sums, in float64; zeros where it is negligible.
+    """Write STABLE (H, d): mu_s with length 1, from the sums of the blocks, in float64. A negligible mu_s becomes zero.
 
     Implements: NK-STABLE
     """
@@ -92,7 +92,7 @@ def stable_direction(BLOCK, STABLE, n, d, blocks, D: tl.constexpr):
 
 @triton.jit
 def cosine(unit, memory, terms):
-    """Cosines of unit keys and memories, which are sums of `terms` unit keys. 0 if the mean is negligible."""
+    """Return the cosines of unit keys and memories (sums of `terms` unit keys), or 0 if a memory is negligible."""
     length = tl.sqrt(tl.sum(memory * memory, 1))
     present = length > NEGLIGIBLE * terms.to(tl.float32)
     return tl.where(present, tl.sum(unit * memory, 1) / tl.where(present, length, 1.0), 0.0)
@@ -103,7 +103,7 @@ def anomalies(
     K, INVERSE, BLOCK, STABLE, ANOMALY, n, d, b, blocks, width, heads, k_head, k_row, k_dim, ROWS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """ANOMALY (3, H, n): minus the cosines with the three memories, ROWS tokens of a head a program.
+    """Write ANOMALY (3, H, n): the negative cosines with the three memories. A program has ROWS tokens of a head.
 
     A window's sum is that of the `width` keys before the tile, and what the tile adds to it less what leaves it.
 
@@ -135,20 +135,20 @@ def anomalies(
 
 @triton.jit
 def ordered(x):
-    """int32 keys that order as the floats do."""
+    """Return int32 keys that have the same order as the floats."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(key):
-    """The float of a key."""
+    """Return the float that belongs to a key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def reaching(ANOMALY, row, n, key_a, key_b, SCAN: tl.constexpr):
-    """How many values of a row have at least the one key, and how many the other."""
+    """Return the numbers of values in a row whose keys are at least the first and at least the second given key."""
     a, b = row * 0, row * 0
     for start in range(0, n, SCAN):
         i = start + tl.arange(0, SCAN)
@@ -161,7 +161,7 @@ def reaching(ANOMALY, row, n, key_a, key_b, SCAN: tl.constexpr):
 
 @triton.jit
 def at_ranks(ANOMALY, row, n, rank_a, rank_b, SCAN: tl.constexpr):
-    """Keys of the rank_a-th and the rank_b-th largest value, both found bit by bit from the sign down."""
+    """Return the keys of the rank_a-th and the rank_b-th largest value, found bit by bit from the sign bit on."""
     a, b = reaching(ANOMALY, row, n, row * 0, row * 0, SCAN)
     key_a = tl.where(a >= rank_a, 0, -2147483648)
     key_b = tl.where(b >= rank_b, 0, -2147483648)
@@ -175,7 +175,7 @@ def at_ranks(ANOMALY, row, n, rank_a, rank_b, SCAN: tl.constexpr):
 
 @triton.jit
 def extremes(ANOMALY, RANGES, n, m, SCAN: tl.constexpr):
-    """RANGES (3 H, 3): lowest, highest and Delta of each row of (3 H, n), a program a row; Delta 0 without range.
+    """Write RANGES (3 H, 3): minimum, maximum and Delta of each row of (3 H, n). Delta is 0 if the range is negligible.
 
     Implements: NK-GAP
     """
@@ -208,7 +208,7 @@ def extremes(ANOMALY, RANGES, n, m, SCAN: tl.constexpr):
 
 @triton.jit
 def normalised(x, low, high):
-    """Values moved to [0, 1]; zeros where the range is negligible.
+    """Return the values min-max normalised to [0, 1], or zeros if the range is negligible.
 
     Implements: NK-MIN-MAX
     """
@@ -219,21 +219,21 @@ def normalised(x, low, high):
 
 @triton.jit
 def reading(ANOMALY, RANGES, row, i, live, n):
-    """One scale's normalised anomalies of some tokens."""
+    """Return the normalised anomalies of some tokens for one memory."""
     x = tl.load(ANOMALY + row.to(tl.int64) * n + i, mask=live, other=0.0).to(tl.float64)
     return normalised(x, tl.load(RANGES + row * 3 + LOW), tl.load(RANGES + row * 3 + HIGH))
 
 
 @triton.jit
 def deviation(a, b, c):
-    """The population deviation of three readings."""
+    """Return the population standard deviation of three anomalies."""
     mean = (a + b + c) / 3.0
     return tl.sqrt(((a - mean) * (a - mean) + (b - mean) * (b - mean) + (c - mean) * (c - mean)) / 3.0)
 
 
 @triton.jit
 def surprises(ANOMALY, RANGES, SURPRISE, n, heads, SCAN: tl.constexpr):
-    """SURPRISE (H, 3): lowest, highest and mean deviation of a head, a program a head.
+    """Write SURPRISE (H, 3): minimum, maximum and mean of the deviations of each head. One program per head.
 
     Implements: NK-SURPRISE
     """
@@ -258,7 +258,7 @@ def surprises(ANOMALY, RANGES, SURPRISE, n, heads, SCAN: tl.constexpr):
 
 @triton.jit
 def routed(ANOMALY, RANGES, SURPRISE, NUMBERS, SCORE, n, heads, LANES: tl.constexpr):
-    """SCORE (H, n): a*. NUMBERS holds the three prior weights, beta, tau and kappa.
+    """Write SCORE (H, n), which is a*. NUMBERS contains the three prior weights, beta, tau and kappa.
 
     Implements: NK-BLEND, NK-ROUTE, NK-SCORE
     """

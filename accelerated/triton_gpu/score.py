@@ -15,7 +15,7 @@ __all__ = ["score"]
 
 @triton.jit
 def log1p(x):
-    """ln(1 + x) within 4 ulp: the rounding of 1 + x cancels in the quotient."""
+    """Return ln(1 + x) with an error of at most 4 ulp. The rounding error of 1 + x cancels in the quotient."""
     y = 1.0 + x
     moved = y - 1.0
     return tl.where(moved == 0.0, x, tl.log(y) * (x / tl.where(moved == 0.0, 1.0, moved)))
@@ -23,7 +23,7 @@ def log1p(x):
 
 @triton.jit
 def two_paths(D, M_BAR, PROTECTED, NUMBERS, SCORE, m, SCAN: tl.constexpr):
-    """The larger of D and alpha times the min-max normalised log impact; NaN where protected. One program.
+    """Write the larger of D and alpha times the normalised log impact; NaN for protected trunks. One program.
 
     Implements: CC-NORMALISED-IMPACT, CC-SCORE
     """

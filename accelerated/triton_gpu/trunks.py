@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """S2: trunks, the contiguous units of eviction (Section 3.3).
 
-Whether a sentence joins the current trunk depends only on the length of the trunk, up to five tokens. So one kernel
-computes the decision for each length in parallel, and the merge pass reads a table of decisions.
+The strength between the current trunk and the next sentence depends on at most five last tokens of the trunk. So one
+kernel computes the decision for each number of last tokens in parallel, and the merge pass reads a table of decisions.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ LENGTHS: tl.constexpr = tl.constexpr(8)  # a power of two above WINDOW: one row 
 
 @triton.jit
 def weigh(INDEX, WEIGHT, owner, other, live, k, K: tl.constexpr):
-    """Weight of the edge in each owner's list to `other`, and whether there is one; at most one matches."""
+    """Return the weight of the edge from each owner to `other`, and 1 if the edge exists. At most one entry matches."""
     rank = tl.arange(0, K)[None, :]
     at = owner[:, None] * k + rank
     mine = live[:, None] & (rank < k)
@@ -39,12 +39,12 @@ def interfaces(
     SENTENCES, INTRA, INTRA_WEIGHT, CROSS, CROSS_WEIGHT, TAU, STRONG, boundaries, k_intra, k_cross,
     K_INTRA: tl.constexpr, K_CROSS: tl.constexpr, LANES: tl.constexpr,
 ):
-    """STRONG[s, w]: whether sentence s + 1 would join a trunk whose last w tokens end where sentence s ends.
+    """Write STRONG[s, w]: 1 if sentence s + 1 would join a trunk of w tokens that ends where sentence s ends.
 
     Implements: CC-INTERFACE, CC-INTERFACE-EDGES, CC-MERGE
 
-    An absent edge adds 0 to a sum that begins at 0, which changes no bit; so each sum runs over the same 25
-    pairs, by first endpoint and then by second.
+    An absent edge adds 0 to a sum that begins at 0, which changes no bit. So each sum runs over the same 25 pairs, by
+    first endpoint and then by second endpoint.
     """
     s = tl.program_id(0) * LANES + tl.arange(0, LANES)
     live = s < boundaries
@@ -68,7 +68,7 @@ def interfaces(
 
 @triton.jit
 def split(OFFSETS, m, start, stop, T_max):
-    """Append the pieces of one merged trunk, larger first; returns how many trunks there are now.
+    """Append the pieces of one merged trunk, larger pieces first, and return the new number of trunks.
 
     Implements: CC-SPLIT
     """
@@ -82,7 +82,7 @@ def split(OFFSETS, m, start, stop, T_max):
 
 @triton.jit
 def merge(SENTENCES, STRONG, OFFSETS, COUNT, sentences, T_max):
-    """One pass from left to right, as one program.
+    """Merge and split the sentences in one pass from left to right, in one program.
 
     Implements: CC-TRUNKS
     """

@@ -128,7 +128,7 @@ def pairs_hold(ground: Ground, sample: Sample) -> None:
 
 
 def sentence_holds(ground: Ground, sample: Sample) -> None:
-    """The fact, and others of its form, stand once; in running text they alone have digits, but for the paper's Lab 7."""
+    """The fact, and others of its form, stand once; in running text only facts (and "Lab 7") have digits."""
     asked, context = said(ground, sample.question_ids).partition(" Answer: ")[2], said(ground, sample.context_ids)
     (piece,) = pieces(ground, sample)
     facts = {piece, *(said(ground, sample.context_ids[slice(*span)]).strip() for span in sample.distractors)}
