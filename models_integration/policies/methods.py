@@ -123,8 +123,9 @@ class CrystalCache(CustomPolicy):
         budget: tokens to keep: a fraction of the prompt (0.3 or "30%"), or a number of tokens as an int.
         sentence_ends: ids of the tokens that end a sentence: `kvspec.sentence_ends(tokenizer)`.
         parameters: constants of the policy.
-        backend: backend that selects the tokens: "auto", a name, "module:ATTRIBUTE" or a Backend. "auto" uses torch if
-            PyTorch finds an accelerator. Otherwise "auto" uses numba, or numpy if numba is not installed.
+        backend: backend that selects the tokens: "auto", a name, "module:ATTRIBUTE" or a Backend. "auto" uses triton on
+            a CUDA device, if a test on this device gives the results of the reference. Otherwise "auto" uses torch if
+            PyTorch finds an accelerator, or else numba, or numpy if numba is not installed.
         decode: if True, also evict during decoding, after every T_breath generated tokens. Default: evict only after
             prompts and later turns.
         stream: if True, read one endless prompt, and evict after every C tokens. Requires a budget in tokens.
