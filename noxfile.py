@@ -55,16 +55,13 @@ SAVED_LIVES = "conformance/own/models_integration/session/test_saved_lives.py"
 OF_NUMBA = [*JUDGING, SAVED_LIVES, "conformance/own/accelerated/test_numba.py"]
 OF_TRITON = [*JUDGING, "conformance/own/accelerated/triton"]
 
-# Triton's S1, with S2 to S6 as kernels too: in the pipeline they stand behind the host's, so their own tests are run.
-ON_DEVICE = "accelerated.triton_gpu.backend:ON_DEVICE"
-LATER = ("impact", "trunks", "graph", "score", "dissolution", "vectors")
-LATER_STAGES = [f"conformance/suite/test_{name}.py" for name in LATER]
-# Of decode, Triton has the key norms, which test_activation.py judges; the rest is Numba's, as are saved lives.
-DECODE = ("decode", "decode_machine", "resonance", "segments")
-ON_HOST = [f"--ignore=conformance/suite/test_{name}.py" for name in DECODE]
-# Of CrystalCache, torch has S1; S2 to S6 and diversity are the host's too, and so are their tests at full size.
-HOST_OF_TORCH = ("diversity", "scale_d*", "scale_graph", "scale_trunks", *LATER[:-1])
-OF_TORCH = [*JUDGING, *ON_HOST, *(f"--ignore-glob=*/test_{name}.py" for name in HOST_OF_TORCH)]
+# Of CrystalCache, torch and Triton have S1; of decode, Triton has the key norms, which test_activation.py judges. The
+# rest is Numba's, as are diversity and saved lives.
+OF_HOST = (
+    "decode", "decode_machine", "resonance", "segments", "diversity", "impact", "trunks", "graph", "score",
+    "dissolution", "scale_d*", "scale_graph", "scale_trunks",
+)
+ON_HOST = [f"--ignore-glob=*/suite/test_{name}.py" for name in OF_HOST]
 
 # What is too long for CI, as modules with arguments. The oracle of the first holds some gigabytes: it is one process.
 ARCHIVE = "conformance/own/models_integration/archive"
@@ -167,10 +164,7 @@ def on_device_or_interpreted(session: nox.Session) -> dict[str, str]:
 
 @nox.session(venv_backend="none")
 def conformance(session: nox.Session) -> None:
-    """The suite and our own tests, for each backend in a process; `-- --backend X` for one, or anybody's.
-
-    `-- --backend accelerated.triton_gpu.backend:ON_DEVICE` takes an hour in the interpreter, where there is no GPU.
-    """
+    """The suite and our own tests, for each backend in a process; `-- --backend X` for one, or anybody's."""
     if session.posargs:
         kernels = any("triton" in argument for argument in session.posargs)
         environment = on_device_or_interpreted(session) if kernels else {}
@@ -181,10 +175,9 @@ def conformance(session: nox.Session) -> None:
     run(session, *numba, *FIFTY, **ONE_THREAD)
     few = ["--kvspec-profile", "few"]
     run(session, *numba, *few, NUMBA_DISABLE_JIT="1", **ONE_THREAD)
-    run(session, "pytest", *WORKERS, *few, "--backend", "torch", *OF_TORCH, **ONE_THREAD)
+    run(session, "pytest", *WORKERS, *few, "--backend", "torch", *JUDGING, *ON_HOST, **ONE_THREAD)
     environment = {**on_device_or_interpreted(session), **ONE_THREAD}
     run(session, "pytest", *WORKERS, *few, "--backend", "triton", *OF_TRITON, *ON_HOST, **environment)
-    run(session, "pytest", *WORKERS, *few, "--backend", ON_DEVICE, *LATER_STAGES, **environment)
 
 
 @nox.session(venv_backend="none")

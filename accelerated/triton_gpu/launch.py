@@ -9,8 +9,8 @@ are small too, so a few dozen keys already span several tiles.
 from dataclasses import dataclass
 
 __all__ = [
-    "COMPILED", "FLOAT32", "FLOAT64", "GATHER", "INTERPRETED", "LANES", "NORMS", "SCAN", "SCRATCH", "SHARED", "SLACK",
-    "AttentionTiles", "Shape", "attention_tiles", "nested_rows", "searched_row",
+    "COMPILED", "FLOAT32", "FLOAT64", "INTERPRETED", "LANES", "NORMS", "SCRATCH", "SHARED", "SLACK", "AttentionTiles",
+    "Shape", "attention_tiles", "nested_rows", "searched_row",
 ]
 
 
@@ -56,14 +56,11 @@ SHARED = 131_584  # bytes of shared memory that the hungriest row of the table t
 SLACK = 1.0 - 1e-5  # rounding of the bound: a float32 sum over heads and exp2, below 1e-6 relative
 SCRATCH = 512 * 2**20  # bytes of each of S1's two large buffers, which cover as many whole chunks as fit
 
-LANES = 128  # items of one program in S2 to S6: boundaries, trunks, pairs or tokens
-GATHER = 16  # rows of the cache that one program moves
+LANES = 128  # tokens of one program of NestedKV's last kernel
 NORMS = 16  # tokens whose keys one program measures
 NESTED = 8192  # channels of keys that one program of NestedKV holds
-SCAN = 1024  # items of one step where a single program walks over all of them
 
-# Contraction is pinned in both directions. In S1 it is part of the certified bound; in S2 to S6 results are
-# exact, and one fused multiply-add would be another number.
+# Contraction is pinned: in float32 it is part of the certified bound, and in float64 each operation rounds once.
 FLOAT32 = {"enable_fp_fusion": True}
 FLOAT64 = {"enable_fp_fusion": False}
 

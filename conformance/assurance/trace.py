@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -32,14 +32,11 @@ LOCK, STAGES = Path("spec", "items.lock"), Path("spec", "implementing.md")
 THEOREMS = Path("conformance", "assurance", "proofs", "coq", "proofs")
 MUTANTS = 2  # of each item, at least
 
-# Items that a device backend takes from the host: its data is a few thousand trunks or tokens, and lives on the host.
+# Stages that a device backend takes from the host: their data is a few thousand trunks, tokens or scores.
+# accelerated/triton_gpu/backend.py has the reasons.
 ON_HOST = {
-    "CC-ETA", "CC-ACTIVATION", "CC-PULSE", "CC-RAISE", "CC-RESONANCE", "CC-HEBB", "CC-DECAY", "CC-SEGMENT-GRAPH",
-    "CC-SEGMENT-D",
-    # Each pick depends on all before it; see accelerated/triton_gpu/backend.py.
-    "DV-COSINE", "DV-GREEDY",
-    # Sets of a few thousand scores, which scorers give on the host.
-    "PO-TOP-UNITS",
+    "impact", "trunks", "graph", "score", "dissolve", "decay", "activation", "resonance", "hebbian", "segment_graph",
+    "segment_crystallization", "diverse", "best_tokens",
 }
 DEVICES = ("accelerated/triton_gpu",)
 TORCH = "accelerated/torch_device"
@@ -67,6 +64,7 @@ class Trace:
     repeated: tuple[str, ...] = ()
     theorems: Places = field(default_factory=dict)
     served: frozenset[str] = frozenset()
+    on_device: frozenset[str] = frozenset()
 
     def problems(self) -> list[str]:
         """Every reason to fail, one line each, by id."""
@@ -97,7 +95,7 @@ class Trace:
 
     def lacks(self, name: str, backend: str) -> bool:
         """Whether a backend has no function for an item that is a stage's."""
-        if name not in self.served or (name in ON_HOST and backend in DEVICES):
+        if name not in (self.on_device if backend in DEVICES else self.served):
             return False
         homes = (backend, TORCH) if backend in DEVICES else (backend,)
         return not any(place.startswith(homes) for place in self.functions.get(name, []))
@@ -120,10 +118,10 @@ class Trace:
         return "\n".join(rows)
 
 
-def stage_items(page: str) -> frozenset[str]:
+def stage_items(page: str, left_out: Collection[str] = ()) -> frozenset[str]:
     """The items of the stages, from the table of spec/implementing.md: every backend that has a family serves them."""
-    rows = re.findall(r"^\| \w+ \| `\w+` \| ([A-Z].*) \|$", page, re.MULTILINE)
-    return frozenset(name for row in rows for name in row.split(", "))
+    rows = re.findall(r"^\| \w+ \| `(\w+)` \| ([A-Z].*) \|$", page, re.MULTILINE)
+    return frozenset(name for stage, row in rows if stage not in left_out for name in row.split(", "))
 
 
 def normative_hash(text: str) -> str:
@@ -203,7 +201,8 @@ def read_tree(root: Path) -> Trace:
     proved: Places = {}
     for theorem in theorems(root / THEOREMS, names):
         proved.setdefault(theorem.item or theorem.name, []).append(f"{theorem.file}:{theorem.line}")
-    lock, stages = root / LOCK, root / STAGES
+    lock = root / LOCK
+    page = (root / STAGES).read_text(encoding="utf-8") if (root / STAGES).exists() else ""
     return Trace(
         {name: normative_hash(text) for name, text in found},
         read_lock(lock.read_text(encoding="ascii")) if lock.exists() else {},
@@ -214,7 +213,8 @@ def read_tree(root: Path) -> Trace:
         tuple(backend for backend in BACKENDS if (root / backend).is_dir()),
         tuple(sorted({name for name in names if names.count(name) > 1})),
         proved,
-        stage_items(stages.read_text(encoding="utf-8")) if stages.exists() else frozenset(),
+        stage_items(page),
+        stage_items(page, ON_HOST),
     )
 
 

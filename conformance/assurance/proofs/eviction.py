@@ -14,8 +14,6 @@ CUT = "reference/crystalcache/protection.py:cut"
 OVER = "spec/records.py:CrystalRetention.over_budget"
 NUMBA_CLOSED = "accelerated/numba_cpu/dissolution.py:kept_tokens"
 NUMBA_DISSOLVE = "accelerated/numba_cpu/dissolution.py:dissolve"
-TRITON_CLOSED = "accelerated/triton_gpu/dissolution.py:kept_tokens"
-TRITON_ALLOCATE = "accelerated/triton_gpu/dissolution.py:allocate"
 
 # The state of Eq. 32's loop: size g of the trunk at hand, cut c that is left of c0, and tokens so far.
 c, g, c0, N_min = Ints("c g c0 N_min")
@@ -123,13 +121,13 @@ def closed_forms(code: Code) -> Iterator[Claim]:
     here = And(linked(c, before), g >= 1)
     counted = And(here, before >= 0, c0 >= 0, N_min >= 0)
     yield Claim(item, "closed form: they stay together", Implies(here, linked(after, before + g)))
-    for name, place in (("numba", NUMBA_CLOSED), ("triton", TRITON_CLOSED)):
-        closed = code.returned(place, size=g, before=before, c_0=c0, N_min=N_min)
-        yield Claim(item, f"closed form of {name}: the same tokens as the loop, for every N_min",
-                    Implies(here, closed == stays))
-        inclusive = code.returned(place, size=g, before=before + g, c_0=c0, N_min=N_min)
-        yield Claim(item, f"closed form of {name} on the inclusive prefix sum",
-                    Implies(counted, inclusive == stays), true=False)
+    closed, inclusive = (
+        code.returned(NUMBA_CLOSED, size=g, before=ahead, c_0=c0, N_min=N_min) for ahead in (before, before + g)
+    )
+    yield Claim(item, "closed form of numba: the same tokens as the loop, for every N_min",
+                Implies(here, closed == stays))
+    yield Claim(item, "closed form of numba on the inclusive prefix sum",
+                Implies(counted, inclusive == stays), true=False)
     late = Code({NUMBA_CLOSED: ("before >= c_0", "before > c_0")})
     other = late.returned(NUMBA_CLOSED, size=g, before=before, c_0=c0, N_min=N_min)
     yield Claim(item, "closed form with before > c_0", Implies(counted, other == stays), true=False)
@@ -152,8 +150,6 @@ def cuts(code: Code) -> Iterator[Claim]:
     yield Claim(item, "protected trunks above B: everything else goes", Implies(And(counts, P >= B), cut_0 == T))
     numba = code.part(NUMBA_DISSOLVE, "B_avail =", "c_0 =", given={"offsets[m] - offsets[0]": T + P}, B=B, T_alive=T)
     yield Claim(item, "numba's cut is the same", Implies(counts, numba == cut_0))
-    triton = code.part(TRITON_ALLOCATE, "c_0 =", T_alive=T, B_avail=B - P)
-    yield Claim(item, "triton's cut is the same", Implies(counts, triton == cut_0))
     done = And(counts, N_min >= 0, over >= 0, over <= slack, total == T - cut_0 - over, total >= 0)
     yield Claim(item, "|R| is n, or B_prot, or lies in [B - max(0, N_min - 1), B]",
                 Implies(And(done, Implies(cut_0 == 0, over == 0)), If(

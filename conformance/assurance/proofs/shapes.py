@@ -18,7 +18,6 @@ BYTES = "reference/memory.py:kv_bytes"
 NUMBA_INTERFACE = "accelerated/numba_cpu/trunks.py:interface_sum"
 NUMBA_BUILD = "accelerated/numba_cpu/trunks.py:build"
 NUMBA_SPLIT = "accelerated/numba_cpu/trunks.py:split"
-TRITON_SPLIT = "accelerated/triton_gpu/trunks.py:split"
 
 n, B, start, stop, end, T_max = Ints("n B start stop end T_max")
 
@@ -191,27 +190,17 @@ def splitting(code: Code) -> Iterator[Claim]:
 
 
 def splitting_elsewhere(code: Code) -> Iterator[Claim]:
-    """numba's and triton's pieces."""
+    """numba's pieces."""
     item = "CC-SPLIT"
     piece = Int("piece")
     larger, smaller = code.returned(SPLIT, {"-(-size // T_max)": piece_count}, size=trunk_size)
     whole = code.returned(SPLIT, size=trunk_size, T_max=T_max)
     of_piece = If(piece < larger.count, larger.value, smaller.value)
     inside = And(trunk_size >= 1, piece_count >= 1, piece >= 0, piece < piece_count)
-    places = {"size": trunk_size, "T_max": T_max}
-    for name, place in (("numba", NUMBA_SPLIT), ("triton", TRITON_SPLIT)):
-        number = code.part(place, "pieces =", **places)
-        yield Claim(item, f"{name} makes as many pieces",
-                    Implies(A_TRUNK, number == whole[0].count + whole[1].count))
+    number = code.part(NUMBA_SPLIT, "pieces =", size=trunk_size, T_max=T_max)
+    yield Claim(item, "numba makes as many pieces", Implies(A_TRUNK, number == whole[0].count + whole[1].count))
     numba = code.part(NUMBA_SPLIT, "small, larger =", "start +=", size=trunk_size, pieces=piece_count, piece=piece)
     yield Claim(item, "numba's piece has the same size", Implies(inside, numba == of_piece))
-
-    def boundary(number: Term) -> Term:
-        return code.part(TRITON_SPLIT, "small, larger =", "store OFFSETS + m + piece",
-                         size=trunk_size, pieces=piece_count, piece=number, start=start)
-
-    yield Claim(item, "triton's boundaries lie that far apart",
-                Implies(inside, boundary(piece + 1) - boundary(piece) == of_piece))
     last = Code({NUMBA_SPLIT: ("piece < larger", "piece >= pieces - larger")})
     other = last.part(NUMBA_SPLIT, "small, larger =", "start +=", size=trunk_size, pieces=piece_count, piece=piece)
     yield Claim(item, "larger pieces last is the same", Implies(inside, other == of_piece), true=False)

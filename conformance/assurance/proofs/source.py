@@ -296,7 +296,7 @@ BITS: dict[type[ast.operator], Any] = {
     ast.LShift: lambda a, b: a << b, ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b,
 }
 CALLS: dict[str, Any] = {
-    "min": least, "max": largest, "minimum": least, "maximum": largest, "where": choose, "range": lambda a, b: (a, b),
+    "min": least, "max": largest, "where": choose, "range": lambda a, b: (a, b),
     "divmod": lambda a, b: (floor_divide(a, b), modulo(a, b)), "round": half_to_even,
     "ceil": lambda x: -z3.ToInt(-x),
 }

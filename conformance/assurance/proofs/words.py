@@ -81,9 +81,7 @@ def _shown(model: z3.ModelRef) -> str:
 
 
 NUMBA_CLOSED = "accelerated/numba_cpu/dissolution.py:kept_tokens"
-TRITON_CLOSED = "accelerated/triton_gpu/dissolution.py:kept_tokens"
 NUMBA_SPLIT = "accelerated/numba_cpu/trunks.py:split"
-TRITON_SPLIT = "accelerated/triton_gpu/trunks.py:split"
 PACKED = "accelerated/triton_gpu/selection.py:packed"
 UNPACKED = "accelerated/triton_gpu/selection.py:write_best"
 
@@ -107,45 +105,42 @@ def inside_int64(made: Sequence[Term]) -> Term:
 def closed_forms(code: Code) -> Iterator[Claim]:
     """S6 in int64, for any prompt that memory could hold."""
     size, before, c_0, N_min = Ints("size before c0 N_min")
-    for name, place in (("numba", NUMBA_CLOSED), ("triton", TRITON_CLOSED)):
-        made = code.reading(place, size=size, before=before, c_0=c_0, N_min=N_min).made
-        tokens = And(size >= 1, before >= 0, c_0 >= 0, N_min >= 0, N_min < LONG, c_0 < LONG)
-        yield Claim("CC-ALLOCATE", f"{name}'s closed form stays inside int64 for sums below 2^63",
-                    Implies(And(tokens, before + size < LONG), inside_int64(made)))
-        yield Claim("CC-ALLOCATE", f"{name}'s closed form stays inside int64 for summands below 2^63",
-                    Implies(And(tokens, before < LONG, size < LONG), inside_int64(made)), true=False)
+    made = code.reading(NUMBA_CLOSED, size=size, before=before, c_0=c_0, N_min=N_min).made
+    tokens = And(size >= 1, before >= 0, c_0 >= 0, N_min >= 0, N_min < LONG, c_0 < LONG)
+    yield Claim("CC-ALLOCATE", "numba's closed form stays inside int64 for sums below 2^63",
+                Implies(And(tokens, before + size < LONG), inside_int64(made)))
+    yield Claim("CC-ALLOCATE", "numba's closed form stays inside int64 for summands below 2^63",
+                Implies(And(tokens, before < LONG, size < LONG), inside_int64(made)), true=False)
 
 
 def splits(code: Code) -> Iterator[Claim]:
     """Step 3 in int64."""
     size, T_max = Ints("size T_max")
-    for name, place in (("numba", NUMBA_SPLIT), ("triton", TRITON_SPLIT)):
-        made: list[Term] = []
-        code.part(place, "pieces =", "small, larger =", made=made, size=size, T_max=T_max)
-        words = And(size >= 1, T_max >= 1, size < LONG, T_max < LONG)
-        yield Claim("CC-SPLIT", f"{name}'s split stays inside int64 for size + T_max < 2^63",
-                    Implies(And(words, size + T_max < LONG), inside_int64(made)))
-        yield Claim("CC-SPLIT", f"{name}'s split stays inside int64 for every T_max of int64",
-                    Implies(words, inside_int64(made)), true=False)
+    made: list[Term] = []
+    code.part(NUMBA_SPLIT, "pieces =", "small, larger =", made=made, size=size, T_max=T_max)
+    words = And(size >= 1, T_max >= 1, size < LONG, T_max < LONG)
+    yield Claim("CC-SPLIT", "numba's split stays inside int64 for size + T_max < 2^63",
+                Implies(And(words, size + T_max < LONG), inside_int64(made)))
+    yield Claim("CC-SPLIT", "numba's split stays inside int64 for every T_max of int64",
+                Implies(words, inside_int64(made)), true=False)
 
 
 def narrow_words(code: Code) -> Iterator[Claim]:
-    """What 32-bit words would need; today's kernels keep int64."""
+    """What 32-bit words would need; today's code keeps int64."""
     wide = [BitVec(name, 64) for name in ("size", "before", "c0", "N_min")]
     narrow = [Extract(31, 0, word) for word in wide]
     top = BitVecVal(INDEX - 1, 64)
     sizes = And(wide[0] >= 1, *(And(word >= 0, word <= top) for word in (wide[0], wide[2], wide[3])))
     sums = And(sizes, wide[1] >= 0, wide[1] <= top)
     names = ("size", "before", "c_0", "N_min")
-    for name, place in (("numba", NUMBA_CLOSED), ("triton", TRITON_CLOSED)):
-        in_32, in_64 = (
-            code.returned(place, **dict(zip(names, words, strict=True))) for words in (narrow, wide)
-        )
-        same = SignExt(32, in_32) == in_64
-        yield Claim("CC-ALLOCATE", f"{name}'s closed form in int32 is exact for prefix sums below 2^31: a wrap cancels",
-                    Implies(sums, same))
-        yield Claim("CC-ALLOCATE", f"{name}'s closed form in int32 is exact for prefix sums below 2^32",
-                    Implies(And(sizes, wide[1] >= 0, wide[1] <= 2 * top), same), true=False)
+    in_32, in_64 = (
+        code.returned(NUMBA_CLOSED, **dict(zip(names, words, strict=True))) for words in (narrow, wide)
+    )
+    same = SignExt(32, in_32) == in_64
+    yield Claim("CC-ALLOCATE", "numba's closed form in int32 is exact for prefix sums below 2^31: a wrap cancels",
+                Implies(sums, same))
+    yield Claim("CC-ALLOCATE", "numba's closed form in int32 is exact for prefix sums below 2^32",
+                Implies(And(sizes, wide[1] >= 0, wide[1] <= 2 * top), same), true=False)
 
 
 def packed_keys(code: Code) -> Iterator[Claim]:

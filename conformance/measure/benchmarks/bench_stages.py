@@ -18,7 +18,7 @@ from conformance.measure.benchmarks.data import edges_like
 from reference.crystalcache import decode_step, empty_state
 from reference.crystalcache.breath import breath
 from reference.diversity import unit_rows
-from spec.backend import Backend, resolve
+from spec.backend import resolve
 from spec.budget import parse_budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights, check_state
 from spec.parameters import NESTEDKV, PAPER
@@ -36,8 +36,8 @@ def inputs(n: int, edges: int) -> tuple[CoAttention, Any, Any]:
     return made, rng.zipf(1.2, n) % 50_000, rng.random(n) < 1 / 18
 
 
-def stages(made: CoAttention, ids: Any, ends: Any, backend: Backend) -> Any:
-    crystal, n = backend.require_crystal(), len(ids)
+def stages(made: CoAttention, ids: Any, ends: Any) -> Any:
+    crystal, n = BACKEND.require_crystal(), len(ids)
     M = crystal.impact(made.salience, ids, PAPER)
     trunks = crystal.trunks(made, M, ends, PAPER)
     graph = crystal.graph(made, trunks, PAPER)
@@ -49,11 +49,10 @@ def stages(made: CoAttention, ids: Any, ends: Any, backend: Backend) -> Any:
 @pytest.mark.parametrize("edges", DENSITIES)
 @pytest.mark.parametrize("n", [32_768, 1_048_576])
 def test_s2_to_s6(benchmark: Any, n: int, edges: int) -> None:
-    arguments = (*inputs(n, edges), BACKEND)
-    run: Callable[..., Any] = stages
-    run(*arguments)
+    arguments = inputs(n, edges)
+    stages(*arguments)
     benchmark.group = f"S2-S6 n={n}, {edges} edges a token"
-    benchmark.pedantic(run, arguments, rounds=5)
+    benchmark.pedantic(stages, arguments, rounds=5)
 
 
 SEEN, M, DEGREE = 32_768, 1_024, 20

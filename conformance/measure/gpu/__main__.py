@@ -113,7 +113,6 @@ def _parts(report: "Report", chosen: argparse.Namespace) -> dict[str, Callable[[
 
     def speeds() -> None:
         speed.s1(report, scale)
-        speed.routes(report, scale)
         speed.whole_prefill(report, scale, subject())
 
     return {

@@ -13,8 +13,6 @@ from spec.backend import Backend
 from spec.parameters import PAPER, TINY, CrystalCacheParameters
 from spec.records import CrystalRetention
 
-ON_DEVICE = "accelerated.triton_gpu.backend:ON_DEVICE"
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -70,7 +68,7 @@ OF_HOST = (
     "dissolution", "scale_d*", "scale_graph", "scale_trunks",
 )
 ON_HOST = tuple(f"--ignore-glob=*/suite/test_{name}.py" for name in OF_HOST)
-# Llama-3.1-8B. The tests: strides, tiles, bands and half precision; then S1 to S6 as kernels; then the torch backend.
+# Llama-3.1-8B. The tests: strides, tiles, bands and half precision; then the stages of triton; then those of torch.
 FULL = Scale(
     dtype="bfloat16", rounds=7, product=8192, copied=2**29, programs=2**15, H=32, H_kv=8, d=128, layers=32,
     inner=14336, vocabulary=128256, checked=2048, new_tokens=50, lengths=(4096, 8192, 16384, 32768, 131072),
@@ -88,7 +86,7 @@ DRY = Scale(
     dtype="float32", rounds=1, product=64, copied=2**10, programs=2, H=4, H_kv=2, d=16, layers=2, inner=96,
     vocabulary=64, checked=40, new_tokens=3, lengths=(24,), headline=24, profiled=(24,), ragged=(16,),
     behind=96, slots=12, chunk=12, load=(3, 24, 3, 2, 4, 32),
-    tests=(("--backend", ON_DEVICE, "conformance/suite/test_score.py"),), parameters=TINY,
+    tests=(("--backend", "triton", "conformance/suite/test_activation.py"),), parameters=TINY,
 )
 
 

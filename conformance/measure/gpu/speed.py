@@ -1,4 +1,4 @@
-"""S1 on the device against its goals, on inputs made there, and the two routes that S2 to S6 can take."""
+"""S1 on the device against its goals, on inputs made there, and its share of a whole prefill."""
 
 from functools import partial
 from typing import Any
@@ -7,9 +7,8 @@ import numpy as np
 import torch
 
 from accelerated.triton_gpu import kernels
-from accelerated.triton_gpu.backend import BACKEND, ON_DEVICE
+from accelerated.triton_gpu.backend import BACKEND
 from accelerated.triton_gpu.device import default_device
-from conformance.measure.benchmarks import bench_stages
 from conformance.measure.benchmarks.data import ARCHETYPES, VOCABULARY, torch_s1, zipf_tokens
 from conformance.measure.gpu.measure import Watch, median_ms, peak_bytes, say
 from conformance.measure.gpu.models import Scale, Subject
@@ -68,13 +67,13 @@ def _rotated(x: Tensor, base: float = 5e5) -> Tensor:
 
 # Milliseconds by length: what is asked, and what is aimed at.
 GOALS = {4096: (1.0, 0.4), 8192: (2.0, 1.0), 16384: (5.0, 3.0), 32768: (15.0, 10.0), 131072: (220.0, 150.0)}
-EDGES = (4, 11)
 
 
 def run_s1(scale: Scale, q: Any, k: Any, lse: Any = None) -> Any:
     """The stage as it is called: checks, kernels, and the records on the host."""
-    S1 = ON_DEVICE.require_crystal().coattention
-    return S1(q, k, np.arange(q.shape[1]), scale.parameters, scale.d**-0.5, None, lse)
+    return BACKEND.require_crystal().coattention(
+        q, k, np.arange(q.shape[1]), scale.parameters, scale.d**-0.5, None, lse
+    )
 
 
 def log_sum_exp(q: Any, k: Any) -> Any:
@@ -132,23 +131,6 @@ def _against_eager(report: Report, scale: Scale, n: int, kind: str, took: float,
     report.add(f"S1 in eager torch, n = {n}, {kind}", eager, "ms")
     goal = 8.0 if kind == "mixed" else None
     report.add(f"S1 against eager torch, n = {n}, {kind}", eager / took, "times", goal, at_least=True)
-
-
-def routes(report: Report, scale: Scale) -> None:
-    """S2 to S6 on the host or on the device: the faster one should be what `backend="triton"` does."""
-    took = {}
-    for edges in EDGES:
-        arguments = bench_stages.inputs(scale.headline, edges)
-        for route, backend in (("host", BACKEND), ("device", ON_DEVICE)):
-            run = partial(bench_stages.stages, *arguments, backend)
-            took[route, edges] = median_ms(run, scale.rounds)
-            what = f"S2 to S6 on the {route}, n = {scale.headline}, {edges} edges a token"
-            report.add(what, took[route, edges], "ms")
-    host = all(took["host", edges] <= took["device", edges] for edges in EDGES)
-    report.notes.append(
-        f'`backend="triton"` runs S2 to S6 on the host. Measured here, the host is {"" if host else "not "}the faster'
-        " route."
-    )
 
 
 def whole_prefill(report: Report, scale: Scale, subject: Subject) -> None:

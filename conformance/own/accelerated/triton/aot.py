@@ -19,30 +19,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from accelerated.triton_gpu import (
-    activation,
-    compaction,
-    crystallization,
-    dissolution,
-    graph,
-    impact,
-    kernels,
-    launch,
-    nestedkv,
-    score,
-    trunks,
-)
+from accelerated.triton_gpu import activation, kernels, launch, nestedkv
 from accelerated.triton_gpu.launch import AttentionTiles, Shape
 from spec.parameters import NESTEDKV
 
 FLOATS = {"factor", "unit", "share", "tau", "bound", "low", "high", "epsilon"}
 _TYPES = {
     "*fp32": "LSE TOP LOG PEAK WEIGHT A COLUMN SALIENCE INVERSE BLOCK STABLE ANOMALY",
-    "*fp64": "S BOUNDS M M_BAR INTRA_WEIGHT CROSS_WEIGHT TAU VALUE TOTAL W DEGREE EPSILON MOMENTS STEEPNESS D"
-             " NUMBERS SCORE RATIO D_AFTER NORM RANGES SURPRISE",
-    "*i64": "INDEX TOKEN COUNT OFFSETS PLACES SENTENCES INTRA CROSS TRUNK KEY ORDER START SIZE KEPT R",
-    "*i32": "ACTIVE MASK STRONG SURVIVES PROTECTED KEEP",
-    "*i16": "X OUT",
+    "*fp64": "NUMBERS SCORE NORM RANGES SURPRISE",
+    "*i64": "INDEX",
+    "*i32": "ACTIVE",
 }
 POINTERS = {name: kind for kind, names in _TYPES.items() for name in names.split()}
 ALIGNED = {*POINTERS, "Q", "K", "q_head", "q_row", "k_head", "k_row"}
@@ -112,27 +98,15 @@ def jobs(d: int, element: str) -> Iterator[Job]:
 
 
 def later_jobs() -> Iterator[Job]:
-    """S2 to S6, the gather, and NestedKV after its cosines."""
-    lanes, scan = {"LANES": launch.LANES}, {"SCAN": launch.SCAN}
-    lists = {"K_INTRA": triton.next_power_of_2(K_INTRA), "K_CROSS": triton.next_power_of_2(K_CROSS)}
-    for module, kernel, constants in (
-        (trunks, "interfaces", {**lanes, **lists}), (trunks, "merge", {}),
-        (impact, "token_counts", lanes), (impact, "mixture", lanes), (impact, "three_largest", lanes),
-        (graph, "pair_keys", lanes), (graph, "sum_of_runs", lanes), (graph, "pair_weights", lanes),
-        (crystallization, "moments", {}), (crystallization, "logistic", lanes),
-        (score, "two_paths", scan),
-        (dissolution, "allocate", scan), (dissolution, "keep_members", lanes), (dissolution, "weaken", lanes),
-        (compaction, "place_marks", scan),
-        (compaction, "gather_rows", {"GATHER": launch.GATHER, "WIDTH": 128}),
-        (activation, "mean_inverse_norms", {"NORMS": launch.NORMS, "WIDTH": 128}),
-    ):
-        yield Job(module, kernel, "fp64", Shape(launch.LANES, 1), constants, launch.FLOAT64)
+    """Key norms, and NestedKV after its cosines."""
     row = launch.searched_row(False)
-    for kernel, shape, constants in (
-        ("stable_direction", Shape(128, 1), {"D": 128}), ("extremes", row, {"SCAN": row.columns}),
-        ("surprises", row, {"SCAN": row.columns}), ("routed", Shape(launch.LANES, 1), lanes),
+    for module, kernel, shape, constants in (
+        (activation, "mean_inverse_norms", Shape(launch.NORMS, 1), {"NORMS": launch.NORMS, "WIDTH": 128}),
+        (nestedkv, "stable_direction", Shape(128, 1), {"D": 128}),
+        (nestedkv, "extremes", row, {"SCAN": row.columns}), (nestedkv, "surprises", row, {"SCAN": row.columns}),
+        (nestedkv, "routed", Shape(launch.LANES, 1), {"LANES": launch.LANES}),
     ):
-        yield Job(nestedkv, kernel, "fp64", shape, constants, launch.FLOAT64)
+        yield Job(module, kernel, "fp64", shape, constants, launch.FLOAT64)
 
 
 def _type_of(argument: str, job: Job) -> str:
