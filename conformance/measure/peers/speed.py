@@ -33,8 +33,11 @@ PRESSES: dict[str, Callable[[Any, float], Any]] = {
     "criticalkv": lambda kvpress, r: kvpress.CriticalKVPress(_snapkv(kvpress, r)),
     "critical-adakv": lambda kvpress, r: kvpress.CriticalAdaKVPress(_snapkv(kvpress, r)),
 }
+TEMPLATE = ((5, 6, 7), (8, 9), (10,))
+"""Ids that stand before, between and behind the text that KVzip has repeated."""
 OTHERS = (
-    "cake", "caote", "defensivekv", "h2o", "h2o-described", "kvcrush", "morphkv", "nestedkv", "rkv", "vase", "vatp",
+    "cake", "caote", "defensivekv", "h2o", "h2o-described", "kvcrush", "kvzip", "morphkv", "nestedkv", "rkv", "vase",
+    "vatp",
 )
 """Policies that kvpress does not have in this form."""
 
@@ -61,8 +64,10 @@ def serve(side: str) -> None:
 def _applied(library: Any, policy: str, model: LlamaForCausalLM) -> Callable[[], Any]:
     if library.__name__ == "kvpress":
         return lambda: PRESSES[policy](library, 1 - KEPT)(model)
-    backend = {} if policy == "streamingllm" else {"backend": "torch"}
-    return lambda: library.policy_from_name(policy, KEPT, **backend)(model)
+    constants: dict[str, Any] = {} if policy == "streamingllm" else {"backend": "torch"}
+    if policy == "kvzip":
+        constants["template"] = TEMPLATE
+    return lambda: library.policy_from_name(policy, KEPT, **constants)(model)
 
 
 @torch.no_grad()

@@ -36,6 +36,11 @@ def test_each_path_that_a_process_is_given_is_there() -> None:
     assert [path for path in (*given, *left_out) if not list(ROOT.glob(path))] == []
 
 
+def test_a_gpu_is_given_what_the_phases_are() -> None:
+    models = pytest.importorskip("conformance.measure.gpu.models", exc_type=ImportError)
+    assert models.OF_HOST == noxfile.OF_HOST
+
+
 def test_what_changed_decides_what_the_quick_session_runs() -> None:
     of_stage = judging({"reference/crystalcache/dissolution.py"})
     assert {"conformance/suite/test_dissolution.py", "conformance/own/reference/test_stages.py"} <= set(of_stage)
