@@ -51,7 +51,7 @@ names = pytest.mark.parametrize("name", [by_decoder, bound_before, by_type])
 
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(("name", "options", "words"), [
-    (by_decoder, {"prompt_lookup_num_tokens": 4}, "prompt_lookup_num_tokens = 4: assisted decoding"),
+    (by_decoder, {"prompt_lookup_num_tokens": 4}, "prompt_lookup_num_tokens = 4: must be left out: assisted decoding"),
     (bound_before, {"cache_implementation": "static"}, "cache_implementation = 'static'"),
     (by_type, {"use_cache": False}, "use_cache = False"),
 ])
@@ -294,5 +294,6 @@ def test_a_generate_that_was_taken_inside_is_refused_after_the_block() -> None:
     model = build("llama")
     with METHODS["crystalcache"]()(model):
         taken = model.generate
-    with pytest.raises(SpecError, match="generate = 'taken inside a context': its context has ended"):
+    ended = "the `with` block of this function has ended"
+    with pytest.raises(SpecError, match=f"generate = 'taken inside a context': {ended}"):
         taken(prompt(N), max_new_tokens=2)  # type: ignore[operator]
