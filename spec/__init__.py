@@ -1,7 +1,7 @@
-"""The specification: records, parameters, budgets and interfaces that every implementation shares.
+"""Specification of kvspec: records, parameters, budgets and interfaces that every implementation shares.
 
-The normative texts are the Markdown files in this folder. `spec.errors`, `spec.records`, `spec.policy` and
-`spec.backend` define the types of the stages' arguments and results. The package `reference` computes the policies.
+The Markdown files in the folder `spec` are normative. `spec.errors`, `spec.records`, `spec.policy` and `spec.backend`
+define the types of the stages' arguments and results. The package `reference` computes the policies.
 """
 
 from pathlib import Path

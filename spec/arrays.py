@@ -1,6 +1,6 @@
-"""Array types for function signatures. mypy checks rank and dtype; jaxtyping checks the axes.
+"""Array types for function signatures, such as `Float64[Matrix, "n d"]`.
 
-A type is written as `Float64[Matrix, "n d"]`. mypy reads the alias `Matrix`, and in tests jaxtyping checks `"n d"`.
+mypy checks rank and dtype by the alias (`Matrix`). In tests, jaxtyping checks the axes (`"n d"`).
 """
 
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -27,6 +27,6 @@ else:
     Vector = Matrix = Cube = RawCube = IntVector = IntMatrix = IntCube = BoolVector = BoolMatrix = np.ndarray
 
     class Float(AbstractDtype):
-        """Any floating dtype of NumPy. jaxtyping's `Float` excludes longdouble."""
+        """Any floating dtype of NumPy, including longdouble, which jaxtyping's `Float` excludes."""
 
         dtypes = (*Float.dtypes, np.longdouble.__name__, str(np.dtype(np.longdouble)))

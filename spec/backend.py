@@ -1,6 +1,6 @@
 """Backends. A backend is a frozen record of optional stage families; `resolve` finds a backend by name.
 
-The section "Calls" of spec/implementing.md has the rules for every stage: layouts, results, memory, threads.
+The section "Calls" of spec/implementing.md contains the rules for all stages: layouts, results, memory and threads.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,25 +33,28 @@ Stages = TypeVar("Stages")
 
 @runtime_checkable
 class CrystalStages(Protocol):
-    """Stages S1 to S6 of CrystalCache. The stages take arrays, return records, and change nothing in place.
+    """Stages S1 to S6 of CrystalCache. The stages take arrays, return records, and change no argument in place.
 
-    A stage without `Raises` may assume valid input: the public functions check the input first (spec/implementing.md).
+    A stage whose docstring has no section `Raises` may assume valid input, because the public functions check the
+    input first (spec/implementing.md).
     """
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
         scaling: float, softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None, /,
     ) -> CoAttention:
-        """S1: co-attention. k (H_kv, live, d) are the cached keys at `positions` (live,), and q (H, n, d) the queries
-        of the last n of these tokens.
+        """Stage S1: return salience and neighbours of each token from the attention of one layer.
+
+        k (H_kv, live, d) contains the keys of the cached tokens, and `positions` (live,) the positions of these
+        tokens. q (H, n, d) contains the queries of the last n cached tokens.
 
         lse (H, n) is the natural logarithm of the sum of exp(logit) over the keys that a query attends to, including
-        the query's own key. The logits are scaled and soft-capped. A backend may use lse to save work, or compute it
-        again: the result is the same. The caller must pass the right values. An lse of a different q, k, scaling,
-        softcap or mask scales all weights of a row by a wrong factor, and no check can detect this.
+        the query's own key. The logits in lse are scaled and soft-capped. A backend may use the given lse to save work,
+        or compute lse again; the result is the same. The caller must pass an lse of the same q, k, scaling, softcap and
+        mask. Otherwise all weights of a row are scaled by a wrong factor, and no check can detect the wrong factor.
 
-        sinks (H,) are the logits of the query heads' attention sinks, neither scaled nor soft-capped. A sink adds
-        exp(sink) to the softmax denominator of every query; it is not a token. lse does not include the sinks.
+        sinks (H,) contains one learned logit for each query head, which is neither scaled nor soft-capped. The softmax
+        denominator of every query includes exp(sink). A sink of this kind is not a token. lse excludes the sinks.
 
         Raises:
             SpecError: if q, k, lse or sinks have a wrong shape, type or value.
@@ -59,39 +62,45 @@ class CrystalStages(Protocol):
         ...
 
     def impact(self, salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
-        """S3: return the impact M_i of each token, (n,)."""
+        """Stage S3: return the impact M_i of each token, (n,)."""
         ...
 
     def trunks(
         self, coattention: CoAttention, impact: Vector, ends: BoolVector, parameters: CrystalCacheParameters, /,
     ) -> Trunks:
-        """S2: return the trunks. `ends` (n,) marks the tokens that end a sentence."""
+        """Stage S2: return the trunks. The mask `ends` (n,) is True for each token that ends a sentence."""
         ...
 
     def graph(self, coattention: CoAttention, trunks: Trunks, parameters: CrystalCacheParameters, /) -> TrunkGraph:
-        """S4 of a prompt: return the trunk graph. For later segments see `BreathStages.segment_graph`."""
+        """Stage S4 for a prompt: return the trunk graph. For a later segment see `BreathStages.segment_graph`."""
         ...
 
     def score(
         self, D: Vector, impact: Vector, protected: BoolVector, parameters: CrystalCacheParameters, /,
     ) -> Vector:
-        """S5: return the score of each trunk, (m,). Protected trunks have NaN."""
+        """Stage S5: return the score of each trunk, (m,). The score of a protected trunk is NaN."""
         ...
 
     def dissolve(
         self, score: Vector, trunks: Trunks, impact: Vector, D: Vector, protected: BoolVector, budget: int,
         parameters: CrystalCacheParameters, /,
     ) -> Dissolution:
-        """S6: dissolve trunks. `impact` is per token, `protected` is per trunk, `budget` is B of Eq. 30 in tokens."""
+        """Stage S6: evict tokens from the trunks with the lowest scores, until at most `budget` tokens are kept.
+
+        `impact` has one value for each token, and `protected` one value for each trunk. `budget` is the number B of
+        tokens (Eq. 30).
+        """
         ...
 
 
 @runtime_checkable
 class BreathStages(Protocol):
-    """Stages of decoding and of later segments, in addition to S1 to S6. The stages change nothing in place."""
+    """Stages of CrystalCache for decoding and for later segments. The stages change no argument in place."""
 
     def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
-        """Return each token's mean of 1 / ||k|| over the KV heads, (n,), for keys k (H_kv, n, d). A zero key gives inf.
+        """Return for each token the mean of 1 / ||k|| over the KV heads, (n,), for keys k (H_kv, n, d).
+
+        The mean is inf if a key of the token is zero.
 
         Raises:
             SpecError: if the keys have a wrong shape, type or value.
@@ -99,67 +108,68 @@ class BreathStages(Protocol):
         ...
 
     def impact(self, salience: Vector, counts: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
-        """S3 with given counts: return M_i (n,) of tokens whose ids occurred `counts` (n,) times so far."""
+        """Stage S3 with given counts: return M_i (n,) of tokens whose ids have occurred `counts` (n,) times so far."""
         ...
 
     def decay(self, D: Vector, trunk_impact: Vector, parameters: CrystalCacheParameters, /) -> Vector:
-        """Return D (m,) after one decode step (Eq. 36)."""
+        """Return the D of each trunk, (m,), after the decay of one decode step (Eq. 36)."""
         ...
 
     def activation(self, live: LiveTrunks, parameters: CrystalCacheParameters, /) -> BoolVector:
-        """Return a mask (m,) of the active trunks (Section 3.8(a))."""
+        """Return a mask (m,) that is True for each active trunk (Section 3.8(a))."""
         ...
 
     def resonance(
         self, D: Vector, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /,
     ) -> Vector:
-        """Return D (m,) after every active trunk has sent its pulse (Eq. 37 and 38)."""
+        """Return the D of each trunk, (m,), after every active trunk has sent a pulse (Equations 37 and 38)."""
         ...
 
     def hebbian(self, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /) -> TrunkWeights:
-        """Return W after the Hebbian update and the pruning of weak edges (Eq. 39 and 40)."""
+        """Return W after the Hebbian update and after the removal of weak edges (Equations 39 and 40)."""
         ...
 
     def segment_graph(
         self, coattention: CoAttention, bounds: IntVector, sizes: IntVector, W: TrunkWeights,
         parameters: CrystalCacheParameters, /,
     ) -> TrunkWeights:
-        """S4 of a later segment: return W with rows for the segment's trunks added at the end.
+        """Stage S4 for a later segment: return W with rows for the segment's trunks added at the end.
 
-        `bounds` (m + 1,) holds the first live position of each trunk, older trunks first, and then the end. `sizes`
-        (m,) holds the number of live tokens of each trunk.
+        `bounds` (m + 1,) contains the first live position of each trunk, older trunks first, and then the position
+        after the last token. `sizes` (m,) contains the number of live tokens of each trunk.
         """
         ...
 
     def segment_crystallization(self, degree: Vector, old: int, parameters: CrystalCacheParameters, /) -> Vector:
-        """Return D of the trunks after the first `old` ones, by Eq. 27 with the degrees of all trunks (m,)."""
+        """Return D of the trunks after the first `old` trunks, from the degrees (m,) of all trunks (Eq. 27)."""
         ...
 
 
 @runtime_checkable
 class DiversityStages(Protocol):
-    """Set-conditioned selection. The stage takes and returns arrays, and changes nothing in place."""
+    """Set-conditioned selection. The stage takes and returns arrays, and changes no argument in place."""
 
     def diverse(self, s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float, /) -> IntVector:
-        """Return k tokens (k,), ascending, by Algorithm 1 with scores s (n,) and signatures V (n, d).
+        """Return the k tokens that Algorithm 1 selects from scores s (n,) and signatures V (n, d), ascending.
 
-        The tokens marked in `retained` (n,) are among the k.
+        The k tokens always include the tokens for which `retained` (n,) is True.
 
         Raises:
-            SpecError: if lam is negative or not finite, if k is above n or below the number of retained tokens, if the
-                shapes do not match, or if a signature is not finite.
+            SpecError: if lam is negative or not finite, if k exceeds n, if k is below the number of retained tokens, if
+                the shapes do not match, or if a signature is not finite.
         """
         ...
 
 
 @runtime_checkable
 class NestedKVStages(Protocol):
-    """NestedKV's score. The stage takes keys, returns scores, and changes nothing in place."""
+    """NestedKV's score. The stage takes keys, returns scores, and changes no argument in place."""
 
     def anomaly_score(self, k: DeviceArray, parameters: NestedKVParameters, /) -> Matrix:
-        """Return the score a* (H_kv, n) in [0, 1] of one layer's keys k (H_kv, n, d), by Eq. 3 to 15 and Appendix A.
+        """Return the score a* (H_kv, n), in [0, 1], of one layer's keys k (H_kv, n, d).
 
-        Attention sinks get no special score.
+        The score is defined by Equations 3 to 15 and Appendix A. The first tokens of the prompt (attention sinks) are
+        scored as all tokens are.
 
         Raises:
             SpecError: if the keys have a wrong shape, type or value, or if a key is zero.
@@ -169,16 +179,16 @@ class NestedKVStages(Protocol):
 
 @runtime_checkable
 class PolicyStages(Protocol):
-    """The slow parts of the published policies. These stages take and return arrays, and change nothing in place."""
+    """Slow parts of the published policies. The stages take and return arrays, and change no argument in place."""
 
     def received_attention(
         self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None,
         sinks: DeviceArray | None = None, /,
     ) -> Matrix:
-        """Return the attention weight that each key receives, (H_kv, n), summed over queries and heads of the group.
+        """Return for each key the sum of the attention weights from all queries of all heads of the group, (H_kv, n).
 
-        k (H_kv, n, d) are the keys of n tokens, and q (H, m, d) the queries of the last m of them. Attention is causal.
-        sinks (H,) are as in `CrystalStages.coattention`.
+        k (H_kv, n, d) contains the keys of n tokens, and q (H, m, d) the queries of the last m tokens. Attention is
+        causal. sinks (H,) has the meaning that is described in `CrystalStages.coattention`.
         """
         ...
 
@@ -186,10 +196,11 @@ class PolicyStages(Protocol):
         self, q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None,
         sinks: DeviceArray | None = None, /,
     ) -> Matrix:
-        """Return the largest attention weight that each key receives from a query, divided by the query's norm, (H, n).
+        """Return for each key the maximum over the queries of (attention weight / norm of the query's token), (H, n).
 
-        k (H_kv, n, d) are the keys of n tokens, and q (H, m, d) the queries of the last m of them. Attention is causal.
-        norms (m,) are positive. sinks (H,) are as in `CrystalStages.coattention`.
+        k (H_kv, n, d) contains the keys of n tokens, and q (H, m, d) the queries of the last m tokens. Attention is
+        causal. norms (m,) contains the positive norms of the last m tokens. sinks (H,) has the meaning that is
+        described in `CrystalStages.coattention`.
         """
         ...
 
@@ -197,27 +208,28 @@ class PolicyStages(Protocol):
         self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
         factor: float, scaling: float, sinks: DeviceArray | None = None, /,
     ) -> Matrix:
-        """Return each key's expected attention weight times the norm of its value, (H_kv, n), averaged over the group.
+        """Return for each token the expected attention weight of the key times the norm of the value, (H_kv, n).
 
-        q (H, m, d) are queries after RoPE at the positions `at` (m,). RoPE rotates the pairs of channels
-        (i, i + d / 2) with the frequencies `inv_freq` (d / 2,) and the attention factor `factor`. Future queries get
-        the mean rotation over the positions `ahead`. k and v are (H_kv, n, d). sinks (H,) are as in
+        The expected weight is averaged over the query heads of the group before the multiplication. q (H, m, d)
+        contains queries after RoPE at the positions `at` (m,). RoPE rotates the pairs of channels (i, i + d / 2) with
+        the frequencies `inv_freq` (d / 2,) and the attention factor `factor`. Future queries are rotated by the mean
+        rotation over the positions `ahead`. k and v are (H_kv, n, d). sinks (H,) has the meaning that is described in
         `CrystalStages.coattention`.
         """
         ...
 
     def best_tokens(self, values: Matrix, shares: IntVector, pinned: BoolMatrix, /) -> Selection:
-        """Select `shares` (g,) tokens in the rows of `values` (g, n): first `pinned` tokens, then the highest values.
+        """Select `shares[r]` tokens in each row r of `values` (g, n): first the pinned tokens, then the highest values.
 
-        On a tie the lower index is selected. NaN ranks below every value. All pinned tokens are kept, even if a row
-        has more pinned tokens than its share.
+        If two values are equal, the token with the lower index is selected first. NaN ranks below every value. All
+        pinned tokens are selected, even if a row has more than `shares[r]` pinned tokens.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend: a name and the stage families that the backend implements. A missing family is None."""
+    """A backend: a name, and the stage families that the backend implements. A missing family is None."""
 
     name: str
     crystal: CrystalStages | None = None
@@ -226,40 +238,43 @@ class Backend:
     nestedkv: NestedKVStages | None = None
     policies: PolicyStages | None = None
     takes: Callable[[DeviceArray], bool] | None = None
-    """Function that returns True if the stages accept a tensor on its device. None: stages accept only NumPy arrays."""
+    """Function that returns True if the stages accept a given tensor without a copy to the host.
+
+    If `takes` is None, the stages accept only NumPy arrays.
+    """
     scores: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
-    """Score functions of published policies. A key is the name of a reference function with the same arguments."""
+    """Score functions of published policies, by name. The reference has a function with the same name and arguments."""
     tensors: Mapping[str, Callable[..., DeviceArray]] = field(default_factory=dict, hash=False)
     """Functions whose result stays on the device. The functions never copy values to the host.
 
-    - Score functions of one layer, as in `scores`.
+    - Score functions of one layer, with the names in `scores`.
     - `top_units(score (g, n), shares (g,), protected (g, n))` returns a mask of the kept tokens.
-    - `fill_units` is `top_units` with two more arguments after `score`: chunk size, and number of tokens in chunks.
-    - `Adaptive` and `Competition` take a score (NaN for protected tokens), the number of tokens to share, the number of
-      protected tokens of each set, and the safeguard. `Adaptive` and `Competition` return the share of each set."""
+    - `fill_units` has two more arguments after `score`: the chunk size, and the number of tokens that are in chunks.
+    - `Adaptive` and `Competition` take a score (NaN for protected tokens), the number of tokens to divide, the number
+      of protected tokens in each set, and the safeguard. `Adaptive` and `Competition` return the share of each set."""
 
     def require_crystal(self) -> CrystalStages:
         """Return the CrystalCache stages.
 
         Raises:
-            BackendUnavailable: if the backend lacks this family. The message names the families that the backend has.
+            BackendUnavailable: if the backend lacks the CrystalCache stages. The message lists the families that exist.
         """
         return self._having("crystal", self.crystal)
 
     def require_breath(self) -> BreathStages:
-        """Return the stages of decoding and later segments. Raises as `require_crystal`."""
+        """Return the stages for decoding and later segments. Raises BackendUnavailable if the backend lacks them."""
         return self._having("breath", self.breath)
 
     def require_diversity(self) -> DiversityStages:
-        """Return the stage of set-conditioned selection. Raises as `require_crystal`."""
+        """Return the stage of set-conditioned selection. Raises BackendUnavailable if the backend lacks the stage."""
         return self._having("diversity", self.diversity)
 
     def require_nestedkv(self) -> NestedKVStages:
-        """Return the stage of NestedKV's score. Raises as `require_crystal`."""
+        """Return the stage of NestedKV's score. Raises BackendUnavailable if the backend lacks the stage."""
         return self._having("nestedkv", self.nestedkv)
 
     def require_policies(self) -> PolicyStages:
-        """Return the stages of the published policies. Raises as `require_crystal`."""
+        """Return the stages of the published policies. Raises BackendUnavailable if the backend lacks the stages."""
         return self._having("policies", self.policies)
 
     def _having(self, family: str, stages: Stages | None) -> Stages:
@@ -270,13 +285,13 @@ class Backend:
 
 
 def resolve(backend: str | Backend) -> Backend:
-    """Return the backend with the name `backend`. A `Backend` object is returned unchanged.
+    """Return the backend with the given name. If `backend` is a `Backend` object, the object is returned unchanged.
 
     A name is a built-in name ("numpy"), a target `module:ATTRIBUTE`, or an entry point in the group `kvspec.backends`.
 
     Raises:
         SpecError: if `backend` is neither a string nor a `Backend`, or if the name is unknown.
-        BackendUnavailable: if the module cannot be imported. The message contains the reason.
+        BackendUnavailable: if the backend's module cannot be imported. The message contains the reason.
     """
     if isinstance(backend, Backend):
         return backend

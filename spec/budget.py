@@ -1,4 +1,4 @@
-"""Budgets: a fraction of the tokens seen, or a number of tokens."""
+"""Budgets of a policy: how many tokens to keep, as a fraction of the tokens processed so far or as a fixed number."""
 
 import math
 import re
@@ -25,11 +25,11 @@ _FRACTION = re.compile(r"([0-9]+\.[0-9]*|\.[0-9]+)%?|[0-9]+%")
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget: either a fraction of the tokens seen (`fraction`) or a fixed number of tokens (`count`).
+    """A budget: either a fraction of the tokens processed so far (`fraction`) or a fixed number of tokens (`count`).
 
     Raises:
-        SpecError: if fraction and count are both set or both None, if the fraction is outside (0, 1], or if the count
-            is not an int from 1 to 2^63 - 1.
+        SpecError: if both or none of fraction and count are set, if the fraction is outside (0, 1], or if the count is
+            not an int from 1 to 2^63 - 1.
     """
 
     fraction: Fraction | None = None
@@ -44,14 +44,17 @@ class Budget:
             raise SpecError("budget", self.count, _TOKENS)
 
     def tokens(self, seen: int) -> int:
-        """Return the number of tokens to keep of `seen` tokens: `count`, or ceil(fraction * seen) computed exactly."""
+        """Return how many of `seen` tokens to keep: `count`, or ceil(fraction * seen) without rounding errors."""
         if self.fraction is not None:
             return math.ceil(self.fraction * seen)
         assert self.count is not None
         return self.count
 
     def __str__(self) -> str:
-        """Return text for `parse_budget`. A fraction that is not exact in 28 decimal digits is written as `p/q`."""
+        """Return the budget as text that `parse_budget` accepts.
+
+        A fraction that 28 decimal digits do not represent exactly is written as `p/q`.
+        """
         if self.fraction is None:
             return str(self.count)
         decimal = Decimal(self.fraction.numerator) / Decimal(self.fraction.denominator)
@@ -62,15 +65,15 @@ class Budget:
 
 
 def parse_budget(budget: object, argument: str = "budget") -> Budget:
-    """Return the `Budget` for a user's value, which is a float, an int, text or a `Budget`.
+    """Return a `Budget` for a float, an int, text or a `Budget`.
 
-    A float is converted by `Fraction(str(budget))`, so 0.28 of 25 tokens is 7 tokens, not 8.
+    A float is converted by `Fraction(str(budget))`. So the budget 0.28 keeps 7 of 25 tokens, not 8.
 
     Implements: CC-BUDGET-FORMS
 
     Raises:
-        SpecError: if `budget` is a bool or NaN, if text does not match the grammar of CC-BUDGET-FORMS, if a fraction is
-            outside (0, 1], or if a count is outside [1, 2^63 - 1].
+        SpecError: if `budget` is a bool or NaN, if text does not match the grammar of CC-BUDGET-FORMS, if a fraction
+            is outside (0, 1], or if a count is outside [1, 2^63 - 1].
     """
     if isinstance(budget, Budget):
         return budget

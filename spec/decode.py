@@ -1,4 +1,4 @@
-"""State of CrystalCache between two decode steps: a frozen record without keys and values."""
+"""State of CrystalCache between two decode steps, as a frozen record that contains no keys or values."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +13,10 @@ __all__ = ["DecodeState", "LiveTrunks", "TrunkWeights", "check_state"]
 
 
 class TrunkWeights(NamedTuple):
-    """W, the symmetric trunk graph in CSR form: ascending columns, no self-loops, and every weight above tau_edge."""
+    """The symmetric trunk graph W in CSR form.
+
+    Columns ascend in each row. W has no self-loops, and every weight exceeds tau_edge.
+    """
 
     indptr: IntVector
     indices: IntVector
@@ -22,66 +25,71 @@ class TrunkWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class LiveTrunks:
-    """The trunk table. Live tokens of trunk g are `positions[offsets[g]:offsets[g + 1]]`. No trunk is empty."""
+    """The live (not evicted) tokens of each trunk.
+
+    Trunk g contains the live tokens `positions[offsets[g]:offsets[g + 1]]`. No trunk is empty.
+    """
 
     positions: Int64[IntVector, " live"]
     """Absolute positions of the live tokens, ascending."""
     offsets: Int64[IntVector, " m_and_one"]
     impact: Float64[Vector, " live"]
-    """Impact M_i of each token, computed when the token joined a trunk."""
+    """Impact M_i of each live token, computed at the time when the token joined a trunk."""
     inverse_norms: Float64[Vector, " live"]
-    """Mean of 1 / ||k|| of each token over the KV heads of the observed layer. The mean is inf if a key is zero."""
+    """Mean of 1 / ||k|| over the KV heads of the observed layer, for each live token. inf if a key is zero."""
     trunk_impact: Float64[Vector, " m"]
-    """Impact Mbar of each trunk (Eq. 23). The impact does not change after the trunk is made."""
+    """Impact Mbar of each trunk, which is computed once, when the trunk is made (Eq. 23)."""
 
     @property
     def sizes(self) -> Int64[IntVector, " m"]:
-        """Return the number of live tokens of each trunk."""
+        """Return the number of live tokens in each trunk."""
         return np.diff(self.offsets)
 
 
 @dataclass(frozen=True)
 class DecodeState:
-    """State of one sequence between two forward passes. Steps, breaths and segments are pure functions of the state.
+    """State of one sequence between two forward passes.
 
-    The tail contains the newest tokens, which are in no trunk yet. The last tail token has position `seen - 1`.
+    Pure functions compute the next state after a decode step, a breath (decode-time eviction) or a segment. The tail
+    of a sequence consists of the newest tokens, which belong to no trunk yet. The last token of the tail has the
+    position `seen - 1`.
     """
 
     budget: Budget
     seen: int
-    """Number of tokens seen, including evicted tokens and the tail. The next token gets position `seen`."""
+    """Number of tokens processed so far, including evicted tokens and the tail. The next token has position `seen`."""
     step: int
-    """Number of decode steps so far. Segments do not count as steps."""
+    """Number of decode steps so far. A segment is not counted as a step."""
     live: LiveTrunks
     D: Float64[Vector, " m"]
     W: TrunkWeights
     ids: Int64[IntVector, " distinct"]
-    """Distinct ids, ascending, of all tokens seen except the tail. Evicted tokens are included."""
+    """Distinct token ids, ascending, of all tokens processed so far except the tail. Evicted tokens are included."""
     counts: Int64[IntVector, " distinct"]
-    """Number of times that each id of `ids` has occurred so far outside the tail."""
+    """For each id of `ids`, the number of occurrences so far outside the tail."""
     mu: float
-    """Mean of the trunks' degrees after the prefill (Eq. 27). mu is 0 without a prefill."""
+    """Mean of the degrees of the trunks after the prompt (Equation 27), or 0 if there was no prompt."""
     sigma: float
-    """Standard deviation of the degrees after the prefill (Eq. 27 or its fallback). sigma is 1 without a prefill."""
+    """Standard deviation of the degrees after the prompt (Equation 27 or its fallback), or 1 if there was no prompt."""
     tail_ids: tuple[int, ...] = ()
     tail_inverse_norms: tuple[float, ...] = ()
 
     @property
     def tail_positions(self) -> Int64[IntVector, " tail"]:
-        """Return the absolute positions of the tail."""
+        """Return the absolute positions of the tail's tokens, ascending."""
         return np.arange(self.seen - len(self.tail_ids), self.seen)
 
     @property
     def stored(self) -> Int64[IntVector, " stored"]:
-        """Return all cached positions, ascending: live tokens of trunks, then the tail."""
+        """Return the positions of all cached tokens, ascending: the live tokens of the trunks, then the tail."""
         return np.concatenate([self.live.positions, self.tail_positions])
 
 
 def check_state(state: DecodeState) -> None:
-    """Check that the decode functions could have returned this state.
+    """Check that a state is consistent, as every state that kvspec returns is.
 
     Raises:
-        SpecError: if a field breaks a rule. The message names the first field that breaks a rule.
+        SpecError: if a field of the state is invalid. The message names the first invalid field.
     """
     live, m = state.live, len(state.D)
     sizes_fit = len(live.offsets) == m + 1 and live.offsets[0] == 0 and live.offsets[-1] == len(live.positions)

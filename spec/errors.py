@@ -1,12 +1,12 @@
-"""The two errors of the specification."""
+"""The two exceptions that kvspec raises."""
 
 __all__ = ["BackendUnavailable", "SpecError"]
 
 
 class SpecError(ValueError):
-    """An input is invalid. kvspec raises SpecError before it changes any state.
+    """Error that kvspec raises for an invalid input, before kvspec changes any state.
 
-    The message contains the argument, the given value, and the rule that the value breaks.
+    The message contains the name of the argument, the given value, and the rule that the value breaks.
     """
 
     def __init__(self, argument: str, value: object, bound: str) -> None:
@@ -21,4 +21,7 @@ class SpecError(ValueError):
 
 
 class BackendUnavailable(RuntimeError):
-    """The requested backend or stage family cannot run here. kvspec never substitutes another backend."""
+    """Error that kvspec raises if the requested backend or stage family cannot run on this machine.
+
+    kvspec never runs a different backend instead.
+    """

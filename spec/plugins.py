@@ -1,4 +1,4 @@
-"""Plugins: objects from a user's module, given as `module:ATTRIBUTE` or as the name of an entry point."""
+"""Plugins: objects that are loaded from a user's module, by `module:ATTRIBUTE` or by the name of an entry point."""
 
 import hashlib
 import sys
@@ -18,11 +18,11 @@ __all__ = ["Plugin", "find_plugin", "load", "load_own", "target_of"]
 
 @dataclass(frozen=True)
 class Plugin:
-    """An object that was loaded by name.
+    """A loaded plugin.
 
     Attributes:
-        value: the object.
-        digest: first 8 hex digits of the hash of the module's file at load time, or "" if the module has no file.
+        value: the object that was loaded.
+        digest: first 8 hex digits of the SHA-256 hash of the module's file at load time. "" if the module has no file.
     """
 
     value: object
@@ -30,16 +30,18 @@ class Plugin:
 
 
 def target_of(argument: str, name: str, group: str, built_in: Collection[str] = ()) -> str:
-    """Return the target `module:ATTRIBUTE` of a named entry point. A name that is a target is returned unchanged.
+    """Return the target `module:ATTRIBUTE` of the entry point with this name.
+
+    If the name is already a target (contains ":"), the name is returned unchanged.
 
     Args:
-        argument: name of the argument that the error message shows.
-        name: the user's value.
-        group: group of entry points.
-        built_in: built-in names that the error message shows as valid names.
+        argument: name of the argument, for the error message.
+        name: name of an entry point, or a target.
+        group: group of entry points in which to search.
+        built_in: built-in names that the error message lists as valid, in addition to the entry points.
 
     Raises:
-        SpecError: if the name is unknown. The message lists similar names.
+        SpecError: if there is no entry point with this name. The message lists valid or similar names.
     """
     if ":" in name:
         return name
@@ -54,7 +56,7 @@ def load(target: str) -> Plugin:
     """Load the object `module:ATTRIBUTE`.
 
     Raises:
-        ImportError: if loading fails. Any exception that the module raises becomes an ImportError.
+        ImportError: if the object cannot be loaded, or if the module raises any exception during the import.
     """
     name, _, attribute = target.partition(":")
     try:
@@ -67,10 +69,10 @@ def load(target: str) -> Plugin:
 
 
 def load_own(target: str) -> Plugin:
-    """Load `module:ATTRIBUTE` from a user's module. The search includes the current folder, as with `python -m`.
+    """Load the object `module:ATTRIBUTE` from a user's module, which may be in the current folder.
 
     Raises:
-        ImportError: as in `load`.
+        ImportError: under the same conditions as in `load`.
     """
     here = str(Path.cwd())
     sys.path.insert(0, here)
@@ -81,10 +83,10 @@ def load_own(target: str) -> Plugin:
 
 
 def find_plugin(argument: str, name: str, group: str, built_in: Collection[str] = ()) -> Plugin:
-    """Load the object with the name that the user gave. The arguments are the same as for `target_of`.
+    """Load the object with the given name. The function takes the same arguments as `target_of`.
 
     Raises:
-        SpecError: if the name is unknown, or if loading fails.
+        SpecError: if there is no entry point with this name, or if the object cannot be loaded.
     """
     target = target_of(argument, name, group, built_in)
     try:

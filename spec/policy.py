@@ -1,7 +1,8 @@
-"""A policy in five parts: scorer, budgets, selector, protection, cadence.
+"""Eviction policies. A policy has five parts: scorer, budgets, selector, protection and cadence.
 
-Every eviction policy is one record of these parts at one granularity. Parts of different policies can be combined:
-any scorer with any budgets, and any selector with any scores. `reference.policies` defines the published policies.
+Every eviction policy is a `Policy` object that contains the five parts and a granularity. Parts of different policies
+can be combined: any scorer with any budgets, and any selector with any scores. `reference.policies` defines the
+published policies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,22 +26,22 @@ DeviceArray: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Settings of KVzip's repetition: after the prompt, the model is asked to repeat the context chunk by chunk.
+    """Settings for KVzip, which asks the model after the prompt to repeat the prompt chunk by chunk.
 
     Raises:
         SpecError: if the template does not have three parts, if an id is below 0, or if a number is out of range.
     """
 
     template: Sequence[Sequence[int]] | None
-    """Token ids of the request for the first chunk, the request for a later chunk, and the start of an answer."""
+    """Three lists of token ids: request for the first chunk, request for a later chunk, and start of the answer."""
     N_sink: int
-    """Number of first prompt tokens that are not repeated, such as a system prompt or attention sinks."""
+    """Number of tokens at the start of the prompt that are not repeated, such as a system prompt or attention sinks."""
     N_recent: int
-    """Number of last prompt tokens that are not repeated, such as a question or the end of a chat turn."""
+    """Number of tokens at the end of the prompt that are not repeated, such as a question or the end of a chat turn."""
     chunk: int
-    """Number of tokens in a chunk. The last chunk can be shorter."""
+    """Number of tokens in a chunk of the prompt. The last chunk can be shorter."""
     overlap: int
-    """Number of last tokens of a chunk that the request for the next chunk quotes."""
+    """Number of tokens at the end of a chunk that the request for the next chunk quotes."""
 
     def __post_init__(self) -> None:
         if self.template is None or len(self.template) != 3:
@@ -56,20 +57,20 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Needs:
-    """Tensors that the score of a policy reads. kvspec captures only these tensors.
+    """Tensors that a policy needs to compute scores. kvspec captures only the tensors that are declared here.
 
         needs = kvspec.Needs("all", query_rows=32, values=True)     # keys, values and the last 32 queries of all layers
 
     Attributes:
-        layers: full-attention layers whose keys and queries the score reads: "none", "observed" (one layer) or "all".
-        query_rows: number of queries that the score reads, counted from the end of the prompt. None means all.
-        observed: index of the layer among the full-attention layers if `layers` is "observed". -1 is the last layer.
-        values: True if the score reads the values of the cache.
-        token_ids: True if the score reads the ids of the prompt tokens.
-        takes: function that takes a tensor and returns True if the score accepts this tensor on its device. None if the
+        layers: full-attention layers whose keys and queries the score uses: "none", "observed" (one layer) or "all".
+        query_rows: number of queries at the end of the prompt that the score uses. None means all queries.
+        observed: index of the observed layer in the full-attention layers if `layers` is "observed". -1 is the last.
+        values: True if the score uses the cached values.
+        token_ids: True if the score uses the ids of the prompt tokens.
+        takes: function that returns True if the score accepts a given tensor without a copy to the host. None if the
             score accepts only NumPy arrays.
         budget: True if the scores depend on the budget.
-        rehearsal: how the model repeats the prompt, for KVzip. None if the model does not repeat the prompt.
+        rehearsal: settings for KVzip's repetition of the prompt. None if the model does not repeat the prompt.
     """
 
     layers: Literal["none", "observed", "all"] = "none"
@@ -84,25 +85,29 @@ class Needs:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Attention inputs of one layer, after RoPE, for r tokens: a request, an answer's start, and the repeated chunk."""
+    """Attention inputs of one layer, after RoPE, while the model repeats one chunk of the prompt.
+
+    The r tokens are the request, the start of the answer, and the repeated chunk.
+    """
 
     start: int
-    """Position of the chunk's first token in the prompt."""
+    """Position in the prompt of the chunk's first token."""
     stop: int
     q: DeviceArray
     """Queries (H, r, d)."""
     k: DeviceArray
     """Keys (H_kv, r, d)."""
     norms: Float64[Vector, " r"]
-    """L2 norm of each token's hidden state at the input of the layer's attention."""
+    """L2 norm of the hidden state of each token at the input of the layer's attention."""
 
 
 @dataclass(frozen=True)
 class LayerView:
     """Attention inputs of one layer, after RoPE: q (H, n_q, d), k (H_kv, n, d), and v (H_kv, n, d) or None.
 
-    q contains the last n_q queries. k and v contain the n cached keys and values. All three are sorted by position.
-    lse (H, n_q) is None if the model's attention does not return lse (see `spec.backend.CrystalStages.coattention`).
+    q contains the last n_q queries. k and v contain the n cached keys and values. q, k and v are sorted by position.
+    lse (H, n_q) is described in `spec.backend.CrystalStages.coattention`. lse is None if the model's attention does
+    not return lse.
     """
 
     q: DeviceArray
@@ -112,35 +117,36 @@ class LayerView:
     softcap: float | None
     lse: DeviceArray | None = None
     repeats: tuple[Repeat, ...] | None = None
-    """Attention inputs of each repeated chunk. None if the model did not repeat the prompt."""
+    """Attention inputs for each chunk that the model repeated. None if the model did not repeat the prompt."""
     sinks: DeviceArray | None = None
-    """Logit of each query head's attention sink (H,), or None (see `CrystalStages.coattention`)."""
+    """One logit for the attention sink of each query head, (H,), or None (see `CrystalStages.coattention`)."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Data about one sequence that the scorer reads at the end of a segment or of a decode step."""
+    """Data of one sequence that a scorer uses at the end of a segment or of a decode step."""
 
     seen: int
-    """Number of tokens seen. Absolute positions of tokens run from 0 to seen - 1."""
+    """Number of tokens processed so far. The absolute positions of the tokens are 0 to seen - 1."""
     groups: int
-    """Number of kept sets to decide at the policy's granularity."""
+    """Number of separate sets of kept tokens (groups) that the policy decides."""
     token_ids: Int64[IntVector, " n"] | None
     layers: Mapping[int, LayerView]
-    """Attention inputs by layer index, ascending. The groups have the same order of layers as this mapping."""
+    """Attention inputs by layer index, ascending. Groups are sorted by layer in the same order."""
     B: int | None = None
-    """Budget B: the average number of tokens that a group keeps. Scores that depend on the budget read B."""
+    """Budget B, the average number of tokens that a group keeps, for scores that depend on the budget."""
     positions: Int64[IntVector, " n"] | None = None
-    """Absolute positions of the n cached tokens. None means that no token was evicted, so n equals `seen`."""
+    """Absolute positions of the n cached tokens. None means that no token was evicted and that n equals `seen`."""
     first: int = 0
-    """Index of the first group among all groups of the policy. Above 0 if the policy decides a later layer alone."""
+    """Index, among all groups of the policy, of the first group here. Above 0 if a later layer is decided alone."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Priorities of units. Unit u has the positions offsets[u] to offsets[u + 1] - 1. The highest units are kept first.
+    """Priorities of units (tokens, chunks or trunks). The units with the highest priorities are kept first.
 
-    A unit whose priority is NaN is either protected or the last unit to be kept.
+    Unit u consists of the positions offsets[u] to offsets[u + 1] - 1. A unit whose priority is NaN is kept last,
+    unless the unit is protected.
     """
 
     values: Float64[Matrix, "g m"]
@@ -148,20 +154,20 @@ class Scores:
     members: Float64[Matrix, "g n"] | None = None
     """Priorities of single tokens, for a selector that can keep a part of a unit."""
     carry: object = None
-    """Records of the scorer. Budgets and selectors do not change these records."""
+    """Records of the scorer, which budgets and selectors do not change."""
     heads: int = 1
-    """Number of groups per layer: the number of KV heads if each KV head has a kept set, otherwise 1."""
+    """Number of groups per layer: the number of KV heads if each KV head has a separate set of kept tokens, else 1."""
     signatures: Float64[Cube, "s n d"] | None = None
-    """Token signatures, for a selector that compares tokens. Of G groups, group g uses signatures[g * s // G]."""
+    """Signatures of tokens, for a selector that compares tokens. Group g of G groups uses signatures[g * s // G]."""
     second: Float64[Matrix, "g m"] | None = None
     """Priorities for the second stage of a two-stage selector."""
     preferences: Float64[Vector, " L"] | None = None
-    """Weight of each layer, for budgets that divide the tokens between layers by weight."""
+    """Weight of each layer, for budgets that divide the total among the layers by weight."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What a selector chose: positions ascending inside each group, and the groups' offsets."""
+    """Result of a selector: the selected positions, ascending inside each group, and the offsets of the groups."""
 
     positions: Int64[IntVector, " kept"]
     offsets: Int64[IntVector, " groups_and_one"]
@@ -171,7 +177,10 @@ class Selection:
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Callable that scores units. Scores can be relative to the unprotected tokens, so `protected` is an argument."""
+    """Callable that returns the scores of units.
+
+    The mask `protected` is an argument because scores can be relative to the unprotected tokens.
+    """
 
     @property
     def needs(self) -> Needs: ...
@@ -181,36 +190,39 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class SeparableScorer(Scorer, Protocol):
-    """A scorer that can score each kept set from the queries, keys and values of this kept set alone."""
+    """A scorer that may need only the queries, keys and values of one group to score this group."""
 
     @property
     def separable(self) -> bool:
-        """Return True if the scorer scores each kept set alone. Kept sets may then have evicted different tokens."""
+        """Return True if each group is scored from data of this group alone. Groups may then evict different tokens."""
         ...
 
 
 @runtime_checkable
 class LayerwiseScorer(Scorer, Protocol):
-    """A scorer that can score each layer from the queries, keys and values of this layer alone."""
+    """A scorer that may need only the queries, keys and values of one layer to score this layer."""
 
     @property
     def layerwise(self) -> bool:
-        """Return True if the scorer scores each layer alone. A layer can then be decided right after its attention."""
+        """Return True if each layer is scored from data of this layer alone. Eviction can then run layer by layer."""
         ...
 
 
 @runtime_checkable
 class Budgets(Protocol):
-    """Callable that divides a total among the groups. The shares sum to the total if every group can hold its share."""
+    """Callable that divides the total budget among the groups.
+
+    The shares sum to the total if no group receives more tokens than the group contains.
+    """
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]: ...
 
 
 @runtime_checkable
 class Selector(Protocol):
-    """Callable that selects at most budgets[g] positions in group g, unless more than budgets[g] tokens are protected.
+    """Callable that selects the positions to keep: at most budgets[g] in group g, but always all protected tokens.
 
-    The selection in a group depends only on the scores of the layer that contains the group.
+    The selection in a group depends only on the scores of the layer to which the group belongs.
     """
 
     def __call__(self, scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection: ...
@@ -218,22 +230,22 @@ class Selector(Protocol):
 
 @runtime_checkable
 class Protection(Protocol):
-    """Callable that returns a mask (seen,) of the tokens that are never evicted."""
+    """Callable that returns a mask (seen,) that is True for each token that must not be evicted."""
 
     def __call__(self, seen: int, /) -> BoolVector: ...
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """Times at which a policy decides what to keep: after each prompt and, if `every` is set, after decode steps.
+    """Times at which a policy evicts tokens: after each prompt and, if `every` is set, after some decode steps.
 
     Implements: PO-STEP
     """
 
     every: int | None = None
-    """A decode step is due only if the number of tokens seen is a multiple of `every`. None: no step is due."""
+    """The policy evicts after a decode step only if `seen` is a multiple of `every`. None: the policy never does."""
     excess: int = 1
-    """A decode step is due only if a group holds at least `excess` tokens more than its budget."""
+    """The policy evicts after a decode step only if a group contains at least `excess` tokens more than the budget."""
 
     def __post_init__(self) -> None:
         for name, value in (("every", self.every), ("excess", self.excess)):
@@ -241,7 +253,7 @@ class Cadence:
                 raise SpecError(name, value, "must be at least 1")
 
     def due(self, seen: int, live: int, B: int) -> bool:
-        """Return True if the policy decides now: `seen` tokens were read, and a group stores `live` with budget B."""
+        """Return True if the policy evicts now, after `seen` tokens, if a group has `live` tokens and the budget B."""
         return self.every is not None and seen % self.every == 0 and live - B >= self.excess
 
 
@@ -250,41 +262,44 @@ SEGMENT_END = Cadence()
 
 @dataclass(frozen=True)
 class Running:
-    """State of a policy between two decode steps: the cached positions and the scorer's records of these positions."""
+    """State of a policy between two decode steps: the positions of the cached tokens, and the scorer's records."""
 
     live: Int64[IntMatrix, "g n"]
-    """Absolute positions of the cached tokens, ascending. All groups have the same number of tokens."""
+    """Absolute positions of the cached tokens of each group, ascending. All groups have the same number of tokens."""
     records: object
 
 
 @runtime_checkable
 class RunningScorer(Scorer, Protocol):
-    """A scorer for decode steps. A slot is the index of a token in the cache. The new token has the last slot."""
+    """A scorer for decode steps. A slot is the index of a token in the cache. The newest token has the last slot."""
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """Return the scores of all slots. `Scores.carry` contains the records, including those of the new token."""
+        """Return the scores of all slots. `Scores.carry` contains the records of all slots, including the newest."""
         ...
 
     def keep(self, records: object, slots: IntMatrix, /) -> object:
-        """Return the records of the kept slots (g, kept)."""
+        """Return the records of the slots (g, kept) that are kept."""
         ...
 
 
 @runtime_checkable
 class RecordingScorer(RunningScorer, Protocol):
-    """A running scorer that can update its records without scores. Steps without a decision then compute no scores."""
+    """A running scorer that can update records without computing scores.
+
+    Scores are then computed only at decode steps after which the policy evicts.
+    """
 
     def record(self, records: Any, observation: Observation, /) -> object:
-        """Return the records, including those of the new tokens. `step` returns equal records in `Scores.carry`."""
+        """Return the same records as `step` returns in `Scores.carry`, including the records of the newest token."""
         ...
 
 
 @runtime_checkable
 class JoiningScorer(RunningScorer, Protocol):
-    """A running scorer that can make the records of a prompt layer by layer."""
+    """A running scorer that can compute the records of a prompt layer by layer."""
 
     def join(self, records: Sequence[Any], /) -> object:
-        """Return the records of all layers. The argument has the records of each layer in ascending order of layers."""
+        """Return the records of all layers, joined from the records of each layer in ascending order of layers."""
         ...
 
 
@@ -293,9 +308,10 @@ Promised = Literal["yes", "no", "N/A"]
 
 @dataclass(frozen=True)
 class Promises:
-    """Properties that a policy promises: the columns of the table in spec/policies.md. The default is no promise.
+    """Properties that a policy guarantees, with one field for each column of the table in spec/policies.md.
 
-    `conformance.policy_suite` tests each "yes" on random inputs. "N/A" marks a property that does not apply.
+    "yes" means that the policy guarantees the property, and `conformance.policy_suite` tests the property on random
+    inputs. "no" (the default) means no guarantee. "N/A" means that the property does not apply to the policy.
     """
 
     budget_exact: Promised = "no"
@@ -316,7 +332,7 @@ NOTHING_PROMISED = Promises()
 
 @dataclass(frozen=True)
 class Policy:
-    """One eviction method."""
+    """An eviction policy: a name, the five parts, a granularity, the smallest budget and the guarantees."""
 
     name: str
     scorer: Scorer
@@ -326,6 +342,6 @@ class Policy:
     cadence: Cadence = SEGMENT_END
     granularity: Granularity = Granularity.MODEL
     floor: int = 0
-    """Smallest budget in tokens. A smaller budget is raised to `floor` (Eq. 30: sink + recent)."""
+    """Smallest budget in tokens. A smaller budget is raised to `floor`, as in Equation 30 to sink + recent."""
     promises: Promises = NOTHING_PROMISED
-    """Promises of this combination of parts. A combination with a different part needs separate promises."""
+    """What this combination of parts guarantees. A combination with a different part may guarantee less."""

@@ -1,4 +1,4 @@
-"""Promises of the published policies. The table in policies.md is the only source of these promises."""
+"""Properties that the published policies guarantee, read from the table in policies.md, which is the only source."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -13,7 +13,10 @@ PAGE = Path(__file__).with_name("policies.md")
 
 @cache
 def promise_table() -> Mapping[str, Mapping[str, str]]:
-    """Return `yes`, `no: REASON` or `N/A: REASON` by policy and column. If policies.md is missing, return {}."""
+    """Return the table in policies.md: for each policy and column `yes`, `no: REASON` or `N/A: REASON`.
+
+    If policies.md is missing, the result is {}.
+    """
     if not PAGE.exists():
         return {}
     lines = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
@@ -30,7 +33,7 @@ def field_of(column: str) -> str:
 
 
 def promises_of(name: str) -> Promises:
-    """Return the promises in the row of a policy in the table. A policy without a row promises nothing."""
+    """Return what a policy guarantees, from the table. A policy without a row in the table guarantees nothing."""
     row = promise_table().get(name)
     if row is None:
         return NOTHING_PROMISED

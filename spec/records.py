@@ -1,4 +1,4 @@
-"""Records that the stages of CrystalCache return and take as arguments. Every array is a NumPy array on the host."""
+"""Records that the stages of CrystalCache take and return. Every array in a record is a NumPy array on the host."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +12,7 @@ __all__ = ["CoAttention", "CrystalRetention", "Dissolution", "Edges", "TrunkGrap
 
 
 class Edges(NamedTuple):
-    """The directed edges of Eq. 15 as three columns: first endpoint, second endpoint, weight."""
+    """Directed edges between tokens as three columns: first endpoint, second endpoint, weight (Eq. 15)."""
 
     first: IntVector
     second: IntVector
@@ -21,10 +21,11 @@ class Edges(NamedTuple):
 
 @dataclass(frozen=True)
 class CoAttention:
-    """Result of S1: salience and neighbours of each token of a segment, from the attention of the observed layer.
+    """Result of stage S1: salience and neighbours of each token of a segment.
 
-    Row r belongs to the token at absolute position `start + r`. Neighbours are absolute positions, strongest first.
-    Unused entries have position -1 and weight 0.
+    Both are computed from the attention of the observed layer. Row r of each array belongs to the token at absolute
+    position `start + r`. Neighbours are given as absolute positions, the strongest neighbour first. Unused entries of
+    a list of neighbours have position -1 and weight 0.
     """
 
     start: int
@@ -35,12 +36,13 @@ class CoAttention:
     cross_weight: Float64[Matrix, "n k_cross"]
 
     def edges(self) -> Edges:
-        """Return the edge set E of Eq. 15: intra edges, then cross edges. Each kind is sorted by owner, then by rank.
+        """Return the edge set E: edges inside chunks (intra), then edges to earlier chunks (cross); see Equation 15.
 
         Implements: CC-EDGES
 
-        The owner of an edge is the token whose neighbour list contains the edge. An intra edge is (owner, neighbour).
-        A cross edge is (source, owner), so the earlier token comes first.
+        The owner of an edge is the token whose list of neighbours contains the edge. Both kinds of edges are sorted by
+        owner, then by rank in the list. An intra edge is stored as (owner, neighbour). A cross edge is
+        stored as (neighbour, owner), so the earlier token comes first.
         """
         owner, rank = np.nonzero(self.intra >= 0)
         late, late_rank = np.nonzero(self.cross >= 0)
@@ -53,7 +55,10 @@ class CoAttention:
 
 @dataclass(frozen=True)
 class Trunks:
-    """Result of S2. Trunk g holds the positions offsets[g] to offsets[g + 1] - 1; `impact` is Mbar of Eq. 23."""
+    """Result of stage S2: the trunks and the impact Mbar of each trunk (Eq. 23).
+
+    Trunk g contains the positions offsets[g] to offsets[g + 1] - 1.
+    """
 
     offsets: Int64[IntVector, " m_and_one"]
     impact: Float64[Vector, " m"]
@@ -65,7 +70,10 @@ class Trunks:
 
 @dataclass(frozen=True)
 class TrunkGraph:
-    """Result of S4: symmetric trunk graph in CSR form (ascending columns), degrees (Eq. 26) and D (Eq. 27)."""
+    """Result of stage S4: symmetric trunk graph in CSR form, degree and D of each trunk (Equations 26 and 27).
+
+    Columns ascend in each row of the CSR matrix.
+    """
 
     indptr: Int64[IntVector, " m_and_one"]
     indices: Int64[IntVector, " edges"]
@@ -76,7 +84,10 @@ class TrunkGraph:
 
 @dataclass(frozen=True)
 class Dissolution:
-    """Result of S6: kept positions (ascending), ratio r of each trunk (1 if protected), and D after Eq. 34."""
+    """Result of stage S6: kept positions (ascending), and for each trunk the kept ratio r and the new D (Eq. 34).
+
+    The ratio of a protected trunk is 1.
+    """
 
     kept: Int64[IntVector, " kept"]
     ratio: Float64[Vector, " m"]
@@ -85,17 +96,17 @@ class Dissolution:
 
 @dataclass(frozen=True)
 class CrystalRetention:
-    """Result of CrystalCache's prefill: the kept positions and the records of all stages."""
+    """Result of CrystalCache after a prompt: the kept positions and the records of all stages."""
 
     retention: Retention
     ratio: Float64[Vector, " m"]
-    """Kept ratio r of each trunk (Eq. 32); r is 1 for a protected trunk."""
+    """Fraction r of each trunk's tokens that is kept, which is 1 for a protected trunk (Eq. 32)."""
     scores: Float64[Vector, " m"]
-    """Score of each trunk (Eq. 29); the score of a protected trunk is NaN."""
+    """Score of each trunk, which is NaN for a protected trunk (Eq. 29)."""
     D: Float64[Vector, " m"]
-    """D of each trunk after the eviction (Eq. 34)."""
+    """Crystallization D of each trunk after the eviction (Eq. 34)."""
     protected: BoolVector
-    """Mask (m,) of the trunks that overlap the attention sinks or the recent window."""
+    """Mask (m,) that is True for each trunk that overlaps the attention sinks or the recent window."""
     budget: int
     """Budget B in tokens (Eq. 30)."""
     coattention: CoAttention
@@ -106,10 +117,13 @@ class CrystalRetention:
 
     @property
     def kept(self) -> Int64[IntVector, " kept"]:
-        """Return the kept absolute positions, ascending."""
+        """Return the absolute positions of the kept tokens, ascending."""
         return self.retention.kept
 
     @property
     def over_budget(self) -> int:
-        """Return the number of kept tokens beyond B. Above 0 only if the protected trunks alone have more than B."""
+        """Return how many more tokens than the budget B are kept.
+
+        The result is 0 unless the protected trunks alone contain more than B tokens.
+        """
         return max(0, len(self.kept) - self.budget)

@@ -1,4 +1,4 @@
-"""Retention: the positions that stay in the cache of one sequence, at one granularity."""
+"""Retention: the positions of the tokens that are kept in the cache of one sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ __all__ = ["Granularity", "Retention"]
 
 
 class Granularity(Enum):
-    """Part of the model that has one kept set: the whole model, each layer, or each KV head of each layer."""
+    """Part of the model with a separate set of kept tokens: the model, each layer, or each KV head of each layer."""
 
     MODEL = "model"
     LAYER = "layer"
@@ -22,13 +22,14 @@ class Granularity(Enum):
 
 @dataclass(frozen=True)
 class Retention:
-    """Kept positions of one sequence, group by group. A batch is a tuple of `Retention` objects.
+    """Positions of the kept tokens of one sequence, group by group. A batch is a tuple of `Retention` objects.
 
-    Group g keeps the absolute positions `positions[offsets[g]:offsets[g + 1]]`, ascending. MODEL has one group.
-    LAYER has one group per layer. HEAD has one group per KV head of each layer, sorted by layer, then head.
+    Group g keeps the absolute positions `positions[offsets[g]:offsets[g + 1]]`, ascending. With the granularity MODEL
+    there is one group, with LAYER one group for each layer, and with HEAD one group for each KV head of each layer.
+    HEAD groups are sorted by layer, then by head.
 
     Raises:
-        SpecError: if offsets and positions do not describe subsets of range(seen).
+        SpecError: if `offsets` and `positions` do not describe subsets of range(seen).
     """
 
     positions: Int64[IntVector, " kept"]
@@ -44,22 +45,22 @@ class Retention:
 
     @classmethod
     def shared(cls, kept: Int64[IntVector, " kept"], seen: int) -> "Retention":
-        """Return a Retention with one kept set that all layers and KV heads share."""
+        """Return a `Retention` for one set of kept tokens that all layers and KV heads share."""
         return cls(kept, np.array([0, len(kept)], dtype=np.int64), seen)
 
     @classmethod
     def join(cls, parts: Sequence["Retention"]) -> "Retention":
-        """Concatenate `Retention` objects of single layers. `parts` must be in ascending order of layers."""
+        """Concatenate the `Retention` objects of single layers, given in ascending order of layers."""
         sizes = np.concatenate([np.diff(part.offsets) for part in parts])
         positions = np.concatenate([part.positions for part in parts])
         return cls(positions, np.append(0, np.cumsum(sizes)), parts[0].seen, parts[0].granularity)
 
     @property
     def kept(self) -> Int64[IntVector, " kept"]:
-        """Return the kept positions, ascending, if all layers and KV heads share one kept set.
+        """Return the kept positions, ascending, if all layers and KV heads share one set of kept tokens.
 
         Raises:
-            SpecError: if there is more than one group.
+            SpecError: if the retention has more than one group.
         """
         if self.groups > 1:
             reason = f"each {self.granularity.value} has its own: type retention.group(i) for the i-th"
@@ -71,7 +72,7 @@ class Retention:
         return len(self.offsets) - 1
 
     def group(self, index: int) -> Int64[IntVector, " kept"]:
-        """Return the kept positions of one group, ascending."""
+        """Return the kept positions of the group with this index, ascending."""
         return self.positions[self.offsets[index] : self.offsets[index + 1]]
 
 

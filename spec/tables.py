@@ -1,7 +1,8 @@
-"""Result tables as validated data frames.
+"""Validation of evaluation results as pandas data frames.
 
-Only this module imports pandera (install the extra `tables`). A table that breaks a rule raises SpecError. The message
-names the column, a wrong value and the rule. If the rule compares columns, the message names the table instead.
+This module needs pandera (install the extra `tables`). kvspec raises SpecError for a table that breaks a rule. The
+message contains the column, a wrong value and the rule. If the rule compares several columns, the message names the
+table instead of a column.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +22,9 @@ RESULT_KEY = [
 
 
 class ResultTable(pa.DataFrameModel):
-    """Schema of the results: one row per cell of an evaluation. Cache sizes are tokens per layer and KV head.
+    """Schema of a table of results, with one row for each cell of an evaluation.
+
+    `mean_cache` and `peak_cache` are numbers of tokens per layer and KV head.
 
     `mean_kept` counts only tokens of the prompt. `mean_cache` also counts tokens of the answer.
     """
@@ -46,7 +49,7 @@ class ResultTable(pa.DataFrameModel):
     control: bool
 
     class Config:
-        """Pandera settings: extra columns are errors, and no two rows describe the same cell of an evaluation."""
+        """Pandera settings: an extra column is an error, and so are two rows for the same cell of an evaluation."""
 
         strict = True
         unique = RESULT_KEY
@@ -65,10 +68,10 @@ class ResultTable(pa.DataFrameModel):
 
 
 def result_table(rows: Iterable[Mapping[str, object]]) -> pd.DataFrame:
-    """Return the rows as a validated data frame. Each row needs every column of ResultTable.
+    """Return the rows as a validated data frame. Each row must have every column of ResultTable.
 
     Raises:
-        SpecError: if a rule is broken. The error's argument is `ResultTable.column`, or `ResultTable`.
+        SpecError: if a row breaks a rule. The argument in the message is `ResultTable.column`, or `ResultTable`.
     """
     try:
         return pd.DataFrame(ResultTable.validate(pd.DataFrame([dict(row) for row in rows])))

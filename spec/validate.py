@@ -1,4 +1,7 @@
-"""Input checks of the public functions, made before any work. Errors name the argument, its value and the rule."""
+"""Input checks that the public functions make before any work.
+
+An error message contains the name of the argument, the given value and the rule that the value breaks.
+"""
 
 import math
 from collections.abc import Collection, Iterable
@@ -17,14 +20,14 @@ __all__ = [
 ]
 
 _LISTED_MOST = 12
-"""Error messages list at most this many valid names. If more names are valid, only similar names are listed."""
+"""Largest number of valid names that an error message lists. If more names are valid, only similar names are listed."""
 
 
 def check_choices(argument: str, given: Iterable[str], known: Collection[str]) -> None:
     """Check that all given names are known.
 
     Raises:
-        SpecError: if a name is unknown. The message lists all known names, or similar names if many are known.
+        SpecError: if a name is unknown. The message lists all known names, or only similar names if there are many.
     """
     for name in given:
         if name not in known:
@@ -32,7 +35,7 @@ def check_choices(argument: str, given: Iterable[str], known: Collection[str]) -
 
 
 def bound_of_names(name: str, known: Collection[str]) -> str:
-    """Return the error text for an unknown name. The text lists all known names, or similar names if many are known."""
+    """Return the error text for an unknown name: all known names, or only similar names if there are many."""
     if len(known) <= _LISTED_MOST:
         return f"must be one of {', '.join(known)}"
     near = get_close_matches(name.lower(), known, n=3, cutoff=0.5)
@@ -40,7 +43,9 @@ def bound_of_names(name: str, known: Collection[str]) -> str:
 
 
 def check_attention_inputs(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any]) -> None:
-    """Check the arrays q (H, n, d) and k (H_kv, live, d): floating dtype, finite, H a multiple of H_kv, n <= live.
+    """Check that the arrays q (H, n, d) and k (H_kv, live, d) are valid inputs of attention.
+
+    Values must be finite and of a floating dtype. H must be a multiple of H_kv, and n at most `live`.
 
     Raises:
         SpecError: if a condition fails.
@@ -51,7 +56,7 @@ def check_attention_inputs(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any]) -> 
 
 
 def check_attention_tensors(q: Any, k: Any) -> None:
-    """Check tensors q and k on a backend's device as `check_attention_inputs` does, without copying them to the host.
+    """Check tensors q and k by the rules of `check_attention_inputs`, without a copy of the tensors to the host.
 
     Raises:
         SpecError: if a condition fails.
@@ -69,7 +74,9 @@ def check_attention_tensors(q: Any, k: Any) -> None:
 
 
 def check_shapes(q: Any, k: Any) -> None:
-    """Check the shapes of q (H, n, d) and k (H_kv, live, d), arrays or tensors: equal d, H_kv divides H, n <= live.
+    """Check the shapes of the arrays or tensors q (H, n, d) and k (H_kv, live, d).
+
+    d must be equal in q and k, H a multiple of H_kv, and n at most `live`.
 
     Raises:
         SpecError: if a condition fails.
@@ -94,7 +101,7 @@ def check_keys(k: np.ndarray[Any, Any]) -> None:
 
 
 def check_lse(lse: np.ndarray[Any, Any] | None, q: np.ndarray[Any, Any]) -> None:
-    """Check that lse (H, n), if given, fits q (H, n, d), has a floating dtype and is finite.
+    """Check that lse (H, n) is None, or has the shape that q (H, n, d) requires, a floating dtype and finite values.
 
     Raises:
         SpecError: if a condition fails.
@@ -108,7 +115,7 @@ def check_lse(lse: np.ndarray[Any, Any] | None, q: np.ndarray[Any, Any]) -> None
 
 
 def check_sinks(sinks: Any, q: Any) -> None:
-    """Check that sinks (H,), an array, a tensor or None, fit q (H, n, d), have a floating dtype and are finite.
+    """Check that `sinks` is None, or an array or tensor (H,) of finite values of a floating dtype, for q (H, n, d).
 
     Raises:
         SpecError: if a condition fails.
@@ -152,10 +159,10 @@ def _check_kind(name: str, array: Any, floating: bool) -> None:
 
 
 def check_token_ids(token_ids: object, tokens: int, vocabulary: int | None = None) -> IntVector:
-    """Return the token ids of one sequence as int64 (n,). The number of ids n must equal `tokens`, the number of keys.
+    """Return the token ids of one sequence as int64 (n,). n must equal `tokens`, which is the number of keys.
 
     Raises:
-        SpecError: if rank, dtype or length is wrong, if an id is outside [0, vocabulary), or if n is below 2.
+        SpecError: if the rank, dtype or length is wrong, if an id is outside [0, vocabulary), or if n is below 2.
     """
     ids = np.asarray(token_ids)
     if ids.ndim != 1:
@@ -180,7 +187,7 @@ def check_sentence_ends(sentence_ends: object) -> frozenset[int]:
     """Return the ids of the tokens that end a sentence, as a frozenset.
 
     Raises:
-        SpecError: if `sentence_ends` is not a collection of token ids, or is empty.
+        SpecError: if `sentence_ends` is empty, or is not a collection of token ids.
     """
     if isinstance(sentence_ends, (str, bytes)) or not isinstance(sentence_ends, Iterable):
         # A tokenizer's repr is pages long.
@@ -200,7 +207,7 @@ def check_sentence_ends(sentence_ends: object) -> frozenset[int]:
 
 
 def check_scaling(scaling: float, softcap: float | None) -> None:
-    """Check that `scaling`, the factor of the logits, and `softcap`, if not None, are positive and finite.
+    """Check that the factor `scaling` of the logits is positive and finite, and that `softcap` is too, if not None.
 
     Raises:
         SpecError: if a condition fails.
@@ -211,7 +218,9 @@ def check_scaling(scaling: float, softcap: float | None) -> None:
 
 
 def check_penalty(lam: float, name: str = "lam") -> None:
-    """Check that the weight of the redundancy penalty is finite and at least 0. Errors show `name` as the argument.
+    """Check that the weight `lam` of the redundancy penalty is finite and at least 0.
+
+    `name` is the name of the argument in the error message.
 
     Raises:
         SpecError: if a condition fails.
@@ -221,11 +230,11 @@ def check_penalty(lam: float, name: str = "lam") -> None:
 
 
 def check_diversity(s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -> None:
-    """Check the inputs of set-conditioned selection: s (n,), finite V (n, d), retained (n,), and k.
+    """Check the inputs of set-conditioned selection: s (n,), signatures V (n, d), mask `retained` (n,), k and lam.
 
     Raises:
-        SpecError: if lam is invalid, if the shapes differ, if V is not finite, if k is above n, or if k is below the
-            number of retained tokens.
+        SpecError: if lam is negative or not finite, if the shapes do not match, if a signature is not finite, if k
+            exceeds n, or if k is below the number of retained tokens.
     """
     check_penalty(lam)
     n, held = len(s), int(np.count_nonzero(retained))

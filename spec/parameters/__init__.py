@@ -1,4 +1,4 @@
-"""Parameters of CrystalCache and NestedKV, with presets. The constructors check all values."""
+"""Parameters of CrystalCache and NestedKV, with presets. The constructor of each class checks all values."""
 
 from spec.parameters.crystalcache import ESSAY, PAPER, TINY, CrystalCacheParameters
 from spec.parameters.nestedkv import NESTEDKV, NestedKVParameters

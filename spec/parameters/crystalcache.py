@@ -1,4 +1,4 @@
-"""Parameters of CrystalCache, from Table 14 of the paper. Names are the symbols of the paper."""
+"""Parameters of CrystalCache, from Table 14 of the paper. The parameters are named after the paper's symbols."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -41,92 +41,99 @@ _FORMS = {
 class CrystalCacheParameters:
     """All constants of stages S1 to S6 and of decoding. The defaults are the values of the paper (Table 14).
 
-    These values give the ablations of Table 10: `impact="uniform"` (M_i = 1), `impact="salience"` (no Von
-    Restorff: M_i = clip(S_i)), `alpha=0` (D only), `graph="zero"` (M only: D = 0) and `T_max=1` (token level).
-    `ESSAY` follows the author's essay. Parts beyond the paper are off by default (spec/crystalcache_essay.md).
+    The following values give the ablations of Table 10:
+
+    - `impact="uniform"`: M_i = 1.
+    - `impact="salience"`: M_i = clip(S_i), without the Von Restorff term.
+    - `alpha=0`: the score of a trunk is D alone.
+    - `graph="zero"`: the score of a trunk is the impact alone, because D = 0.
+    - `T_max=1`: each trunk is a single token.
+
+    The preset `ESSAY` follows the author's essay. Parts that are not in the paper are off by default
+    (spec/crystalcache_essay.md).
 
     Raises:
         SpecError: if a value has the wrong type or is out of range.
     """
 
     C: int = 1024
-    """Chunk size of S1, tokens."""
+    """Number of tokens in a chunk of stage S1."""
     k_heads: int = 3
-    """Number of heads whose attention to a token is summed, Eq. 11."""
+    """Number of heads whose attention to a token is summed (Eq. 11)."""
     k_intra: int = 8
-    """Largest number of neighbours of a token inside its chunk, Eq. 13."""
+    """Largest number of neighbours that a token has in the same chunk (Eq. 13)."""
     tau_intra: float = 0.3
-    """Cosine that a neighbour inside the chunk must exceed, Eq. 13."""
+    """Cosine above which two tokens of the same chunk are neighbours (Eq. 13)."""
     k_cross: int = 4
-    """Largest number of neighbours of a token in earlier chunks, Eq. 14."""
+    """Largest number of neighbours that a token has in earlier chunks (Eq. 14)."""
     tau_cross: float = 0.02
-    """Attention weight, averaged over heads, that a neighbour in earlier chunks must exceed, Eq. 14."""
+    """Attention weight, averaged over the heads, above which a token of an earlier chunk is a neighbour (Eq. 14)."""
     M_min: float = 0.1
-    """Smallest salience and impact after clipping, Eq. 11 and 22."""
+    """Lower bound to which salience and impact are clipped (Equations 11 and 22)."""
     M_max: float = 20.0
-    """Largest salience and impact after clipping, Eq. 11 and 22."""
+    """Upper bound to which salience and impact are clipped (Equations 11 and 22)."""
     tau_merge: float = 0.3
-    """Mean edge weight between two sentences above which the sentences are merged, Eq. 19."""
+    """Mean weight of the edges between two neighbouring sentences above which the sentences are merged (Eq. 19)."""
     T_max: int = 32
-    """Largest number of tokens in a trunk, Eq. 19 and Step 3."""
+    """Largest number of tokens in a trunk (Equation 19 and Step 3)."""
     tau_edge: float = 0.05
-    """Weight that an edge between two trunks must exceed, Eq. 25."""
+    """Weight above which an edge between two trunks is kept in the trunk graph (Eq. 25)."""
     s: float = 5.0
-    """Steepness of the logistic function, Eq. 27."""
+    """Steepness of the logistic function that gives D (Eq. 27)."""
     epsilon: float = 1e-8
-    """Small number epsilon of Eq. 12, 27 and 28."""
+    """Small positive constant epsilon of Equations 12, 27 and 28."""
     alpha: float = 1.0
-    """Weight of the impact in the score; D has weight 1, Eq. 29."""
+    """Factor of the normalised impact in the score of a trunk, in which D has the factor 1 (Eq. 29)."""
     N_sink: int = 4
-    """Number of first tokens that are protected, Eq. 30."""
+    """Number of tokens at the start of the sequence that are protected (Eq. 30)."""
     W_recent: int = 128
-    """Number of last tokens that are protected, Eq. 30."""
+    """Number of tokens at the end of the sequence that are protected (Eq. 30)."""
     N_min: int = 3
-    """Smallest number of tokens that a partly evicted trunk keeps, Eq. 32 and 33."""
+    """Smallest number of tokens that a partly evicted trunk keeps (Equations 32 and 33)."""
     impact: ImpactForm = "mixture"
-    """Formula of M_i: Eq. 22, the ablation without rarity, the ablation M_i = 1, or the essay's form on [0, 1]."""
+    """Formula of M_i: Equation 22 (`mixture`), no rarity (`salience`), M_i = 1 (`uniform`), or the essay (`unit`)."""
     graph: GraphForm = "degree"
-    """Formula of D: Eq. 27, or the ablation D = 0."""
+    """Formula of D: `degree` is Equation 27, and `zero` is the ablation D = 0."""
     heads: HeadsForm = "sum"
-    """Combination of the attention of the k_heads heads: the sum (Eq. 11), or the mean (the essay)."""
+    """How the attention of the k_heads heads is combined: `sum` in Equation 11, or `mean` in the essay."""
     trunk_impact: TrunkImpactForm = "mean"
-    """Formula of a trunk's impact: Eq. 23, or the essay's form, normalised to [0, 1] over the trunks."""
+    """Formula of a trunk's impact: `mean` is Equation 23, and `unit` is the essay's formula with values in [0, 1]."""
     allocation: AllocationForm = "cut"
-    """Formula of stage 1: Eq. 32, or the tiers of the essay."""
+    """How S6 divides the budget among trunks: `cut` by Equation 32, or `tiers` by the essay's tiers of scores."""
     renewal: float = 0.0
-    """Fraction of 1 - D that is added to D of an active trunk at a breath, in [0, 1]; 0.3 in the essay."""
+    """Fraction of 1 - D, in [0, 1], that is added to D of an active trunk at a breath. The essay uses 0.3."""
     rarity: RarityForm = "logarithm"
-    """Formula of the rarity U_i: Eq. 21, or one of two forms of F5."""
+    """Formula of the rarity U_i: Equation 21 (`logarithm`), or one of two variants for the paper's question F5."""
     merge: MergeForm = "fixed"
-    """Threshold for merging sentences: tau_merge, or the median strength of the segment (F4)."""
+    """Threshold for merging two sentences: `fixed` is tau_merge, and `median` is the segment's median strength (F4)."""
     coverage: float = 0.0
-    """Fraction of the unprotected budget for evenly spaced tokens of evicted trunks (F3), in [0, 1]."""
+    """Fraction of the unprotected budget, in [0, 1], that is spent on evenly spaced tokens of evicted trunks (F3)."""
     T_breath: int = 64
-    """Number of decode steps from one breath (decode-time eviction) to the next, Section 3.8."""
+    """Number of decode steps from one breath (decode-time eviction) to the next breath (Section 3.8)."""
     beta_0: float = 0.05
-    """Largest fraction of D that one decode step subtracts, Eq. 36."""
+    """Largest fraction of D that one decode step subtracts from D (Eq. 36)."""
     D_c: float = 2.0
-    """Divisor of D times impact in the exponent of Eq. 36."""
+    """Number by which D times impact is divided in the exponent of the decay (Eq. 36)."""
     theta_act: float = 0.3
-    """Normalised inverse key norm that an active token must exceed, Section 3.8(a)."""
+    """Normalised inverse key norm above which a token is active (Section 3.8(a))."""
     max_hops: int = 2
-    """Largest number of hops of a pulse, Eq. 37."""
+    """Largest number of edges along which a pulse travels (Eq. 37)."""
     gamma_hop: float = 0.5
-    """Factor that multiplies a pulse at each hop, Eq. 37."""
+    """Factor by which a pulse is multiplied at each edge (Eq. 37)."""
     tau_pulse: float = 0.01
-    """Smallest pulse that is passed on, Eq. 37."""
+    """Smallest pulse that reaches the next trunk (Eq. 37)."""
     alpha_res: float = 0.15
-    """Fraction of 1 - D that a pulse of 1 adds to D, Eq. 38."""
+    """Fraction of 1 - D that a pulse of strength 1 adds to D (Eq. 38)."""
     eta_Hebb: float = 0.05
-    """Weight that an edge between two active trunks gains at a breath, Eq. 39."""
+    """Number that a breath adds to the weight of each edge between two active trunks (Eq. 39)."""
     gamma_decay: float = 0.99
-    """Factor that multiplies all other edges at a breath, Eq. 40."""
+    """Factor by which a breath multiplies the weight of each edge that does not join two active trunks (Eq. 40)."""
     hebb: HebbForm = "additive"
-    """Update of W at a breath: Eq. 39 and 40, or the ablation without an update."""
+    """Update of W at a breath: `additive` is Equations 39 and 40, and `static` is the ablation without an update."""
     breath_protection: BreathProtection = "none"
-    """Protected trunks at a breath: none (the paper), or trunks that touch the sinks or the recent window."""
+    """Trunks protected at a breath: `none` in the paper, or `sink+recent` for trunks with a sink or a recent token."""
     observed_layer: int = 0
-    """Index of the full-attention layer that S1 observes: 0 is the first (the paper), -1 the last."""
+    """Index of the full-attention layer that S1 observes. 0 is the first layer, as in the paper, and -1 the last."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,4 +1,4 @@
-"""Parameters of NestedKV, from Appendix A of the paper. Names are the symbols of the paper."""
+"""Parameters of NestedKV, from Appendix A of the paper. The parameters are named after the paper's symbols."""
 
 import math
 from dataclasses import dataclass, fields
@@ -12,34 +12,34 @@ __all__ = ["NESTEDKV", "NestedKVParameters"]
 
 @dataclass(frozen=True)
 class NestedKVParameters:
-    """All constants of NestedKV. The defaults are the values that the paper uses for all models and ratios.
+    """All constants of NestedKV. The defaults are the values that the paper uses for all models and compression ratios.
 
     Raises:
         SpecError: if a value has the wrong type or is out of range.
     """
 
     w0: tuple[float, float, float] = (0.4, 0.4, 0.2)
-    """Prior weights of the stable, the episodic and the current memory, Eq. 11; positive."""
+    """Positive prior weights of the stable, the episodic and the current memory (Eq. 11)."""
     blocks: int = 32
-    """Number of blocks of a prompt, if the block size is between b_min and b_max, Eq. 6."""
+    """Number of blocks into which a prompt is divided, if each block then has from b_min to b_max tokens (Eq. 6)."""
     b_min: int = 128
-    """Smallest number of tokens in a block, Eq. 6."""
+    """Smallest number of tokens in a block (Eq. 6)."""
     b_max: int = 256
-    """Largest number of tokens in a block, Eq. 6."""
+    """Largest number of tokens in a block (Eq. 6)."""
     W: int = 64
-    """Number of tokens in the current window, Eq. 8."""
+    """Number of tokens in the window of the current memory (Eq. 8)."""
     p: Fraction = Fraction(1, 10)
-    """Fraction of the tokens at each end of a ranking that Delta compares, Eq. 10; in (0, 1]."""
+    """Fraction of the tokens, in (0, 1], that Delta averages at the top and at the bottom of a ranking (Eq. 10)."""
     beta: float = 3.0
-    """Inverse temperature of the blend weights, Eq. 11."""
+    """Inverse temperature of the softmax that gives the blend weights (Eq. 11)."""
     tau: float = 0.6
-    """Surprise at which the gate is 1/2, Eq. 15."""
+    """Surprise of a token at which the gate has the value 1/2 (Eq. 15)."""
     kappa: float = 10.0
-    """Steepness of the gate, Eq. 15."""
+    """Steepness of the gate as a function of the surprise (Eq. 15)."""
     N_sink: int = 4
-    """Number of first tokens that are always kept, Section 2.3."""
+    """Number of tokens at the start of the prompt that are always kept (Section 2.3)."""
     alpha_s: Fraction = Fraction(1, 5)
-    """Fraction of an even budget that each head keeps at least, Appendix A; in [0, 1]."""
+    """Smallest budget of a head, as a fraction in [0, 1] of an equal share of the budget (Appendix A)."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
