@@ -56,7 +56,7 @@ NAMES = {
     "random-shared": "random tokens, one set for all heads", "random-trunks": "random trunks",
     "random-heads": "random heads",
     "crystalcache(observed_layer=-3)": "CrystalCache, third-last layer observed",
-    'crystalcache(observed_layer=-3, graph="zero")': "CrystalCache without D, third-last layer observed",
+    'crystalcache(observed_layer=-3, graph="zero")': '`crystalcache(observed_layer=-3, graph="zero")`',
     'crystalcache(observed_layer=-3, graph="zero", T_max=1)': "tokens, no D, third-last layer observed",
     'crystalcache(observed_layer=-1, graph="zero")': "CrystalCache without D, last layer observed",
     'crystalcache(observed_layer=-1, rarity="reciprocal")': "CrystalCache, reciprocal rarity, last layer observed",

@@ -13,16 +13,16 @@ _LAYERS = {"none": "no layer", "observed": "one layer", "all": "all layers"}
 _YES = {True: "yes", False: "no"}
 _LEGEND = """
 passes: how often the model reads the prompt
-peak: largest cache while the model reads a prompt; "budget": kvspec evicts from each layer right after that layer
-evicts while decoding: also evicts while tokens are generated; otherwise the cache grows with each token
-evicts from later turns: also evicts from later prompts on the same cache; otherwise read them inside run.reading()
-padded batches: prompts of a batch may have different lengths
+peak: largest cache while the model reads a prompt; "budget": kvspec evicts from a layer before the next layer runs
+evicts while decoding: the policy also evicts while the model generates tokens; otherwise the cache keeps growing
+evicts from later turns: the policy also evicts from later prompts that extend the same cache
+padded batches: the prompts of a batch may have different lengths
 
-This list describes when a policy evicts, and not the quality of the answers. Every policy can be used in a chat.
+This list shows when each policy evicts, but does not rank policies by quality. You can use every policy in a chat.
 If a policy evicts from the first prompt only, read later turns inside `with run.reading():`.
-diverse-NAME adds set-conditioned selection to a policy that keeps single tokens.
-The paper on diversity calls triattention 1d, and diverse-triattention 1d_div.
-kvspec policies NAME prints the paper, the constants and how to call the policy."""
+diverse-NAME is the policy NAME with set-conditioned selection: tokens similar to kept tokens get lower scores.
+The paper on set-conditioned diversity calls triattention "1d", and diverse-triattention "1d_div".
+`kvspec policies NAME` prints the paper, the constants and a call of the policy NAME."""
 
 
 def show_policies() -> None:
@@ -75,7 +75,7 @@ def _lines(one: PolicyDescription) -> Iterator[str]:
         yield f"paper: {one.paper}"
     owner = "the whole model" if one.granularity == "model" else f"each {one.granularity}"
     yield f"the model reads the prompt {'once' if one.passes == 1 else 'twice'}; peak memory: {_peak(one)}"
-    yield f"reads queries and keys of {_LAYERS[one.layers]}; one kept set for {owner}"
+    yield f"uses queries and keys of {_LAYERS[one.layers]}; one set of kept tokens for {owner}"
     yield from (f"{word}: {_YES[serves]}" for word, serves in _served(one).items())
     if one.of_model:
         yield f"taken from the model: {', '.join(one.of_model)}"

@@ -34,7 +34,7 @@ def adakv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv n
 
 @named(
     "adakv", "Feng et al., Ada-KV (arXiv 2407.11550)",
-    "the last W tokens and the tokens with the best SnapKV scores; heads with more best scores keep more tokens",
+    "the last W tokens and the tokens with the best SnapKV scores; the heads of a layer share one budget",
 )
 def adakv(W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 5)) -> Policy:
     """Return Ada-KV: SnapKV's window of W tokens, with head budgets that adapt to the scores.

@@ -106,8 +106,8 @@ def with_critical_selection(host: Policy, W_o: Mapping[int, DeviceArray], share:
 
 @named(
     "criticalkv", "Feng et al., CriticalKV (arXiv 2502.03805)",
-    "half of the tokens by SnapKV's scores, half by these scores times projected values", of_model=frozenset({"W_o"}),
-    diverse=False,
+    "half of the tokens by SnapKV score, half by the product of SnapKV score and norm of the projected value",
+    of_model=frozenset({"W_o"}), diverse=False,
 )
 def criticalkv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7) -> Policy:
     """Return SnapKV with CriticalKV's two-stage selection.
@@ -123,7 +123,7 @@ def criticalkv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7) -> 
 
 @named(
     "critical-adakv", "Feng et al., CriticalKV (arXiv 2502.03805)",
-    "tokens as in criticalkv, with the head budgets of Ada-KV",
+    "tokens selected as by criticalkv; the heads of a layer share one budget, as with adakv",
     of_model=frozenset({"W_o"}), diverse=False,
 )
 def critical_adakv(

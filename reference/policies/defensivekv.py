@@ -139,7 +139,7 @@ class Defensive:
 
 @named(
     "defensivekv", "Feng et al., DefensiveKV (arXiv 2510.13334)",
-    "tokens with the largest product of attention from the last queries and projected value; heads compete",
+    "tokens with the largest product of attention and norm of the projected value; heads of a layer share one budget",
     of_model=frozenset({"W_o"}),
 )
 def defensivekv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 5) -> Policy:

@@ -10,7 +10,7 @@ from spec.policy import Policy, Promises
 __all__ = ["full_cache"]
 
 
-@named("fullcache", "", "all tokens, as the upper bound of a comparison", diverse=False, blocks=False)
+@named("fullcache", "", "all tokens; serves as the upper bound in a comparison", diverse=False, blocks=False)
 def full_cache() -> Policy:
     """Return the policy that keeps all tokens for any budget."""
     promises = Promises("no", "N/A", "yes", "N/A", "yes", "N/A", "N/A")

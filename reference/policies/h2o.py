@@ -63,7 +63,8 @@ class HeavyHitters:
 
 @named(
     "h2o", "Zhang et al., H2O (arXiv 2306.14048)",
-    "the newest tokens and the tokens with the largest sums of attention; half of the budget each", diverse=False,
+    "tokens with the largest sums of attention for half of the budget, the newest tokens for the second half",
+    diverse=False,
 )
 def h2o(backend: str | Backend = "numpy") -> Policy:
     """Return H2O: at every decode step each KV head keeps the B / 2 newest tokens and the heavy hitters.

@@ -113,7 +113,7 @@ def with_representatives(
 
 @named(
     "kvcrush", "Jha et al., KVCrush (arXiv 2503.00022)",
-    "blocks with the best SnapKV scores, and some blocks that represent the evicted blocks", diverse=False,
+    "blocks with the best SnapKV scores, and some representatives of the remaining blocks", diverse=False,
     blocks=False,
 )
 def kvcrush(

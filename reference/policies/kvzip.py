@@ -133,7 +133,7 @@ class KVzipPlus:
 
 @named(
     "kvzip", "Kim et al., KVzip (arXiv 2505.23416)",
-    "tokens that the model attends to while it repeats the prompt; one budget for all heads",
+    "tokens that the model attends to most while it repeats the prompt; all heads share one budget",
 )
 def kvzip(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,
@@ -179,7 +179,7 @@ def kvzip_uniform(
 
 @named(
     "kvzip-plus", "Jegou and Jeblick, KVzap; kvpress",
-    "tokens with the best products of KVzip score and projected value; one budget for all heads",
+    "tokens with the largest product of KVzip score and norm of the projected value; all heads share one budget",
     of_model=frozenset({"W_o"}),
 )
 def kvzip_plus(

@@ -73,7 +73,7 @@ class FullHeads:
 
 @named(
     "kvzip-heads", "Kim et al., KVzip (arXiv 2505.23416); DuoAttention",
-    "all tokens in the heads that a calibration selects, first and recent tokens in all other heads",
+    "all tokens in heads that a calibration file selects; the first and recent tokens in the remaining heads",
     of_model=frozenset({"served"}), diverse=False,
 )
 def kvzip_heads(calibration: Calibration, served: Identity, N_sink: int = 64, N_recent: int = 256) -> Policy:

@@ -69,7 +69,7 @@ def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Float64[Matrix, "H_kv
 
 @named(
     "lagkv", "Liang et al., LagKV (arXiv 2504.04704)",
-    "tokens whose keys and values differ most from the next partition of the prompt",
+    "tokens whose keys and values differ most from the keys and values of the next partition of the prompt",
 )
 def lagkv(N_sink: int = 4, lag: int = 128) -> Policy:
     """Return LagKV, a policy that keeps the sinks, the newest tokens, and equal shares of all other partitions.

@@ -35,7 +35,7 @@ def morphkv_score(view: LayerView, W: int, fusion: str) -> Float64[Matrix, "H_kv
 
 @named(
     "morphkv", "Ghadia et al., MorphKV (arXiv 2503.00979)",
-    "the last W tokens, and the tokens that their queries attend to, decided again in every step",
+    "the last W tokens, and the tokens that the last W queries attend to most; selected again in every decode step",
 )
 def morphkv(W: int = 32, fusion: str = "sum") -> Policy:
     """Return MorphKV: at each decode step each KV head keeps the last W tokens and the best-scored earlier tokens.

@@ -58,7 +58,7 @@ def nestedkv_score(
 
 @named(
     "nestedkv", "NestedKV",
-    "tokens whose keys differ most from mean keys of the prompt, a block and a recent window; heads compete",
+    "tokens whose keys differ most from mean keys of prompt, block and window; the heads of a layer share one budget",
     family="nestedkv",
 )
 def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy") -> Policy:
@@ -85,7 +85,10 @@ def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend =
     )
 
 
-@named("nestedkv-without-continuum", "NestedKV, ablation", "tokens with the best KeyDiff scores; heads compete")
+@named(
+    "nestedkv-without-continuum", "NestedKV, ablation",
+    "tokens with the best KeyDiff scores; the heads of a layer share one budget",
+)
 def nestedkv_without_continuum(parameters: NestedKVParameters = NESTEDKV) -> Policy:
     """Return the ablation "w/o continuum": NestedKV with KeyDiff's score and no protected sinks.
 

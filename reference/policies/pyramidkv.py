@@ -15,7 +15,7 @@ __all__ = ["pyramidkv", "pyramidkv_described"]
 
 @named(
     "pyramidkv", "Cai et al., PyramidKV (arXiv 2406.02069)",
-    "tokens as in snapkv, more in lower layers than in higher layers",
+    "tokens selected as by snapkv; lower layers keep more tokens than higher layers",
 )
 def pyramidkv(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
     """Return PyramidKV: SnapKV with larger budgets in lower layers. The mean budget of the layers is exactly B.
@@ -35,7 +35,7 @@ def pyramidkv(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
 
 @named(
     "pyramidkv-described", "Lin, CrystalCache, Section 4.1",
-    "tokens with the largest sums of attention, more in lower layers than in higher layers",
+    "tokens with the largest sums of attention; lower layers keep more tokens than higher layers",
 )
 def pyramidkv_described(W: int = 128, beta: int = 20, backend: str | Backend = "numpy") -> Policy:
     """Return PyramidKV as described in the CrystalCache paper: cumulative attention (Eq. 5) with pyramid budgets.

@@ -31,7 +31,7 @@ def snapkv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv 
 
 @named(
     "snapkv", "Li et al., SnapKV (arXiv 2404.14469)",
-    "the last W tokens, and the tokens that their queries attend to, decided once",
+    "the last W tokens, and the tokens that the last W queries attend to most; selected once for each prompt",
 )
 def snapkv(W: int = 32, kernel: int = 7) -> Policy:
     """Return SnapKV: each KV head keeps the last W tokens and the best-scored earlier tokens. B includes the window.

@@ -28,7 +28,7 @@ def tova_score(view: LayerView, received: Received = received_attention) -> Floa
     return total / len(view.q)
 
 
-@named("tova", "Oren et al., TOVA (arXiv 2401.06104)", "tokens that the newest query attends to")
+@named("tova", "Oren et al., TOVA (arXiv 2401.06104)", "tokens that the newest query attends to most")
 def tova(backend: str | Backend = "numpy") -> Policy:
     """Return TOVA: at each decode step each layer keeps its B best-scored tokens. Even the newest token can be evicted.
 

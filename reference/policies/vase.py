@@ -157,7 +157,8 @@ class Sampled:
 
 @named(
     "vase", "Chang et al., VaSE",
-    "the first and last tokens, tokens with wide value ranges, and a random sample", diverse=False, blocks=False,
+    "the first and last tokens, tokens whose values have a wide range, and a random sample of the remaining tokens",
+    diverse=False, blocks=False,
 )
 def vase(
     W: int = 64, kernel: int = 5, N_sink: int = 4, share: Fraction = Fraction(1, 4), seed: int = 0,

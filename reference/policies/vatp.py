@@ -133,7 +133,7 @@ def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:
 
 @named(
     "vatp", "Guo et al., VATP (arXiv 2406.12335)",
-    "tokens with the largest products of H2O's score and value norm", diverse=False,
+    "tokens with the largest product of H2O score and norm of the value", diverse=False,
 )
 def vatp(N_sink: int = 4, backend: str | Backend = "numpy") -> Policy:
     """Return VATP with H2O as host. The policy decides at each decode step, and raises B to at least 2 N_sink.
