@@ -10,7 +10,7 @@ The package `reference` needs only NumPy and jaxtyping.
 
 try:
     from spec import SPEC_VERSION
-except ImportError as error:  # another distribution on the index installs a package of the same name
+except ImportError as error:  # a different distribution may have installed a package named spec
     import importlib.util
 
     _found = importlib.util.find_spec("spec")

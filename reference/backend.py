@@ -40,13 +40,13 @@ _HEBB = {"additive": hebbian, "static": static_graph}
 
 
 class _CrystalStages:
-    """S1 to S6, each a composition of the functions of its items."""
+    """Stages S1 to S6 of CrystalCache. Each method calls the functions that implement the items of one stage."""
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
         scaling: float, softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None, /,
     ) -> CoAttention:
-        """S1 by its definition. It computes the softmax sums from the keys; a given lse is checked but not used."""
+        """Compute S1 by its definition. The softmax sums are computed from the keys; a given lse is only checked."""
         check_attention_inputs(q, k)
         check_lse(lse, q)
         check_sinks(sinks, q)
@@ -88,7 +88,7 @@ class _CrystalStages:
 
 
 class _BreathStages:
-    """Decode, each stage a composition of the functions of its items."""
+    """Decode stages of CrystalCache. Each method calls the functions that implement the items of one stage."""
 
     def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
         check_keys(k)
@@ -122,14 +122,14 @@ class _BreathStages:
 
 
 class _DiversityStages:
-    """Algorithm 1 by its definition."""
+    """Algorithm 1 of Set-Conditioned Diversity, computed by its definition."""
 
     def diverse(self, s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float, /) -> IntVector:
         return diverse(s, V, retained, k, lam)
 
 
 class _NestedKVStages:
-    """NestedKV's score, item by item."""
+    """NestedKV's score, computed by the functions that implement its items."""
 
     def anomaly_score(self, k: DeviceArray, parameters: NestedKVParameters, /) -> Matrix:
         check_keys(k)
@@ -137,7 +137,7 @@ class _NestedKVStages:
 
 
 class _PolicyStages:
-    """Parts of the published policies, by their definitions."""
+    """Parts of the published policies, computed by their definitions."""
 
     def received_attention(
         self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None,

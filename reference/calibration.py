@@ -26,10 +26,10 @@ class Identity:
     """The model and the rotary embedding (RoPE) for which a calibration was computed."""
 
     model: str
-    """Unique name of the model. Models with different weights or a different computation must have different names."""
+    """Unique name of the model. Two models that differ in weights or computation must have different names."""
     inv_freq: Float64[Vector, " half"]
     factor: float = 1.0
-    """Attention factor, which multiplies the cosines and sines of RoPE. It is 1 except with scaling such as YaRN."""
+    """Factor on the cosines and sines of RoPE. The factor is 1 unless the model uses RoPE scaling such as YaRN."""
 
     @property
     def rope(self) -> str:
@@ -45,13 +45,13 @@ class Calibration:
     identity: Identity
     layers: tuple[int, ...]
     mean: Float64[Cube, "_ _ _"]
-    """Mean query before RoPE, (L, H, d). d is 0 if the calibration contains only head scores."""
+    """Mean query before RoPE, (L, H, d). The size d is 0 if the calibration contains only head scores."""
     magnitude: Float64[Cube, "_ _ _"]
     """Mean norm of each rotary pair of a query, (L, H, d / 2)."""
     head_scores: Float64[Matrix, "_ _"] | None = None
-    """KVzip's head scores, (L, H_kv). None if the head scores were not computed."""
+    """KVzip's head scores, (L, H_kv), or None if the head scores were not computed."""
     samples: tuple[str, ...] | None = None
-    """Hashes of the study contexts on which the calibration was computed. None if the contexts are unknown."""
+    """Hashes of the study contexts on which the calibration was computed, or None if the contexts are unknown."""
 
     def __post_init__(self) -> None:
         L, H, half = len(self.layers), self.mean.shape[1], len(self.identity.inv_freq)
@@ -82,8 +82,8 @@ class Calibration:
         Implements: TA-CALIBRATION
 
         Raises:
-            SpecError: if the served model has a different name or RoPE. The error message contains the expected and the
-                actual value.
+            SpecError: if the name or RoPE of the served model differs from the calibration. The error message contains
+                both names, or the hashes of both RoPEs.
         """
         if self.identity.model != served.model:
             raise SpecError(
@@ -119,13 +119,13 @@ def save_calibration(calibration: Calibration, file: str | PathLike[str] | Buffe
 
 
 def load_calibration(path: str | PathLike[str]) -> Calibration:
-    """Read a file that `save_calibration` wrote. No code in the file is executed.
+    """Read a calibration from a file that `save_calibration` wrote. No code in the file is executed.
 
     Implements: TA-CALIBRATION
 
     Raises:
-        SpecError: if the file is missing or has a different format, or if the hash in its header does not match the
-            frequencies.
+        SpecError: if the file is missing or has a different format, or if the hash in the file's header does not match
+            the RoPE frequencies in the file.
     """
     try:
         with np.load(path, allow_pickle=False) as archive:

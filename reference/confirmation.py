@@ -15,17 +15,17 @@ __all__ = [
 ]
 
 PER_CELL = 0.05
-"""Significance level for one model at one budget. A difference is significant if its p is below this level."""
+"""Significance level for one model at one budget: a difference with a p value below `PER_CELL` is significant."""
 BONFERRONI = 0.0125
-"""Bonferroni-corrected significance level: PER_CELL divided by four (two models times two budgets)."""
+"""Bonferroni-corrected significance level: `PER_CELL` divided by 4 (two models times two budgets)."""
 RESAMPLES = 10_000
 _TIE = 0.005
-"""Largest difference of two means that counts as a tie."""
+"""Largest difference between two means that counts as a tie."""
 Branch = Literal["A", "B", "C"]
 
 
 class Cell(NamedTuple):
-    """Result for one model at one budget: difference of accuracies, confidence interval (low, high), two-sided p."""
+    """Accuracy difference for one model at one budget, with confidence interval (low, high) and two-sided p value."""
 
     difference: float
     low: float
@@ -34,7 +34,7 @@ class Cell(NamedTuple):
 
 
 def split_of(unique_id: str) -> Literal["dev", "confirm"]:
-    """Return "dev" if the MD5 of the problem id, modulo 5, is 0 or 1. Return "confirm" otherwise.
+    """Return the split of a problem: "dev" if the MD5 hash of its id, modulo 5, is 0 or 1, else "confirm".
 
     Source: Set-Conditioned Diversity, Section 4.2.
     """
@@ -43,15 +43,16 @@ def split_of(unique_id: str) -> Literal["dev", "confirm"]:
 
 
 def choose_lambda(differences: Mapping[float, Sequence[float]]) -> float:
-    """Return the smallest lambda whose mean difference is within 0.005 of the largest mean.
+    """Return the smallest lambda whose mean difference is at most 0.005 below the largest mean difference.
 
     Args:
-        differences: for each lambda, one value per cell: accuracy with the penalty minus accuracy without the penalty.
+        differences: for each lambda, one value per cell (model and budget): accuracy with the penalty minus accuracy
+            without the penalty.
 
     Source: Section 4.2, Phase 1; "ties within 0.5 pp are broken toward the smaller".
 
     Raises:
-        SpecError: if `differences` is empty, or if a lambda has no cell.
+        SpecError: if `differences` is empty, or if a lambda has no value.
     """
     if not differences or not all(len(cells) for cells in differences.values()):
         raise SpecError("differences", dict(differences), "must have a difference for each lambda")
@@ -62,18 +63,18 @@ def choose_lambda(differences: Mapping[float, Sequence[float]]) -> float:
 def paired_difference(
     differences: Float64[Vector, " n"], problems: Int64[IntVector, " n"], resamples: int = RESAMPLES, seed: int = 0,
 ) -> Cell:
-    """Return the mean of paired differences, with its confidence interval and p from a cluster bootstrap.
+    """Return the mean paired difference, and the confidence interval and p value of this mean from a cluster bootstrap.
 
-    A cluster contains all seeds of one problem.
+    A cluster contains the differences of one problem for all seeds.
 
-    The value p is twice the smaller of two fractions: resamples with a mean <= 0, and resamples with a mean >= 0.
-    The smallest possible p is 2 / resamples, and the largest is 1.
+    The p value is 2 min(a, b): a is the fraction of resamples with a mean <= 0, and b the fraction with a mean >= 0.
+    The p value is at least 2 / resamples, and at most 1.
 
     Args:
         differences: per problem and seed, correctness (0 or 1) with the penalty minus correctness without the penalty.
-        problems: for each difference, the index of its problem, counted from 0.
+        problems: index of the problem of each difference, counted from 0.
         resamples: number of bootstrap resamples.
-        seed: seed of the bootstrap.
+        seed: seed of the random numbers of the bootstrap.
 
     Source: Section 4.2, Phase 2.
 
@@ -90,20 +91,23 @@ def paired_difference(
 
 
 def branch_of(first: Sequence[Cell], second: Sequence[Cell]) -> Branch:
-    """Return the branch (A, B or C) of the pre-registered decision rule.
+    """Return the branch (A, B or C) of the pre-registered decision rule that the results of two models select.
 
-    The method was developed on the first model. The second model tests transfer.
+    The paper developed its method on the first model. The second model tests whether the method transfers.
 
-    Branch A needs three conditions. First, a cell of the first model has a positive difference with p < 0.05. Second,
-    the mean difference of the second model is positive. Third, no cell of the second model has a negative difference
-    with p < 0.05. Branch B is returned if the first condition is true, and the second or third condition is false.
-    Branch C is returned if the first condition is false. As pre-registered, the rule ignores negative differences of
-    the first model.
+    Branch A is returned if three conditions are true:
+
+    1. At least one cell of the first model has a positive difference with p < 0.05.
+    2. The mean difference over the cells of the second model is positive.
+    3. No cell of the second model has a negative difference with p < 0.05.
+
+    Branch B is returned if condition 1 is true, and condition 2 or 3 is false. Branch C is returned if condition 1 is
+    false. As pre-registered, the rule ignores negative differences of the first model.
 
     Source: Section 4.2, "Decision rule".
 
     Raises:
-        SpecError: if a model has no cell.
+        SpecError: if a model has no cell, so `first` or `second` is empty.
     """
     for name, cells in (("first", first), ("second", second)):
         if not cells:

@@ -14,8 +14,8 @@ def unit_keys(k: Float64[Cube, "H_kv n d"]) -> Float64[Cube, "H_kv n d"]:
     Implements: NK-UNIT-KEYS
 
     Source: NestedKV, Section 2.1 (below Eq. 3); KeyDiff, Section 3. Each key is first scaled by a power of two, which
-    is exact. The largest absolute channel is then in [0.5, 1), so no square overflows. The sum of squares does not
-    depend on the memory layout of k.
+    causes no rounding error. The largest absolute channel of a scaled key is in [0.5, 1), so no square overflows. The
+    sum of squares does not depend on the memory layout of k.
 
     Raises:
         SpecError: if a key is zero, because a zero key has no direction.

@@ -1,4 +1,4 @@
-"""Set-conditioned diversity, the paper's alpha selector: a token's score falls if similar tokens are already kept."""
+"""The alpha selector of Set-Conditioned Diversity: a token's score falls if similar tokens are already kept."""
 
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
@@ -15,7 +15,7 @@ Signature: TypeAlias = Literal["flat", "layer", "head"]
 
 
 def dots(V: Float64[Matrix, "n d"], x: Float64[Vector, " d"]) -> Float64[Vector, " n"]:
-    """Return the inner product of each row of V with x, summed in the order of the channels.
+    """Return the inner product of each row of V with x. The products are added in the order of the channels.
 
     Implements: DV-COSINE
     """
@@ -26,7 +26,7 @@ def dots(V: Float64[Matrix, "n d"], x: Float64[Vector, " d"]) -> Float64[Vector,
 
 
 def unit_rows(u: Float64[Matrix, "n d"]) -> Float64[Matrix, "n d"]:
-    """Return each row divided by (its L2 norm + epsilon). Squares are summed in the order of the channels.
+    """Return each row divided by (its L2 norm + epsilon). The squares in the norm are added in channel order.
 
     Implements: DV-COSINE
 
@@ -40,10 +40,11 @@ def unit_rows(u: Float64[Matrix, "n d"]) -> Float64[Matrix, "n d"]:
 
 
 def signatures(values: Sequence[Cube], mode: Signature) -> Float64[Cube, "s n d"]:
-    """Return V-signatures of n tokens, computed from each layer's values (H_kv, n, d).
+    """Return the V-signatures of n tokens, computed from the values (H_kv, n, d) of each layer.
 
-    There is one signature per token for the whole cache ("flat"), for each layer, or for each KV head. Each mean is
-    computed by adding the layers, and the heads of each layer, in ascending order.
+    A token has one signature for the whole cache (mode "flat"), one per layer ("layer"), or one per KV head ("head"). A
+    signature is a mean of value vectors, scaled to length 1. The value vectors are added in ascending order of layer,
+    then of KV head.
 
     Implements: DV-SIGNATURE
 
@@ -68,7 +69,7 @@ def _mean(parts: Sequence[Matrix]) -> Float64[Matrix, "n d"]:
 
 
 def cosines(V: Float64[Matrix, "n d"]) -> Float64[Matrix, "n n"]:
-    """Return the inner products of all pairs of signatures. Signatures have length 1, so these products are cosines.
+    """Return the cosines of all pairs of signatures: the inner products, because each signature has length 1.
 
     Implements: DV-COSINE
 
@@ -82,14 +83,15 @@ def diverse(
 ) -> Int64[IntVector, " k"]:
     """Return k tokens, ascending: the retained tokens, and tokens chosen greedily by the largest s_i - lam m_i.
 
-    m_i is the redundancy of token i: the largest cosine of token i with a kept token, but at least 0.
+    The redundancy m_i of token i is the largest cosine between the signatures of token i and of a kept token. A
+    negative m_i is replaced by 0.
 
     Implements: DV-GREEDY
 
     Source: Set-Conditioned Diversity, Eq. 2 and 3, Algorithm 1.
 
     Raises:
-        SpecError: as in `spec.backend.DiversityStages.diverse`.
+        SpecError: for each invalid argument that `spec.backend.DiversityStages.diverse` lists.
     """
     check_diversity(s, V, retained, k, lam)
     worth, sims, S = np.where(np.isnan(s), -np.inf, s), cosines(V), retained.copy()
@@ -104,11 +106,12 @@ def diverse(
 
 
 def toward_mean(V: Float64[Matrix, "n d"]) -> Float64[Vector, " n"]:
-    """Return the cosine of each signature with the mean signature. `variant_b` favours tokens near this direction.
+    """Return the cosine of each signature with the mean signature. The rule `variant_b` favours large cosines.
 
     Implements: DV-VARIANT-B
 
-    Source: Set-Conditioned Diversity, Table 1. The paper rejects `variant_b` and does not define its direction.
+    Source: Set-Conditioned Diversity, Table 1. The paper rejects `variant_b`, and does not define the direction that
+    `variant_b` favours.
     """
     total = np.zeros(V.shape[1])
     for row in V:

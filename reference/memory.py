@@ -1,10 +1,12 @@
-"""Memory of a KV cache."""
+"""Memory of a KV cache, in bytes."""
 
 __all__ = ["kv_bytes"]
 
 
 def kv_bytes(L: int, H_kv: int, d: int, n: int, batch: int, b: int) -> int:
-    """Return the bytes of all keys and values: L layers, H_kv KV heads, d channels, n tokens, b bytes per element.
+    """Return the number of bytes of all keys and values in a KV cache.
+
+    There are L layers, H_kv KV heads, d channels, `batch` sequences of n tokens, and b bytes per element.
 
     Implements: CC-MEMORY
 

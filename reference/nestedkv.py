@@ -1,7 +1,7 @@
-"""NestedKV's anomaly score: a key scores high if it differs from the memories of the prompt (Eq. 3-15, Appendix A).
+"""NestedKV's anomaly score, which is high for keys that differ from the memories of the prompt (Eq. 3-15, Appendix A).
 
-The score uses the cached keys: after RoPE, and after key normalisation if the model normalises keys. A memory is a mean
-of unit keys. The three memories (the paper's time scales) have the order stable, episodic, current.
+The score uses the keys as cached: after RoPE, and after key normalisation if the model normalises keys. A memory is a
+mean of unit keys. Arrays contain the three memories (the paper's time scales) in the order stable, episodic, current.
 """
 
 import math
@@ -20,13 +20,13 @@ __all__ = [
 ]
 
 NEGLIGIBLE = 2.0**-16
-"""Threshold below which a range, or the length of a mean direction, counts as zero: float32 rounding error."""
+"""Largest range of values, or length of a memory, that is float32 rounding error and counts as zero."""
 LARGEST_EXPONENT = 700.0
-"""Largest exponent that is passed to exp, which overflows at 709. Larger exponents are shifted by a common amount."""
+"""Largest exponent passed to exp, which overflows at 709. If necessary, all exponents of a head are reduced equally."""
 
 
 def stable_memory(unit: Float64[Cube, "H_kv n d"]) -> Float64[Cube, "H_kv 1 d"]:
-    """Return the stable memory mu_s: the mean of all unit keys of a head.
+    """Return the stable memory mu_s of each head: the mean of all unit keys of the head.
 
     Implements: NK-STABLE
 
@@ -47,7 +47,7 @@ def block_size(N: int, parameters: NestedKVParameters) -> int:
 
 
 def episodic_memory(unit: Float64[Cube, "H_kv n d"], b: int) -> Float64[Cube, "H_kv n d"]:
-    """Return the episodic memory mu_e(i): the mean of the unit keys of the block that holds token i.
+    """Return the episodic memory mu_e(i): the mean of the unit keys of the block that contains token i.
 
     Blocks have b tokens. The last block may be shorter.
 
@@ -65,8 +65,8 @@ def episodic_memory(unit: Float64[Cube, "H_kv n d"], b: int) -> Float64[Cube, "H
 def current_memory(unit: Float64[Cube, "H_kv n d"], W: int) -> Float64[Cube, "H_kv n d"]:
     """Return the current memory mu_c(i): the mean of the last W unit keys up to and including token i.
 
-    For the first W - 1 tokens, the mean is over fewer than W keys. The function subtracts running sums in float64. In
-    float32, this subtraction would have an error of 1e-4 at 32K tokens.
+    For the first W - 1 tokens, the mean is over fewer than W keys. The function subtracts running sums in float64,
+    because in float32 this subtraction would have an error of 1e-4 at 32K tokens.
 
     Implements: NK-CURRENT
 
@@ -80,10 +80,10 @@ def current_memory(unit: Float64[Cube, "H_kv n d"], W: int) -> Float64[Cube, "H_
 
 
 def anomalies(unit: Float64[Cube, "H_kv n d"], memory: Float64[Cube, "H_kv m d"]) -> Float64[Matrix, "H_kv n"]:
-    """Return the negative cosine of each unit key with the memory of its token.
+    """Return the anomaly of each token: the negative cosine of the token's unit key with the token's memory.
 
-    All tokens share one memory (m = 1), or each token has a separate memory (m = n). The anomaly of a token is 0 if the
-    length of its memory is negligible.
+    Either all tokens share one memory (m = 1), or each token has a separate memory (m = n). The anomaly of a token is 0
+    if the length of the token's memory is at most `NEGLIGIBLE`.
 
     Implements: NK-ANOMALY
 
@@ -96,7 +96,9 @@ def anomalies(unit: Float64[Cube, "H_kv n d"], memory: Float64[Cube, "H_kv m d"]
 
 
 def min_max(a: Float64[Matrix, "H_kv n"]) -> Float64[Matrix, "H_kv n"]:
-    """Return each head's values, min-max normalised to [0, 1]. If a head's range is negligible, its values become 0.
+    """Return each head's values, min-max normalised to [0, 1].
+
+    If the range of a head's values is at most `NEGLIGIBLE`, all values of the head become 0.
 
     Implements: NK-MIN-MAX
 
@@ -111,7 +113,7 @@ def min_max(a: Float64[Matrix, "H_kv n"]) -> Float64[Matrix, "H_kv n"]:
 def gap(a: Float64[Cube, "3 H_kv n"], p: Fraction) -> Float64[Matrix, "3 H_kv"]:
     """Return Delta per memory and head: the mean of the m largest values minus the mean of the m smallest values.
 
-    m is max(1, floor(p n)) for n tokens.
+    For n tokens, m is max(1, floor(p n)).
 
     Implements: NK-GAP
 
@@ -126,7 +128,7 @@ def gap(a: Float64[Cube, "3 H_kv n"], p: Fraction) -> Float64[Matrix, "3 H_kv"]:
 def blend(
     a: Float64[Cube, "3 H_kv n"], delta: Float64[Matrix, "3 H_kv"], parameters: NestedKVParameters,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return a_blend, the mean of the three anomalies with weights proportional to w0 exp(beta Delta) in each head.
+    """Return a_blend: the mean of the three anomalies, weighted in each head in proportion to w0 exp(beta Delta).
 
     Implements: NK-BLEND
 
@@ -142,8 +144,8 @@ def blend(
 def rectified_surprise(a: Float64[Cube, "3 H_kv n"]) -> Float64[Matrix, "H_kv n"]:
     """Return the rectified surprise s of each token.
 
-    The surprise is the population standard deviation of a token's three anomalies, min-max normalised per head. The
-    rectified surprise s is max(0, surprise - mean surprise of the head).
+    The surprise of a token is first the population standard deviation of its three anomalies, then min-max normalised
+    per head. The rectified surprise s is max(0, surprise - mean surprise of the head).
 
     Implements: NK-SURPRISE
 
@@ -164,7 +166,7 @@ def routed_score(
 
     Source: Eq. 14 and 15.
     """
-    with np.errstate(over="ignore"):  # a gate of which nothing is open
+    with np.errstate(over="ignore"):  # if exp overflows to inf, the gate is 0
         alpha = 1.0 / (1.0 + np.exp(-parameters.kappa * (s - parameters.tau)))
     routed: Matrix = (1.0 - alpha) * blended + alpha * a.max(axis=0)
     return routed

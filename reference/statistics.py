@@ -26,7 +26,7 @@ class Interval(NamedTuple):
 
 
 def mcnemar(b: int, c: int) -> float:
-    """Return the two-sided p of McNemar's exact test for b losses and c wins.
+    """Return the two-sided p value of McNemar's exact test for b losses and c wins.
 
     Implements: IN-MCNEMAR
 
@@ -43,9 +43,9 @@ def mcnemar(b: int, c: int) -> float:
 
 
 def mcnemar_mid_p(b: int, c: int) -> float:
-    """Return the mid-p of McNemar's test, which includes only half the probability of the observed outcome.
+    """Return the mid-p value of McNemar's test, which counts only half the probability of the observed outcome.
 
-    The mid-p test is less conservative than the exact test.
+    McNemar's mid-p test is less conservative than McNemar's exact test.
 
     Source: Fagerland, Lydersen and Laake 2013, "The McNemar test for binary matched-pairs data".
 
@@ -58,7 +58,7 @@ def mcnemar_mid_p(b: int, c: int) -> float:
 
 
 def holm(p: Mapping[str, float]) -> dict[str, float]:
-    """Return Holm-corrected p values: with m tests, the smallest p is multiplied by m, the next by m - 1, and so on.
+    """Return Holm-corrected p values: of m p values, the smallest is multiplied by m, the next by m - 1, and so on.
 
     Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
     """
@@ -90,7 +90,7 @@ def wilson(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float
     share = correct / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    # Rounding takes an end beyond the share where it is 0 or 1, and so out of [0, 1].
+    # If the share is 0 or 1, rounding could move a bound past the share, and so out of [0, 1].
     low = 0.0 if correct == 0 else min(max(0.0, centre - half), share)
     high = 1.0 if correct == n else max(min(1.0, centre + half), share)
     return low, high
@@ -100,7 +100,7 @@ def draws(units: int, resamples: int, seed: int) -> Int64[IntMatrix, "resamples 
     """Return bootstrap indices, drawn with replacement by the generator PCG64. Equal seeds give equal indices.
 
     Raises:
-        SpecError: if there is no unit or no resample, or if the seed is negative.
+        SpecError: if `units` or `resamples` is below 1, or if the seed is negative.
     """
     for name, count, least in (("units", units, 1), ("resamples", resamples, 1), ("seed", seed, 0)):
         if count < least:
@@ -113,11 +113,11 @@ def stratified_draws(
 ) -> Int64[IntMatrix, "resamples units"]:
     """Return bootstrap indices, drawn with replacement inside each stratum.
 
-    Each resample contains as many units of a stratum as the original sample. The seed for stratum s is `seed + s`. With
-    one stratum, the indices equal the result of `draws`.
+    Each resample contains as many units of a stratum as the original sample. The seed for the stratum with index s is
+    `seed + s`. If there is only one stratum, the indices equal the result of `draws`.
 
     Raises:
-        SpecError: if there is no unit or no resample, or the seed is negative.
+        SpecError: if `strata` is empty, if `resamples` is below 1, or if the seed is negative.
     """
     names = np.unique(strata) if len(strata) else np.zeros(1, dtype=np.int64)
     members = [np.flatnonzero(strata == name) for name in names]
@@ -126,14 +126,15 @@ def stratified_draws(
 
 
 def sign_flip(differences: Float64[Vector, " n"]) -> float:
-    """Return the two-sided p of the sign-flip test: under the null hypothesis each difference has a random sign.
+    """Return the two-sided p value of the sign-flip test. Under the null hypothesis, each difference has a random sign.
 
-    The test is exact, because it enumerates all 2 ** n combinations of signs. The smallest possible p is 2 ** (1 - n).
+    The test is exact, because the function enumerates all 2 ** n combinations of signs. The smallest possible p value
+    is 2 ** (1 - n).
 
     Source: Fisher 1935, "The Design of Experiments", section 21.
 
     Raises:
-        SpecError: if the number n of differences is not from 1 to 20.
+        SpecError: if there are no differences, or more than 20.
     """
     if not 1 <= len(differences) <= 20:
         raise SpecError("differences", len(differences), "must be from 1 to 20, because all signs are tried")
@@ -147,7 +148,7 @@ def sign_flip(differences: Float64[Vector, " n"]) -> float:
 def bootstrap(
     differences: Float64[Vector, " n"], drawn: Int64[IntMatrix, "resamples n"], confidence: float = 0.95,
 ) -> Interval:
-    """Return the interval of the paired bootstrap, which resamples the differences of single queries.
+    """Return the percentile interval of the paired bootstrap, which resamples the differences of single queries.
 
     Implements: IN-BOOTSTRAP
 
@@ -163,13 +164,13 @@ def cluster_bootstrap(
     differences: Float64[Vector, " n"], clusters: Int64[IntVector, " n"], drawn: Int64[IntMatrix, "resamples m"],
     confidence: float = 0.95,
 ) -> Interval:
-    """Return the interval of a bootstrap that resamples whole clusters.
+    """Return the percentile interval of a bootstrap that resamples whole clusters.
 
     Queries of one conversation are not independent, so a conversation is a cluster.
 
     Implements: IN-CLUSTER-BOOTSTRAP
 
-    Source: none in the paper. The benchmark of the paper has 10 conversations.
+    Source: none in the paper. The benchmark of the paper on injection has 10 conversations.
 
     Raises:
         SpecError: if `drawn` is empty, or if the confidence is outside (0, 1).
@@ -183,10 +184,10 @@ def ratio_bootstrap(
     numerators: Float64[Vector, " n"], denominators: Float64[Vector, " n"], clusters: Int64[IntVector, " n"],
     drawn: Int64[IntMatrix, "resamples m"], confidence: float = 0.95,
 ) -> Interval:
-    """Return the bootstrap interval of a ratio of means.
+    """Return the bootstrap interval of a ratio: the mean numerator divided by the mean denominator.
 
-    The bootstrap resamples whole clusters, with numerators and denominators together. If all denominators are 1, the
-    result equals the result of `cluster_bootstrap`.
+    The bootstrap resamples whole clusters, and uses the numerators and denominators of the drawn clusters. If all
+    denominators are 1, the result equals the result of `cluster_bootstrap`.
 
     Raises:
         SpecError: if `drawn` is empty, or if the confidence is outside (0, 1).
@@ -197,7 +198,7 @@ def ratio_bootstrap(
 
 
 def _percentiles(means: Float64[Vector, " resamples"], confidence: float) -> Interval:
-    """The outermost resamples that leave out at most (1 - confidence) / 2 on each side."""
+    """Return the interval that leaves out at most the fraction (1 - confidence) / 2 of the resamples on each side."""
     _check_confidence(confidence)
     if not len(means):
         raise SpecError("drawn", 0, "must have at least one resample of one unit")
@@ -212,13 +213,14 @@ def _check_confidence(confidence: float) -> None:
 
 
 def mcnemar_power(n: int, discordance: float, difference: float, alpha: float = 0.05) -> float:
-    """Return the power of McNemar's exact test with n pairs: the probability that p <= alpha.
+    """Return the power of McNemar's exact test with n pairs: the probability that the p value is at most alpha.
 
-    A pair is discordant with probability `discordance`. `difference` is the rate of wins minus the rate of losses.
+    A pair is discordant (a win or a loss) with probability `discordance`. `difference` is the rate of wins minus the
+    rate of losses.
 
     Implements: IN-POWER
 
-    Source: Section 7.1. The sample size of 385 in the paper ignores the discordance.
+    Source: Section 7.1. The paper's sample size of 385 ignores the rate of discordant pairs.
 
     Raises:
         SpecError: if `difference` exceeds `discordance`, if `discordance` is outside (0, 1] or alpha outside (0, 1), or
@@ -242,7 +244,7 @@ def mcnemar_power(n: int, discordance: float, difference: float, alpha: float = 
 
 
 def _rejecting(m: int, alpha: Fraction) -> int:
-    """How many counts from 0 up, as the smaller of the two counts of m discordant pairs, give p <= alpha < 1."""
+    """Return how many values 0, 1, 2, ... of min(wins, losses) give p <= alpha for m discordant pairs and alpha < 1."""
     tail, k = 0, 0
     while 2 * (tail := tail + math.comb(m, k)) <= alpha * 2**m:
         k += 1
@@ -250,7 +252,7 @@ def _rejecting(m: int, alpha: Fraction) -> int:
 
 
 def _binomial(k: int, n: int, p: float) -> float:
-    """Probability of k successes of n, by logarithms; 0 ** 0 is 1."""
+    """Return the probability of k successes in n trials, computed with logarithms. 0 ** 0 counts as 1."""
     if p in (0.0, 1.0):
         return float(k == n * p)
     ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)

@@ -1,4 +1,4 @@
-"""TriAttention: scores of cached keys under future queries that have the statistics of the calibration."""
+"""TriAttention: scores of cached keys for future queries, which are described by the statistics of a calibration."""
 
 from typing import Literal, TypeAlias
 
@@ -19,7 +19,7 @@ def band_statistics(q: Float64[Cube, "H m d"]) -> tuple[Float64[Matrix, "H d"], 
 
     Implements: TA-STATISTICS
 
-    Source: TriAttention, Section 4; its official calibration.
+    Source: TriAttention, Section 4; calibration in TriAttention's official code.
 
     Raises:
         SpecError: if there is no query, or if d is odd.
@@ -41,17 +41,17 @@ def distance_score(
     """Return the score of each cached key c for each query head of one KV head, averaged over future queries.
 
     The future queries have the positions t + 1, t + 2, t + 4, ..., t + 2^16. The score does not need the position of a
-    key, because the cached key is already rotated by this position. The score is linear in the rotations by the query
-    offsets 1, 2, 4, ... Therefore the function averages these rotations once for all keys.
+    key, because RoPE has already rotated the cached key. The score is linear in the rotations by the offsets 1, 2, 4,
+    ..., 2^16, so the function averages the rotations once for all keys.
 
     Implements: TA-SCORE
 
-    Source: TriAttention, Section 4; its official code.
+    Source: TriAttention, Section 4; TriAttention's official code.
     """
     half = len(inv_freq)
     key, query = c[:, :half] - 1j * c[:, half:], mean[:, :half] + 1j * mean[:, half:]
     turn = np.exp(1j * inv_freq * t) * np.exp(1j * inv_freq * np.array(OFFSETS)[:, None]).mean(axis=0)
-    # A product for each head: one for all of them would round a head's scores by how many there are.
+    # Each head has a separate product: the rounding of a joint product would depend on the number of heads.
     trigonometric = np.stack([(key @ (turn * q)).real for q in query])
     rest = np.stack([np.abs(key) @ (size - np.abs(q)) for q, size in zip(query, magnitude, strict=True)])
     score: Matrix = factor * (trigonometric + rest)
@@ -61,8 +61,8 @@ def distance_score(
 def z_scores(X: Float64[Matrix, "rows n"], candidates: Bool[BoolVector, " n"]) -> Float64[Matrix, "rows n"]:
     """Return the z-scores of the candidates in each row, and NaN for all other tokens.
 
-    The mean and the population standard deviation are computed over the candidates. The standard deviation is at least
-    1e-6.
+    The mean and the population standard deviation of a row are computed over the candidates. A standard deviation below
+    1e-6 is replaced by 1e-6.
 
     Implements: TA-RANKING
 
@@ -77,7 +77,7 @@ def z_scores(X: Float64[Matrix, "rows n"], candidates: Bool[BoolVector, " n"]) -
 
 
 def joined(best: Float64[Cube, "L H_kv n"], mode: Mode) -> Float64[Matrix, "g n"]:
-    """Combine the KV heads' largest z-scores, (L, H_kv, n), into one row per set of kept tokens.
+    """Combine the largest z-scores per KV head, (L, H_kv, n), into one row per set of kept tokens.
 
     Mode "global" returns one row: the maximum over layers and KV heads. Mode "head" returns the mean over layers for
     each KV head, repeated for every layer. Mode "layer and head" returns the scores unchanged, one row per layer and KV

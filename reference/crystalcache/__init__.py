@@ -1,7 +1,7 @@
 """CrystalCache: S1 co-attention, S2 trunks, S3 impact, S4 trunk graph, S5 score, S6 dissolution, and decoding.
 
-`prefill` evicts from a prompt. To decode, make a state with `start_state`, then call `decode_step` for each generated
-token and `extend` for each later segment.
+`prefill` evicts tokens of a prompt. To decode, first make a state with `start_state`. Then call `decode_step` for each
+generated token, and `extend` for each later segment.
 """
 
 from reference.crystalcache.breath import decode_step

@@ -1,4 +1,4 @@
-"""Decode: D decays at every step, and every T_breath steps a breath evicts tokens (Section 3.8)."""
+"""Decode: D of each trunk decays at every step, and a breath evicts tokens every T_breath steps (Section 3.8)."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ __all__ = ["breath", "breath_protection", "decay", "decode_step", "evict", "prot
 def decay(
     D: Float64[Vector, " m"], trunk_impact: Float64[Vector, " m"], parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " m"]:
-    """Return D after one decode step. D decays faster in trunks with a small product of D and trunk impact.
+    """Return D of each trunk after one decode step. D decays faster if the product of D and trunk impact is small.
 
     Implements: CC-DECAY
 
@@ -35,7 +35,7 @@ def protected_trunks_of(live: LiveTrunks, seen: int, N_sink: int, W_recent: int)
 
     Implements: CC-LIVE-PROTECTED
 
-    Source: Section 3.7, applied to the live tokens.
+    Source: Section 3.7, applied to the tokens that are still cached.
     """
     first, last = live.positions[live.offsets[:-1]], live.positions[live.offsets[1:] - 1]
     protected: BoolVector = (first < N_sink) | (last >= seen - W_recent)
@@ -45,11 +45,12 @@ def protected_trunks_of(live: LiveTrunks, seen: int, N_sink: int, W_recent: int)
 def breath_protection(state: DecodeState, parameters: CrystalCacheParameters) -> Bool[BoolVector, " m"]:
     """Return a mask of the trunks that a breath (decode-time eviction) must not evict.
 
-    The mask marks no trunk, or the trunks with sink or recent tokens, as the parameter `breath_protection` says.
+    The mask marks no trunk if the parameter `breath_protection` is "none". Otherwise the mask marks the trunks with
+    sink tokens or recent tokens.
 
     Implements: CC-BREATH-PROTECTED
 
-    Source: Section 3.8(d), "the protected set is empty". The essay protects sink and recent tokens.
+    Source: Section 3.8(d), "the protected set is empty". The essay, in contrast, protects sink and recent tokens.
     """
     if parameters.breath_protection == "none":
         return np.zeros(len(state.D), dtype=np.bool_)
@@ -61,7 +62,7 @@ def evict(
 ) -> DecodeState:
     """Return the state after S5 (score) and S6 (eviction) on all trunks.
 
-    The budget B is computed from the number of tokens seen, by Eq. 30.
+    Eq. 30 computes the budget B from the number of all tokens seen, including evicted tokens.
 
     Implements: CC-REEVICT
 
@@ -78,9 +79,11 @@ def evict(
 def breath(
     state: DecodeState, sentence_ends: frozenset[int], parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
-    """Return the state after a breath: activation, resonance, Hebbian update, new trunks, eviction.
+    """Return the state after a breath (decode-time eviction).
 
-    The caller must then evict all cached tokens except the positions `stored` of the returned state.
+    The steps of a breath are activation, resonance, Hebbian update, conversion of the tail into trunks, and eviction.
+
+    After the call, the caller must evict all cached tokens whose positions are not in `stored` of the returned state.
 
     Implements: CC-BREATH
 
@@ -99,7 +102,7 @@ def decode_step(
     state: DecodeState, token_id: int, inverse_norm: float, sentence_ends: frozenset[int],
     parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
-    """Return the state after a forward pass of one token. The token is appended to the tail, and D decays.
+    """Return the state after a forward pass of one token. The token joins the tail, and D of each trunk decays.
 
     Every T_breath steps, the function also runs a breath (decode-time eviction). `inverse_norm` is the mean of 1 /
     ||k|| over the KV heads (CC-KEY-NORM).

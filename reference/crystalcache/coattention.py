@@ -1,7 +1,7 @@
-"""S1: salience and neighbours of each token from the attention of the observed layer (Section 3.2).
+"""S1: salience and neighbours of each token, computed from the attention of the observed layer (Section 3.2).
 
-The segment is processed in chunks of C tokens. Edge weights are results of long sums, so they are compared in float32.
-Edges store their weights in float64.
+The segment is processed in chunks of C tokens. Edge weights are compared in float32, because they contain the rounding
+errors of long sums. Edges store weights in float64.
 """
 
 import numpy as np
@@ -21,14 +21,14 @@ def attention(
     key_positions: Int64[IntVector, " n_k"], scaling: float, softcap: float | None,
     sinks: Float64[Vector, " H"] | None = None,
 ) -> Float64[Cube, "H n_q n_k"]:
-    """Return causal softmax weights. Query head h uses KV head h // (H / H_kv).
+    """Return causal attention weights (softmax). Query head h uses KV head h // (H / H_kv).
 
     Implements: CC-ATTENTION
 
-    Source: Eq. 3, without the product with V. A query attends to keys up to the position of the query. An attention
-    sink adds one logit per head to the softmax denominator. The result has no column for the sink.
+    Source: Eq. 3, without the product with V. A query attends to keys up to the position of the query. Attention sinks
+    add one logit per query head to the softmax, but no column to the result.
     """
-    # The query heads of one KV head stand below each other: its keys are read once for all of them.
+    # Query heads that share a KV head are stacked, so the keys of a KV head are used in one product.
     shared = q.reshape(k.shape[0], -1, q.shape[2])
     logits = np.matmul(shared, k.transpose(0, 2, 1)).reshape(*q.shape[:2], k.shape[1]) * scaling
     if softcap is not None:
@@ -47,7 +47,7 @@ def salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) ->
     Implements: CC-SALIENCE
 
     Source: Eq. 11. S_i is clipped to [M_min, M_max]. `own` contains the attention weights from the chunk's queries to
-    the chunk's keys. The attention to a token is summed over these queries.
+    the chunk's keys. The attention to a token is summed over the queries of the chunk.
     """
     h: Matrix = own.sum(axis=1)
     top = np.sort(h, axis=0)[::-1][: parameters.k_heads]
@@ -56,12 +56,13 @@ def salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) ->
 
 
 def mean_salience(own: Float64[Cube, "H Q Q"], parameters: CrystalCacheParameters) -> Float64[Vector, " Q"]:
-    """Return S_i of the essay: the mean attention to token i in the k_heads heads with the largest attention.
+    """Return S_i of the essay: the attention to token i, averaged over the k_heads heads with the most attention to i.
 
     Implements: CC-MEAN-SALIENCE
 
-    Source: the essay, section 3. If there are fewer than k_heads heads, the mean is over all heads. If k_heads is 0,
-    the mean is 0.
+    Source: the essay, section 3. The attention of each head is first summed over the queries of the chunk. If there are
+    fewer than k_heads heads, the mean is over all heads. If k_heads is 0, the mean is 0. The mean is clipped to [M_min,
+    M_max].
     """
     h: Matrix = own.sum(axis=1)
     top = np.sort(h, axis=0)[::-1][: parameters.k_heads]
@@ -73,7 +74,9 @@ _SALIENCE = {"sum": salience, "mean": mean_salience}
 
 
 def row_normalise(A: Float64[Matrix, "Q Q"], epsilon: float) -> Float64[Matrix, "Q Q"]:
-    """Return the rows of A divided by (their L2 norm + epsilon). A is the mean attention of the heads inside the chunk.
+    """Return each row of A divided by (L2 norm of the row + epsilon).
+
+    A is the attention inside the chunk, averaged over the query heads.
 
     Implements: CC-ROW-NORM
 
@@ -86,7 +89,7 @@ def row_normalise(A: Float64[Matrix, "Q Q"], epsilon: float) -> Float64[Matrix, 
 def strongest(
     weights: Float64[Matrix, "rows columns"], k: int, tau: float,
 ) -> tuple[Int64[IntMatrix, "rows k"], Float64[Matrix, "rows k"]]:
-    """Return columns and weights of the k largest weights above tau in each row, largest first.
+    """Return the columns and values of the k largest weights above tau in each row, largest first.
 
     Of two equal weights, the weight in the lower column is first. Weights and tau are compared in float32. Unused
     entries have column -1 and weight 0.
@@ -104,12 +107,12 @@ def strongest(
 def intra_neighbours(
     rows: Float64[Matrix, "Q Q"], parameters: CrystalCacheParameters,
 ) -> tuple[Int64[IntMatrix, "Q k"], Float64[Matrix, "Q k"]]:
-    """Return the k_intra neighbours of each token: the most similar tokens in the chunk of the token.
+    """Return up to k_intra neighbours of each token: the most similar tokens of the same chunk.
 
     Implements: CC-INTRA
 
-    Source: Eq. 13. Similarity is the cosine of two normalised attention rows, and must exceed tau_intra. A neighbour
-    may be before or after the token. A token is not a neighbour of itself.
+    Source: Eq. 13. The similarity of two tokens is the cosine of their normalised attention rows, and must exceed
+    tau_intra. A neighbour may be before or after the token. A token is not a neighbour of itself.
     """
     cosine = np.matmul(rows, rows.T)
     np.fill_diagonal(cosine, -1.0)
@@ -119,12 +122,12 @@ def intra_neighbours(
 def cross_neighbours(
     earlier: Float64[Matrix, "Q before"], parameters: CrystalCacheParameters,
 ) -> tuple[Int64[IntMatrix, "Q k"], Float64[Matrix, "Q k"]]:
-    """Return k_cross neighbours of each token of a chunk: the earlier tokens with the most attention from the token.
+    """Return up to k_cross neighbours per chunk token: the tokens before the chunk to which the token attends most.
 
     Implements: CC-CROSS
 
-    Source: Eq. 14. Earlier tokens are the tokens before the chunk, so the first chunk of a prompt has no such
-    neighbours. Attention is averaged over heads, and must exceed tau_cross.
+    Source: Eq. 14. The first chunk of a prompt has no cross neighbours, because no token is before the chunk. The
+    attention to a neighbour is averaged over heads, and must exceed tau_cross.
     """
     return strongest(earlier, parameters.k_cross, parameters.tau_cross)
 
@@ -134,7 +137,7 @@ def coattention(
     parameters: CrystalCacheParameters, scaling: float, softcap: float | None,
     sinks: Float64[Vector, " H"] | None = None,
 ) -> CoAttention:
-    """Return salience and neighbours (S1) of a segment of n tokens. The last n keys in `k` belong to the segment.
+    """Return salience and neighbours (S1) of a segment of n tokens. The last n keys in `k` are the segment's keys.
 
     The first chunk begins at the first token of the segment.
 

@@ -1,4 +1,4 @@
-"""Coverage backfill: part of the budget is used for evenly spaced tokens of evicted trunks (the paper's F3)."""
+"""Coverage backfill: part of the budget keeps evenly spaced tokens of evicted trunks (Section 8, F3)."""
 
 from fractions import Fraction
 
@@ -16,8 +16,8 @@ def coverage_reserve(
 ) -> int:
     """Return the number of tokens reserved for the backfill: floor(coverage * (B - protected tokens)).
 
-    Source: the paper's F3. The floor is computed in exact arithmetic. The reserve is 0 if there are at most B tokens,
-    or if the protected trunks have at least B tokens.
+    Source: Section 8, F3. The floor is computed in exact arithmetic. The reserve is 0 if there are at most B tokens, or
+    if the protected trunks have at least B tokens.
     """
     if int(sizes.sum()) <= B:
         return 0
@@ -39,12 +39,11 @@ def evenly_spaced(candidates: Int64[IntVector, " e"], k: int) -> Int64[IntVector
 def backfill(
     found: Dissolution, offsets: Int64[IntVector, " m_and_one"], D: Float64[Vector, " m"], reserve: int,
 ) -> Dissolution:
-    """Add `reserve` evenly spaced tokens of fully evicted trunks to the kept tokens of a dissolution.
+    """Return `found` with `reserve` evenly spaced tokens of fully evicted trunks added to the kept tokens.
 
     Implements: CC-COVERAGE
 
-    Source: the paper's F3. A trunk that regains tokens is no longer evicted. The function updates r and D of this
-    trunk.
+    Source: Section 8, F3. The function updates the kept ratio r and D of each trunk that regains tokens.
     """
     sizes = np.diff(offsets)
     evicted = offsets[0] + np.flatnonzero(np.repeat(found.ratio == 0, sizes))

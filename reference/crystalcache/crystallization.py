@@ -9,7 +9,7 @@ __all__ = ["crystallization", "logistic", "moments"]
 
 
 def moments(degree: Float64[Vector, " m"], epsilon: float) -> tuple[float, float]:
-    """Return the mean mu and population standard deviation sigma of the degrees. If sigma < epsilon, sigma is 1."""
+    """Return mean mu and population standard deviation sigma of the degrees. A sigma below epsilon is replaced by 1."""
     m = len(degree)
     mu = left_to_right_sum(degree) / m
     sigma = float(np.sqrt(left_to_right_sum((degree - mu) ** 2) / m))
@@ -27,7 +27,7 @@ def crystallization(degree: Float64[Vector, " m"], s: float, epsilon: float) -> 
 
     Implements: CC-CRYSTALLIZATION
 
-    Source: Eq. 27. If sigma is below epsilon, sigma is set to 1, as in the text of the paper, and not to epsilon.
+    Source: Eq. 27. A sigma below epsilon is replaced by 1, as in the text of the paper, and not by epsilon.
     """
     mu, sigma = moments(degree, epsilon)
     return logistic(s * ((degree - mu) / sigma))

@@ -1,4 +1,4 @@
-"""S6: branch dissolution (Section 3.7, Algorithm 1)."""
+"""S6: branch dissolution, which evicts tokens trunk by trunk (Section 3.7, Algorithm 1)."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,9 @@ Allocation = Callable[[Int64[IntVector, " alive"], int, int], Float64[Vector, " 
 
 
 def allocate_step(size: int, c: int, N_min: int) -> tuple[int, int]:
-    """Apply Eq. 32 to one trunk. Return how many tokens the trunk keeps, and how many tokens must still be evicted.
+    """Apply Eq. 32 to one trunk.
+
+    Return the number of tokens that the trunk keeps, and the number c of tokens that must still be evicted.
 
     Source: Eq. 32. The four branches of the function are in the order of the paper.
     """
@@ -28,11 +30,11 @@ def allocate_step(size: int, c: int, N_min: int) -> tuple[int, int]:
 
 
 def allocate(sizes: Int64[IntVector, " alive"], c_0: int, N_min: int) -> Float64[Vector, " alive"]:
-    """Return r, the fraction of tokens kept, for each trunk. The trunks must be sorted by ascending score.
+    """Return r per trunk: the fraction of the trunk's tokens that is kept. Trunks must be sorted by ascending score.
 
     Implements: CC-ALLOCATE
 
-    Source: Eq. 32, Stage 1. Precondition: c_0 is at most the sum of the sizes.
+    Source: Eq. 32, Stage 1. Precondition: c_0, the number of tokens to evict, is at most the sum of the sizes.
     """
     r = np.ones(len(sizes))
     c = c_0
@@ -49,13 +51,13 @@ def keep_count(r: float, size: int, N_min: int) -> int:
 
     Implements: CC-KEEP-COUNT
 
-    Source: Eq. 33. As in the paper, r * size is rounded with halves to even.
+    Source: Eq. 33. As in the paper, r * size is rounded to the nearest integer, and halves to even.
     """
     return min(size, max(N_min, round(r * size)))
 
 
 def strongest_members(M: Float64[Vector, " size"], k: int) -> Int64[IntVector, " k"]:
-    """Return the indices of the k largest M_i, ascending. Of equal M_i, the lower index is chosen first.
+    """Return the indices of the k largest M_i, ascending. Of two equal M_i, the lower index is chosen first.
 
     Source: Section 3.7, Stage 2.
     """

@@ -13,7 +13,7 @@ __all__ = ["TrunkPairs", "degree", "symmetric_csr", "trunk_pairs", "trunk_weight
 class TrunkPairs(NamedTuple):
     """Number and sum of the edge weights between two trunks a and b (the multiset W_ab of Eq. 24).
 
-    There is one row for each pair a < b with at least one edge. Rows are sorted by (a, b).
+    A pair of trunks a < b has one row if at least one edge is between them. Rows are sorted by (a, b).
     """
 
     a: IntVector
@@ -23,12 +23,12 @@ class TrunkPairs(NamedTuple):
 
 
 def trunk_pairs(edges: Edges, offsets: Int64[IntVector, " m_and_one"]) -> TrunkPairs:
-    """Return the size and the sum of W_ab, the multiset of edge weights, for each pair of different trunks.
+    """Return count and sum of the edge weights W_ab (a multiset) between the trunks of each pair.
 
     Implements: CC-TRUNK-EDGES
 
-    Source: Eq. 24. If two tokens are neighbours of each other, both edges count. Weights are added in the order of the
-    edges E.
+    Source: Eq. 24. If two tokens are neighbours of each other, both edges count. The weights of a pair of trunks are
+    added in the order of the edges E.
     """
     g = np.searchsorted(offsets, edges.first, side="right") - 1
     h = np.searchsorted(offsets, edges.second, side="right") - 1
@@ -44,11 +44,12 @@ def trunk_pairs(edges: Edges, offsets: Int64[IntVector, " m_and_one"]) -> TrunkP
 def trunk_weights(
     pairs: TrunkPairs, sizes: Int64[IntVector, " m"], tau_edge: float,
 ) -> tuple[Float64[Vector, " pairs"], IntVector]:
-    """Return the trunk weights W(g_a, g_b) above tau_edge, and the indices of their pairs.
+    """Return the trunk weights W(g_a, g_b) above tau_edge, and the index of each such pair in `pairs`.
 
     Implements: CC-TRUNK-WEIGHT
 
-    Source: Eq. 25. W is the mean edge weight times the square root of the edge density.
+    Source: Eq. 25. W is the mean edge weight, multiplied by the square root of the edge density. The edge density is
+    the number of edges divided by the product of the sizes of both trunks.
     """
     mean = pairs.total / pairs.edges
     W: Vector = mean * np.sqrt(pairs.edges / (sizes[pairs.a] * sizes[pairs.b]))
@@ -67,7 +68,7 @@ def symmetric_csr(
 
 
 def degree(indptr: Int64[IntVector, " m_and_one"], weights: Float64[Vector, " edges"]) -> Float64[Vector, " m"]:
-    """Return the weighted degree of each trunk: its edge weights, added in ascending order of the neighbours.
+    """Return the weighted degree of each trunk: the sum of its edge weights, in ascending order of the neighbours.
 
     Implements: CC-DEGREE
 

@@ -1,4 +1,4 @@
-"""Decode: edges between two active trunks grow, and all other edges decay (Section 3.8(c))."""
+"""Decode: the weights of edges between two active trunks grow, and all other edge weights decay (Section 3.8(c))."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ def hebbian(
 
     Implements: CC-HEBB
 
-    Source: Eq. 39 for edges between two active trunks, Eq. 40 for all other edges. No edge is added.
+    Source: Eq. 39 for edges between two active trunks, Eq. 40 for all other edges. The Hebbian update adds no edge.
     """
     m = len(active)
     row = np.repeat(np.arange(m), np.diff(W.indptr))

@@ -11,11 +11,11 @@ __all__ = [
     "trunk_impact", "uniform_impact", "unit_impact", "unit_trunk_impact",
 ]
 
-K_MEMBERS = 3  # Eq. 23 fixes it
+K_MEMBERS = 3  # fixed by Eq. 23
 
 
 def token_counts(token_ids: Int64[IntVector, " n"]) -> Int64[IntVector, " n"]:
-    """Return c_i: the number of occurrences of token i's id among all ids, including token i.
+    """Return c_i: how often the id of token i occurs among all ids, including token i itself.
 
     Implements: CC-COUNT
 
@@ -38,22 +38,22 @@ def rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
 
 
 def reciprocal_rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
-    """Return U_i = 1 / (1 + c_i). This rarity decreases faster than the rarity of Eq. 21.
+    """Return U_i = 1 / (1 + c_i). With increasing c_i, this U_i decreases faster than U_i of Eq. 21.
 
     Implements: CC-RARITY-FORMS
 
-    Source: the paper's F5.
+    Source: Section 8, F5.
     """
     U: Vector = 1.0 / (1.0 + c.astype(np.float64))
     return U
 
 
 def exponential_rarity(c: Int64[IntVector, " n"]) -> Float64[Vector, " n"]:
-    """Return U_i = exp(-c_i). This rarity is near 0 for an id that occurs more than a few times.
+    """Return U_i = exp(-c_i). U_i is near 0 if the id of token i occurs more than a few times.
 
     Implements: CC-RARITY-FORMS
 
-    Source: the paper's F5.
+    Source: Section 8, F5.
     """
     U: Vector = np.exp(-c.astype(np.float64))
     return U
@@ -76,7 +76,7 @@ def impact(
 def impact_without_rarity(
     S: Float64[Vector, " n"], U: Float64[Vector, " n"], parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " n"]:
-    """Return M_i = S_i: the ablation "no Von Restorff" of Table 10. Eq. 11 has already clipped S_i.
+    """Return M_i = S_i: the ablation "no Von Restorff" of Table 10. Eq. 11 has already clipped S_i to [M_min, M_max].
 
     Implements: CC-IMPACT
     """
@@ -96,7 +96,7 @@ def uniform_impact(
 def unit_impact(
     S: Float64[Vector, " n"], U: Float64[Vector, " n"], parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " n"]:
-    """Return M_i of the essay: 0.5 U_i + 0.5 S_i / max(S), with the maximum over the segment.
+    """Return M_i of the essay: 0.5 U_i + 0.5 S_i / max(S), where max(S) is the largest S_i of the segment.
 
     Implements: CC-UNIT-IMPACT
 
@@ -108,7 +108,7 @@ def unit_impact(
 
 
 def trunk_impact(M: Float64[Vector, " n"], offsets: Int64[IntVector, " m_and_one"]) -> Float64[Vector, " m"]:
-    """Return the mean of each trunk's three largest M_i, added in descending order.
+    """Return the mean of the three largest M_i of each trunk. The three M_i are added in descending order.
 
     Implements: CC-TRUNK-IMPACT
 
@@ -122,11 +122,11 @@ def trunk_impact(M: Float64[Vector, " n"], offsets: Int64[IntVector, " m_and_one
 
 
 def unit_trunk_impact(M_bar: Float64[Vector, " m"], epsilon: float) -> Float64[Vector, " m"]:
-    """Return Mbar min-max normalised to [0, 1) over all trunks, including protected trunks.
+    """Return the trunk impacts Mbar, min-max normalised to [0, 1) over all trunks, including protected trunks.
 
     Implements: CC-UNIT-TRUNK-IMPACT
 
-    Source: the essay, section 3. If all Mbar are equal, the result is 0.
+    Source: the essay, section 3. If all Mbar are equal, the result is 0 for each trunk.
     """
     low, high = float(M_bar.min()), float(M_bar.max())
     return (M_bar - low) / (high - low + epsilon)

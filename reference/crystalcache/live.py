@@ -1,4 +1,4 @@
-"""Decode: tokens are added to the trunk table, and evicted tokens are removed from the table (Section 3.8)."""
+"""Decode: new tokens are added to the trunk table, and evicted tokens are removed from the table (Section 3.8)."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ __all__ = ["count_seen", "empty_state", "join", "keep", "live_weights", "start_s
 
 
 def empty_state(budget: Budget) -> DecodeState:
-    """Return the decode state before the first token. With mu = 0 and sigma = 1, a trunk without edges has D = 0.5."""
+    """Return the decode state before the first token. mu is 0 and sigma is 1, so a trunk without edges has D = 0.5."""
     none, nothing = np.empty(0, dtype=np.int64), np.empty(0)
     zero = np.zeros(1, dtype=np.int64)
     live = LiveTrunks(none, zero, nothing, nothing, nothing)
@@ -28,8 +28,8 @@ def start_state(
 
     Implements: CC-START
 
-    Source: Algorithm 2 computes the records, and Section 3.8 uses the records. `inverse_norms` contains the mean of 1 /
-    ||k|| over the KV heads for each token (CC-KEY-NORM).
+    Source: Algorithm 2 computes the records in `found`, and Section 3.8 uses the records. `inverse_norms` contains the
+    mean of 1 / ||k|| over the KV heads for each token (CC-KEY-NORM).
     """
     graph, trunks = found.graph, found.trunks
     ids, counts = np.unique(token_ids, return_counts=True)
@@ -42,11 +42,11 @@ def start_state(
 
 
 def keep(state: DecodeState, slots: Int64[IntVector, " kept"], D: Float64[Vector, " m"]) -> DecodeState:
-    """Return the state with only the tokens at the ascending table indices `slots`. Empty trunks are removed.
+    """Return the state with only the tokens at the table indices `slots`, ascending. Empty trunks are removed.
 
     Implements: CC-LIVE
 
-    Source: Section 3.8(d). The graph and all later minima, maxima and means exclude removed trunks.
+    Source: Section 3.8(d). A removed trunk is excluded from the graph, and from all later minima, maxima and means.
     """
     live, m = state.live, len(D)
     left = np.bincount(np.repeat(np.arange(m), live.sizes)[slots], minlength=m)
@@ -68,7 +68,7 @@ def live_weights(W: TrunkWeights, alive: Bool[BoolVector, " m"]) -> TrunkWeights
         return W
     stays = np.repeat(alive, np.diff(W.indptr)) & alive[W.indices]
     number = np.cumsum(alive) - 1
-    # A dead trunk's row is empty now, so that the rows of the others follow one another.
+    # The row of a removed trunk is empty, so the rows of the remaining trunks are contiguous.
     before = np.concatenate([[0], np.cumsum(stays)])[W.indptr]
     indptr = np.append(before[:-1][alive], before[-1])
     return TrunkWeights(indptr, number[W.indices[stays]], W.weights[stays])
@@ -78,7 +78,7 @@ def join(
     state: DecodeState, ids: Int64[IntVector, " distinct"], counts: Int64[IntVector, " distinct"],
     added: LiveTrunks, D: Float64[Vector, " added"], W: TrunkWeights,
 ) -> DecodeState:
-    """Return the state with the trunks `added` appended to the trunk table. `W` has the edges of old and new trunks."""
+    """Return the state with the trunks `added` in the trunk table, and `W` as the edges of old and added trunks."""
     live = state.live
     table = LiveTrunks(
         np.concatenate([live.positions, added.positions]),
@@ -100,7 +100,7 @@ def count_seen(
 
     Implements: CC-SEEN-COUNT
 
-    Source: Eq. 20. During decoding, the counts include evicted tokens.
+    Source: Eq. 20. During decoding, the counts of Eq. 20 include evicted tokens.
     """
     fresh, number = np.unique(new, return_counts=True)
     at = np.searchsorted(ids, fresh)

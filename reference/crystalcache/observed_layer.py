@@ -16,7 +16,7 @@ def observed_layer(full_layers: Sequence[int], i: int) -> int:
 
     Args:
         full_layers: indices of the model's full-attention layers, ascending.
-        i: index into `full_layers`. 0 is the first full-attention layer, and -1 is the last.
+        i: index into `full_layers`. Index 0 is the first full-attention layer, and -1 is the last.
 
     Raises:
         SpecError: if `full_layers` has no index i.

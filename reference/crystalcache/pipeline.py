@@ -29,10 +29,9 @@ def observe(
 ) -> tuple[CoAttention, Float64[Vector, " n"], Trunks, TrunkGraph]:
     """Run S1, S3, S2 and S4 on a prompt, in the order of Algorithm 2.
 
-    These stages do not depend on the budget or the protected trunks.
+    The stages S1 to S4 do not depend on the budget or on the protected trunks.
 
-    If available, `lse` (H, n) and `sinks` (H,) are taken from the forward pass, as described in
-    `spec.backend.CrystalStages.coattention`.
+    The optional arguments `lse` (H, n) and `sinks` (H,) are described in `spec.backend.CrystalStages.coattention`.
 
     Source: Algorithm 2, lines 1-52.
     """
@@ -60,15 +59,16 @@ def prefill(
         k: keys of the observed layer after RoPE, (H_kv, n, d). H must be a multiple of H_kv.
         token_ids: token ids of the prompt, (n,), n at least 2.
         sentence_ends: ids of the tokens that end a sentence.
-        budget: a fraction in (0, 1] as a float or as text with "." or "%"; or a number of tokens as an int.
-        parameters: constants of CrystalCache. The ablations of Table 10 are settings of these constants.
-        backend: name of a backend such as "numpy", "module:ATTRIBUTE", or a Backend.
+        budget: fraction of tokens in (0, 1], as a float or as text with "." or "%"; or number of tokens, as an int.
+        parameters: constants of CrystalCache. Different values of these constants give the ablations of Table 10.
+        backend: a Backend, the name of a backend such as "numpy", or an import path "module:ATTRIBUTE".
         scaling: factor that multiplies q.k in the observed layer. Default: 1 / sqrt(d).
-        softcap: soft cap on the attention logits of the observed layer. None if the layer has no soft cap.
-        sinks: logits of the observed layer's attention sinks, one per query head, (H,). None if the layer has no sinks.
+        softcap: soft cap on the attention logits of the observed layer, or None if the layer has no soft cap.
+        sinks: logits of the observed layer's attention sinks, one per query head, (H,), or None if the layer has no
+            sinks.
 
     Raises:
-        SpecError: if an input is invalid. The error is raised before any computation.
+        SpecError: if an input is invalid. The function raises this error before any computation.
         BackendUnavailable: if the backend cannot run on this machine.
     """
     share = parse_budget(budget)

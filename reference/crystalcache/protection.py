@@ -1,4 +1,4 @@
-"""S6: the budget and the protected set (Section 3.7)."""
+"""S6: the budget and the set of protected trunks (Section 3.7)."""
 
 from spec.arrays import Bool, BoolVector, Int64, IntVector
 from spec.budget import Budget
@@ -31,11 +31,11 @@ def effective_budget(budget: Budget, n: int, N_sink: int, W_recent: int) -> int:
 
 
 def cut(sizes: Int64[IntVector, " m"], protected: Bool[BoolVector, " m"], B: int) -> int:
-    """Return c_0: the number of tokens to evict from the unprotected trunks, at most all tokens of these trunks.
+    """Return c_0: how many tokens of the unprotected trunks must be evicted so that at most B tokens remain.
 
     Implements: CC-CUT
 
-    Source: Eq. 31.
+    Source: Eq. 31. If the protected trunks have more than B tokens, c_0 is the number of all unprotected tokens.
     """
     B_prot = int(sizes[protected].sum())
     T_alive = int(sizes[~protected].sum())

@@ -14,7 +14,7 @@ def renewed_D(
 
     Implements: CC-RENEWAL
 
-    Source: the essay, section 6, breath cycle, step 2. Direct renewal is applied before resonance. With renewal = 0
-    (the paper), D is unchanged bit for bit.
+    Source: the essay, section 6, breath cycle, step 2. Direct renewal is applied before resonance. With renewal = 0, as
+    in the paper, D is unchanged bit for bit.
     """
     return np.where(active, D + renewal * (1.0 - D), D)

@@ -14,7 +14,8 @@ def hop(
 ) -> dict[int, float]:
     """Return the trunks that receive a pulse in the next hop, and the strongest pulse of each trunk.
 
-    Source: Eq. 37. Pulses below tau_pulse are not sent. Trunks that were visited before receive no further pulse.
+    Source: Eq. 37. Pulses below tau_pulse are not sent. A trunk that has already been visited receives no further
+    pulse.
     """
     reached: dict[int, float] = {}
     for g, pulse in frontier.items():
@@ -31,8 +32,8 @@ def pulses(source: int, W: TrunkWeights, parameters: CrystalCacheParameters) -> 
 
     Implements: CC-PULSE
 
-    Source: Eq. 37. The pulse of `source` is 1. A trunk that no pulse reaches has pulse 0. The search is breadth first
-    with a visited set, and has at most max_hops hops.
+    Source: Eq. 37. The pulse of `source` is 1. A trunk that no pulse reaches has pulse 0. The search is breadth-first,
+    visits each trunk at most once, and has at most max_hops hops.
     """
     received = np.zeros(len(W.indptr) - 1)
     received[source] = 1.0
@@ -48,7 +49,7 @@ def pulses(source: int, W: TrunkWeights, parameters: CrystalCacheParameters) -> 
 def raised(
     D: Float64[Vector, " m"], pulse: Float64[Vector, " m"], alpha_res: float,
 ) -> Float64[Vector, " m"]:
-    """Return D after one pulse per trunk, which adds alpha_res * pulse * (1 - D) to D. D is at most 1.
+    """Return D after each trunk has received one pulse, which adds alpha_res * pulse * (1 - D). D is at most 1.
 
     Implements: CC-RAISE
 
@@ -64,7 +65,8 @@ def resonance(
 
     Implements: CC-RESONANCE
 
-    Source: Section 3.8(b). Each pulse multiplies 1 - D by a factor, so the order changes only the rounding.
+    Source: Section 3.8(b). Each pulse multiplies 1 - D by a factor, so the order of the pulses changes only the
+    rounding.
     """
     for source in np.flatnonzero(active).tolist():
         D = raised(D, pulses(source, W, parameters), parameters.alpha_res)

@@ -1,4 +1,4 @@
-"""S5: the two-path score (Section 3.6)."""
+"""S5: the two-path score of each trunk (Section 3.6)."""
 
 import numpy as np
 
@@ -14,8 +14,8 @@ def normalised_impact(
 
     Implements: CC-NORMALISED-IMPACT
 
-    Source: Eq. 28. If all impacts of unprotected trunks are equal, their values are 0. The values of protected trunks
-    are NaN.
+    Source: Eq. 28. If all unprotected trunks have the same impact, the result is 0 for these trunks. The result is NaN
+    for protected trunks.
     """
     M_tilde = np.full(len(M_bar), np.nan)
     alive = np.log1p(M_bar[~protected])

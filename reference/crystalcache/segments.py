@@ -1,4 +1,4 @@
-"""Later segments, such as a chat turn or a chunk of a stream: S1 to S6 on the new tokens (Section 3.8)."""
+"""S1 to S6 for later segments of a sequence, such as a chat turn or a chunk of a stream (Section 3.8)."""
 
 from dataclasses import replace
 
@@ -25,15 +25,16 @@ def segment_graph(
     edges: Edges, bounds: Int64[IntVector, " m_and_one"], sizes: Int64[IntVector, " m"], W: TrunkWeights,
     tau_edge: float,
 ) -> TrunkWeights:
-    """Return the weights W between old and new trunks.
+    """Return the edge weights W of the trunk graph after the trunks of a segment are added.
 
-    Weights between two old trunks are unchanged. All other weights are computed from the edges of the segment.
+    Weights between two old trunks are unchanged. The weights of edges to new trunks are computed from the edges of the
+    segment.
 
     Implements: CC-SEGMENT-GRAPH
 
     Source: Eq. 24 and 25 with the number of cached tokens as the size of a trunk. `bounds` contains the first cached
-    position of each trunk, and the end of the last trunk. All cached tokens of a trunk are between two bounds, even if
-    other tokens of the trunk were evicted.
+    position of each trunk, and the end of the last trunk. All cached tokens of a trunk are between the bound of the
+    trunk and the next bound, even after evictions.
     """
     pairs = trunk_pairs(edges, bounds)
     weights, kept = trunk_weights(pairs, sizes, tau_edge)
@@ -61,7 +62,7 @@ def add_segment(
     state: DecodeState, found: CoAttention, ids: Int64[IntVector, " n"], ends: frozenset[int],
     inverse_norms: Float64[Vector, " n"], parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
-    """Add the trunks of a segment to the state by S2 to S4, without eviction. The given state must have no tail."""
+    """Return the state with the trunks of a segment added by S2 to S4, without eviction. `state` must have no tail."""
     crystal, breath = backend.require_crystal(), backend.require_breath()
     all_ids, counts, c = count_seen(state.ids, state.counts, ids)
     M = breath.impact(found.salience, c, parameters)
@@ -83,24 +84,25 @@ def extend(
     sentence_ends: frozenset[int], parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "numpy", *,
     scaling: float | None = None, softcap: float | None = None, sinks: DeviceArray | None = None,
 ) -> DecodeState:
-    """Return the state after a segment of n tokens. First the tail becomes trunks.
+    """Return the state after a segment of n tokens. The tail of `state` is first converted into trunks.
 
     Implements: CC-SEGMENT
 
-    Source: Section 3.8 and Algorithm 2. S5 and S6 are applied to all trunks. With `empty_state` as the state, `extend`
-    keeps the tokens that `prefill` keeps.
+    Source: Section 3.8 and Algorithm 2. S5 and S6 are applied to all trunks. If the state is empty, `extend` keeps the
+    tokens that `prefill` would keep.
 
     Args:
-        state: state before the segment. `extend` does not change this object.
+        state: state before the segment. `extend` does not change `state`.
         q: queries of the segment in the observed layer, (H, n, d).
         k: keys of the observed layer, (H_kv, stored + n, d): first the keys of `state.stored`, then the segment's keys.
         token_ids: token ids of the segment, (n,), n at least 2. Use `decode_step` for a single token.
         sentence_ends: ids of the tokens that end a sentence.
         parameters: constants of CrystalCache.
-        backend: as in `prefill`. The backend needs the stage families `crystal` and `breath`.
+        backend: a Backend or a name, as for `prefill`. The backend needs the stage families `crystal` and `breath`.
         scaling: factor that multiplies q.k in the observed layer. Default: 1 / sqrt(d).
-        softcap: soft cap on the attention logits of the observed layer. None if the layer has no soft cap.
-        sinks: logits of the observed layer's attention sinks, one per query head, (H,). None if the layer has no sinks.
+        softcap: soft cap on the attention logits of the observed layer, or None if the layer has no soft cap.
+        sinks: logits of the observed layer's attention sinks, one per query head, (H,), or None if the layer has no
+            sinks.
 
     Raises:
         SpecError: if an input is invalid.
@@ -125,7 +127,7 @@ def extend(
 
 
 def _tokens(name: str, x: DeviceArray) -> int:
-    """Tokens of an array (heads, tokens, d); what else it must be, the backend says."""
+    """Return the number of tokens of an array (heads, tokens, d). The backend checks all else about the array."""
     shape = tuple(getattr(x, "shape", ()))
     if len(shape) != 3:
         raise SpecError(name, shape or type(x).__name__, "must be an array (heads, tokens, d)")

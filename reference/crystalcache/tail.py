@@ -37,7 +37,7 @@ def append(state: DecodeState, token_id: int, inverse_norm: float) -> DecodeStat
 
 
 def edgeless(start: int, salience: Float64[Vector, " n"]) -> CoAttention:
-    """Return the co-attention of tokens without attention records: the given salience, and no edges."""
+    """Return a co-attention record for tokens whose attention is unknown: the given salience, and no edges."""
     n = len(salience)
     index, weight = np.empty((n, 0), dtype=np.int64), np.empty((n, 0))
     return CoAttention(start, salience, index, weight, index, weight)
@@ -58,14 +58,14 @@ def edgeless_D(mu: float, sigma: float, parameters: CrystalCacheParameters) -> f
 def join_tail(
     state: DecodeState, sentence_ends: frozenset[int], parameters: CrystalCacheParameters, backend: Backend,
 ) -> DecodeState:
-    """Return the state after S2 has turned the tail into trunks, which have no edges.
+    """Return the state after S2 has converted the tail into trunks. The new trunks have no edges.
 
     The salience of each tail token is M_min. The rarity of a tail token is computed from the counts of all tokens seen.
 
     Implements: CC-TAIL-TRUNKS
 
-    Source: Section 3.3 for the trunks, Eq. 22 and 23 for their impact. The last token of the tail always ends a
-    sentence.
+    Source: Section 3.3 for the trunks, Eq. 22 and 23 for the impact of the trunks. The last token of the tail always
+    ends a sentence.
     """
     if not state.tail_ids:
         return state
@@ -75,7 +75,7 @@ def join_tail(
     M = backend.require_breath().impact(salience, c, parameters)
     ends = np.array([token in sentence_ends for token in state.tail_ids])
     start = state.seen - len(ids)
-    # A tail is no segment: its few trunks are not normalised among themselves.
+    # A tail is not a segment: the impacts of its few trunks are not min-max normalised.
     as_it_is = replace(parameters, trunk_impact="mean")
     trunks = backend.require_crystal().trunks(edgeless(start, salience), M, ends, as_it_is)
     added = LiveTrunks(
@@ -91,15 +91,15 @@ def join_chunk(
     inverse_norms: Float64[Vector, " k"], sentence_ends: frozenset[int], parameters: CrystalCacheParameters,
     backend: Backend,
 ) -> DecodeState:
-    """Return the state after an archived chunk was spliced in. First the tail becomes trunks, then the chunk.
+    """Return the state after an archived chunk was spliced in. First the tail is converted into trunks, then the chunk.
 
     `kept` contains the indices of the chunk's stored tokens, ascending. `inverse_norms` contains the mean of 1 / ||k||
     for each stored token (CC-KEY-NORM). Chunk tokens that are not stored are removed from the trunks.
 
     Implements: CC-CHUNK-TRUNKS
 
-    Source: none. The chunk is treated like the tail of Section 3.8, because no query of this session has attended to
-    the chunk.
+    Source: none in the paper. The chunk is treated like the tail of Section 3.8, because no query of this session has
+    attended to the chunk.
     """
     before, n = join_tail(state, sentence_ends, parameters, backend), len(token_ids)
     norms = np.full(n, np.inf)

@@ -1,7 +1,7 @@
-"""The essay's Stage 1: trunks are kept, partly kept or evicted according to their rank by score.
+"""Stage 1 of the essay, which divides the trunks by score into three tiers: kept, partly kept, and evicted.
 
-The boundaries between these tiers shift to fit the budget. The trunk with the highest score has rank 0. Eq. 32 instead
-begins with the lowest score.
+The boundaries between the three tiers shift to fit the budget. The trunk with the highest score has rank 0. Eq. 32, in
+contrast, begins with the trunk with the lowest score.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ __all__ = ["dissolve_in_tiers", "least_shift", "tier_allocate", "tier_bounds", "
 
 
 def tier_bounds(m: int, t: int) -> tuple[int, int]:
-    """Return the tier boundaries (a, b) of m trunks at shift t: ranks < a are kept, and ranks >= b are evicted."""
+    """Return the tier boundaries (a, b) of m trunks at shift t: rank below a is kept, rank b or above evicted."""
     a = min(max(3 * m // 10 + t, 0), m)
     return a, min(max(7 * m // 10 + t, a), m)
 
@@ -43,13 +43,13 @@ def least_shift(sizes: Int64[IntVector, " m"], B_avail: int, N_min: int) -> int:
 
 
 def tier_allocate(sizes: Int64[IntVector, " alive"], c_0: int, N_min: int) -> Float64[Vector, " alive"]:
-    """Return r, the fraction of tokens kept, for each trunk. The trunks must be sorted by ascending score.
+    """Return r per trunk: the fraction of the trunk's tokens that is kept. Trunks must be sorted by ascending score.
 
     Implements: CC-TIERS
 
     Source: the essay, section 5. If the tiers keep more tokens than the budget allows, the loop of Eq. 32 evicts the
-    excess. In this loop, the size of a trunk is the number of tokens that its tier keeps. Precondition: c_0 is at most
-    the sum of the sizes.
+    excess. In the loop of Eq. 32, the size of a trunk is the number of tokens that the trunk's tier keeps.
+    Precondition: c_0, the number of tokens to evict, is at most the sum of the sizes.
     """
     B_avail = int(sizes.sum()) - c_0
     best_first = sizes[::-1]

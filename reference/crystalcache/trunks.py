@@ -16,7 +16,7 @@ __all__ = [
     "interface", "interface_weights", "median_strength", "merge_sentences", "merges", "split_sizes", "trunk_offsets",
 ]
 
-WINDOW = 5  # Eq. 16 fixes it
+WINDOW = 5  # fixed by Eq. 16
 
 
 def interface(current: tuple[int, int], sentence: tuple[int, int]) -> tuple[range, range]:
@@ -24,8 +24,8 @@ def interface(current: tuple[int, int], sentence: tuple[int, int]) -> tuple[rang
 
     Implements: CC-INTERFACE
 
-    Source: Eq. 16. The arguments are position ranges (start, stop). If the trunk or the sentence has fewer than five
-    tokens, P contains all tokens of this trunk or sentence.
+    Source: Eq. 16. The arguments `current` and `sentence` are position ranges (start, stop). If the trunk or the
+    sentence has fewer than five tokens, P contains all of its tokens.
     """
     return (
         range(max(current[0], current[1] - WINDOW), current[1]),
@@ -46,12 +46,12 @@ def interface_weights(
 
 
 def merges(weights: Float64[Vector, " k"], size: int, next_size: int, parameters: CrystalCacheParameters) -> bool:
-    """Return True if the mean edge weight exceeds tau_merge and trunk and sentence together have at most T_max tokens.
+    """Return True if the mean edge weight exceeds tau_merge, and trunk plus sentence have at most T_max tokens.
 
     Implements: CC-MERGE
 
     Source: Eq. 18 and 19. The test is sum(w) - tau_merge k > 0 for k edges, which avoids the rounding error of a
-    division. Without edges the mean weight is 0.
+    division. Without edges, the mean edge weight is 0.
     """
     fits = size + next_size <= parameters.T_max
     return fits and left_to_right_sum(weights) - parameters.tau_merge * len(weights) > 0
@@ -62,7 +62,7 @@ def split_sizes(size: int, T_max: int) -> list[int]:
 
     Implements: CC-SPLIT
 
-    Source: Section 3.3, Step 3. The sizes differ by at most one.
+    Source: Section 3.3, Step 3. The sizes of the pieces differ by at most one token.
     """
     pieces = -(-size // T_max)
     small, larger = divmod(size, pieces)
@@ -92,9 +92,9 @@ def median_strength(
 
     Implements: CC-ADAPTIVE-MERGE
 
-    Source: the paper's F4. The strength is the mean edge weight, or 0 without edges. If CC-MERGE would merge at a
-    strength equal to the threshold because of rounding, the next larger float is used. For a single sentence, the
-    threshold is tau_merge.
+    Source: Section 8, F4. The strength is the mean edge weight of the interface between two sentences, or 0 without
+    edges. Because of rounding, CC-MERGE could merge at a strength equal to the threshold. In this case, the next larger
+    float replaces the strength. For a single sentence, the threshold is tau_merge.
     """
     bounds = sentences.tolist()
     strengths = []

@@ -1,1 +1,1 @@
-"""Cross-session injection: arithmetic that does not depend on the serving engine."""
+"""Cross-session injection of archived chunks: the arithmetic, which does not depend on the serving engine."""

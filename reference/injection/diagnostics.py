@@ -12,12 +12,12 @@ from spec.errors import SpecError
 __all__ = ["bands", "entropy", "key_cosine", "sink_mass"]
 
 PAPER_DEPTH = 40
-# Layers [low, high) of the 40 of Phi-3-medium.
+# Bands of layers [low, high) of Phi-3-medium, which has 40 layers.
 PAPER_BANDS = {"early": (0, 6), "mid": (10, 16), "upper": (20, 33), "all": (0, 40)}
 
 
 def entropy(weights: Float64[Cube, "heads q n"]) -> Float64[Matrix, "heads q"]:
-    """Return the entropy H = -sum_i a_i log a_i of each query's attention, in nats. 0 log 0 is 0.
+    """Return the entropy H = -sum_i a_i log a_i of each query's attention, in nats. The term 0 log 0 is 0.
 
     Implements: IN-ENTROPY
 
@@ -48,7 +48,7 @@ def key_cosine(
     positions: tuple[Int64[IntVector, " n"], Int64[IntVector, " n"]], inverse_frequencies: Float64[Vector, " pairs"],
     style: str,
 ) -> tuple[Float64[Matrix, "heads n"], Float64[Matrix, "heads n"]]:
-    """Return the cosine of each token's archived and fresh key, first with RoPE, then with RoPE removed.
+    """Return two cosines between the archived and fresh keys of each token: with RoPE, and with RoPE removed.
 
     Implements: IN-KEY-COSINE
 
@@ -67,7 +67,7 @@ def key_cosine(
 
 
 def _cosine(a: Float64[Cube, "heads n d"], b: Float64[Cube, "heads n d"]) -> Float64[Matrix, "heads n"]:
-    """0 where one of them is a zero vector."""
+    """Return the cosine of each pair of vectors, or 0 if one vector of the pair is zero."""
     lengths = np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
     found: Matrix = np.where(lengths > 0, (a * b).sum(-1) / np.where(lengths > 0, lengths, 1.0), 0.0)
     return found

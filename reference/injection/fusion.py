@@ -6,7 +6,9 @@ __all__ = ["fused", "recall"]
 
 
 def fused(rankings: Sequence[Sequence[str]], k: int = 60) -> list[tuple[str, float]]:
-    """Return chunks and scores, best first. A chunk's score is the sum of 1 / (k + rank) over rankings with the chunk.
+    """Return chunks and scores, best first.
+
+    The score of a chunk is the sum of 1 / (k + rank) over all rankings that contain the chunk.
 
     Implements: IN-FUSE
 
@@ -20,5 +22,5 @@ def fused(rankings: Sequence[Sequence[str]], k: int = 60) -> list[tuple[str, flo
 
 
 def recall(ranking: Sequence[str], truth: str, k: int) -> bool:
-    """Return True if the true chunk is among the first k chunks (r@1, r@3, r@5). Source: Section 3.11."""
+    """Return True if the true chunk is among the first k of the ranking (r@1, r@3, r@5). Source: Section 3.11."""
     return truth in ranking[:k]

@@ -13,7 +13,7 @@ from spec.errors import SpecError
 
 __all__ = ["ARMS", "SCHEMES", "Arm", "codes", "decoded", "quantised_region", "scale"]
 
-# The axes of (heads, tokens, channels) that share one scale, by scheme.
+# For each scheme, the axes of (heads, tokens, channels) along which all elements share one scale.
 SCHEMES: dict[str, tuple[int, ...]] = {
     "per_tensor": (0, 1, 2),
     "per_head": (1, 2),
@@ -22,13 +22,13 @@ SCHEMES: dict[str, tuple[int, ...]] = {
 }
 
 SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32. It is the scale of a group of zeros."""
+"""The smallest normal float32, which is the scale of a group of zeros."""
 
 
 def scale(x: Float64[Cube, "heads n d"], axes: tuple[int, ...], bits: int) -> Float64[Cube, "h t c"]:
     """Return the quantisation step of each group, rounded to float32 and stored as float64.
 
-    In the result, the axes in `axes` have length 1.
+    The axes listed in `axes` have length 1 in the result.
 
     Implements: IN-SCALE
 
@@ -40,7 +40,7 @@ def scale(x: Float64[Cube, "heads n d"], axes: tuple[int, ...], bits: int) -> Fl
 
 
 def codes(x: Float64[Cube, "heads n d"], step: Float64[Cube, "h t c"], bits: int) -> Int64[IntCube, "heads n d"]:
-    """Return x / step rounded to the nearest integer, halves to even, and clipped to the symmetric range.
+    """Return x / step rounded to the nearest integer, halves to even, and clipped to the symmetric range of the code.
 
     Implements: IN-CODES
 
@@ -70,7 +70,7 @@ class Arm:
     half: str = "all"
 
 
-# The paper's Table 10, by shape, and the arms that it lacks.
+# The arms of the paper's Table 10, named after their schemes, and arms that the table lacks.
 ARMS: Mapping[str, Arm] = {
     "none": Arm(None, None),
     "per_tensor": Arm("per_tensor", "per_tensor"),
@@ -87,7 +87,7 @@ ARMS: Mapping[str, Arm] = {
 
 
 def quantised_region(arm: Arm, layers: int, n: int) -> tuple[range, range]:
-    """Return the layers and the tokens that are quantised. A middle layer is part of the upper half.
+    """Return the quantised layers and tokens. If the number of layers is odd, the middle layer is in the upper half.
 
     Implements: IN-ARMS
 

@@ -1,4 +1,4 @@
-"""RoPE rotations, with the model's inverse frequencies, that move archived keys to new positions."""
+"""RoPE rotations that move archived keys to new positions, computed from the model's inverse frequencies."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ def shift_angles(n: int, start: int, inverse_frequencies: Float64[Vector, " pair
 
     Implements: IN-SHIFT-ANGLES
 
-    Source: Section 3.7 and Appendix B. The angles are equal for all tokens.
+    Source: Section 3.7 and Appendix B. Each frequency has the same angle for all tokens.
     """
     return np.tile(start * inverse_frequencies, (n, 1))
 
@@ -63,7 +63,7 @@ def turn_interleaved(x: Float64[Cube, "heads n d"], angles: Float64[Matrix, "n p
 def _turned(
     x: Float64[Cube, "heads n pairs"], y: Float64[Cube, "heads n pairs"], angles: Float64[Matrix, "n pairs"],
 ) -> tuple[Float64[Cube, "heads n pairs"], Float64[Cube, "heads n pairs"]]:
-    """The plane rotation; an angle of 0 leaves the bits, also those of a negative zero."""
+    """Rotate each pair (x, y) by its angle. An angle of 0 changes no bit, not even the sign of a negative zero."""
     cos, sin, still = np.cos(angles), np.sin(angles), angles == 0
     return np.where(still, x, x * cos - y * sin), np.where(still, y, x * sin + y * cos)
 

@@ -1,4 +1,4 @@
-"""Positions of archived tokens that are spliced into a session, and session contents of each baseline (arm)."""
+"""Positions of archived tokens that are spliced into a session, and the session contents of each baseline (arm)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +41,8 @@ class Held:
     rotations: tuple[int, ...]
 
 
-# Arm: what the session holds before the chunks, the chunks' form, and whether they are injected with their keys moved,
-# with their keys as they are, or read by the session itself.
+# For each arm: session contents before the chunks, form of the chunks, and source of the chunks' keys. These keys are
+# archived and moved to new positions (moved), archived and unchanged (still), or computed by the session (read).
 ARMS: Mapping[str, tuple[str, str, str]] = {
     "inject": ("session", "wrapped", "moved"),
     "inject_raw": ("session", "raw", "moved"),
@@ -53,7 +53,7 @@ ARMS: Mapping[str, tuple[str, str, str]] = {
     "text": ("session", "raw", "read"),
     "text_wrapped": ("session", "wrapped", "read"),
 }
-"""The arms. LegoLink and CacheBlend are the arm `inject` with some tokens recomputed (IN-LEGOLINK, IN-CACHEBLEND)."""
+"""Baselines (arms). LegoLink and CacheBlend are `inject` with some recomputed tokens (IN-LEGOLINK, IN-CACHEBLEND)."""
 
 
 def held(
@@ -82,7 +82,7 @@ def held(
 
 
 def first_tokens(start: int, lengths: Sequence[int], k: int) -> list[int]:
-    """Return the positions that LegoLink recomputes: the first k tokens of each chunk. `lengths` are chunk lengths.
+    """Return the positions that LegoLink recomputes: the first k tokens of each chunk. `lengths` are the chunk lengths.
 
     Implements: IN-LEGOLINK
 
@@ -104,8 +104,7 @@ def most_deviating(
 ) -> list[int]:
     """Return the positions that CacheBlend recomputes, ascending.
 
-    CacheBlend recomputes floor(r n) of the n tokens. These tokens have the largest deviation of spliced from fresh
-    keys.
+    CacheBlend recomputes the floor(r n) of n tokens whose spliced keys differ most from the fresh keys.
 
     Implements: IN-CACHEBLEND
 

@@ -25,7 +25,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Form:
-    """Text and markers before and after a chunk. The first `hidden` prefix parts are never spliced into a session."""
+    """Text and markers around a chunk. The first `hidden` parts of the prefix are never spliced into a session."""
 
     prefix: tuple[Marker | str, ...] = ()
     suffix: tuple[Marker | str, ...] = ()
@@ -34,10 +34,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """Ids of a wrapped chunk. The model computes keys and values for all ids.
+    """Token ids of a wrapped chunk. The model computes keys and values for all of these ids.
 
-    The first `hidden` ids are not spliced into a session. `markers` are the positions of the markers, ascending. The
-    chunk itself has the positions [start, stop).
+    The first `hidden` ids are not spliced into a session. `markers` contains the positions of the markers, ascending.
+    The chunk itself has the positions [start, stop).
     """
 
     ids: tuple[int, ...]
@@ -64,7 +64,7 @@ FORMS: Mapping[str, Form] = {
     "markers_deepseek": Form((Marker("<｜User｜>"), "\n"), (Marker("<｜end▁of▁sentence｜>"),)),
 }
 
-# The 2 x 2: whether chunks are cut at sentence ends, and the form around them.
+# Cells of the 2 x 2 experiment: whether chunks end at sentence ends, and the form that wraps the chunks.
 CELLS: Mapping[str, tuple[bool, str]] = {
     "A": (False, "raw"), "B": (False, "full"), "C": (True, "raw"), "D": (True, "full"),
 }
@@ -75,7 +75,7 @@ def marker_id(marker: Marker, vocabulary: Vocabulary) -> int:
 
     Implements: IN-MARKER
 
-    Source: Appendix A ("Tokens: 3"). This count of 3 is correct only if each marker is one token.
+    Source: Appendix A ("Tokens: 3"). The paper's count of 3 tokens is correct only if each marker is one token.
 
     Raises:
         SpecError: if the tokenizer encodes the marker as several ids, or as an id that decodes to different text.
@@ -94,7 +94,7 @@ def wrap(form: Form, chunk: Sequence[int], vocabulary: Vocabulary) -> Wrapped:
     Source: Sections 3.5 and 3.6, Appendix A.
 
     Raises:
-        SpecError: if the chunk is empty, or if a marker is not one id.
+        SpecError: if the chunk is empty, or if the tokenizer does not encode a marker as one id.
     """
     if len(chunk) == 0:
         raise SpecError("chunk", [], "must have at least one token id")
