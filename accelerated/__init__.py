@@ -1,1 +1,1 @@
-"""Fast backends: the stages of `reference`, with equal file and function names. No module imports `reference`."""
+"""Fast backends, whose files and functions have the same names as in `reference`. No module imports `reference`."""

@@ -1,1 +1,1 @@
-"""Backend `numba` for the CPU. S1 uses float32. S2 to S6 use float64 and add in the order of the specification."""
+"""Backend `numba` for the CPU. S1 uses float32. S2 to S6 use float64 and add in the specified order."""

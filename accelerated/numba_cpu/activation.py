@@ -1,4 +1,4 @@
-"""Decode: selection of the active trunks by the norms of their keys (Section 3.8(a))."""
+"""Selection of the active trunks by the norms of the keys, for decode-time eviction (Section 3.8(a))."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ UP, DOWN = 2.0**600, 2.0**-600
 
 
 def inverse_key_norms(k: DeviceArray) -> Vector:
-    """Return each token's mean of 1 / ||k|| over the KV heads, (n,) in float64, for keys of any floating dtype.
+    """Return for each token the mean of 1 / ||k|| over the KV heads, (n,) in float64, for keys of any floating dtype.
 
     Implements: CC-KEY-NORM
     """
@@ -25,7 +25,7 @@ def inverse_key_norms(k: DeviceArray) -> Vector:
 
 @compiled()
 def mean_inverse(k: Cube) -> Vector:
-    """Return the mean inverse norms. A zero key gives inf. Keys with squares beyond float64 are scaled first."""
+    """Return the mean inverse norms. A zero key gives inf. If float64 cannot represent the squares, keys are scaled."""
     total = np.zeros(k.shape[1])
     for h in range(k.shape[0]):
         for i in range(k.shape[1]):
@@ -47,7 +47,7 @@ def sum_of_squares(key: Vector, scale: float) -> float:
 
 
 def active_trunks(live: LiveTrunks, theta_act: float) -> BoolVector:
-    """Return a mask of the active trunks. In an active trunk more than half of the live tokens have eta > theta_act.
+    """Return a mask of the active trunks, in which more than half of the live tokens have eta > theta_act.
 
     Implements: CC-ETA, CC-ACTIVATION
     """
@@ -57,7 +57,7 @@ def active_trunks(live: LiveTrunks, theta_act: float) -> BoolVector:
 
 @compiled()
 def majority(inverse_norms: Vector, offsets: IntVector, theta_act: float) -> BoolVector:
-    """Return the mask of active trunks: one pass finds the largest finite value, a second pass counts tokens."""
+    """Return the mask of active trunks. One pass finds the largest finite value, and a second pass counts tokens."""
     largest = 0.0
     for x in inverse_norms:
         if x < np.inf:

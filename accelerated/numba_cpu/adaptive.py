@@ -1,4 +1,4 @@
-"""S2: the adaptive merge threshold, from the interface strengths between neighbouring sentences (the paper's F4)."""
+"""Adaptive merge threshold of stage S2, from the strengths between neighbouring sentences (the paper's F4)."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ __all__ = ["adapted"]
 def adapted(
     coattention: CoAttention, ends: BoolVector, parameters: CrystalCacheParameters,
 ) -> CrystalCacheParameters:
-    """Return the parameters with tau_merge replaced by the adaptive threshold of this segment.
+    """Return a copy of the parameters in which tau_merge is the adaptive threshold of this segment.
 
     Implements: CC-ADAPTIVE-MERGE
     """
@@ -33,7 +33,7 @@ def median_strength(
     ends: BoolVector, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix, cross_weight: Matrix,
     tau_merge: float,
 ) -> float:
-    """Return the lower median of the strengths between neighbouring sentences, or tau_merge for a single sentence."""
+    """Return the lower median of the strengths between neighbouring sentences, or tau_merge for one sentence."""
     n = len(ends)
     strengths = np.empty(n)
     number = 0
@@ -56,7 +56,7 @@ def strength(
     start: int, stop: int, next_stop: int, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
     cross_weight: Matrix,
 ) -> float:
-    """Return the mean weight of an interface, or the next float if rounding makes CC-MERGE merge at this threshold."""
+    """Return the mean weight of an interface, or the next float if rounding would make CC-MERGE merge at this mean."""
     total, k = interface_sum(start, stop, next_stop, intra, intra_weight, cross, cross_weight)
     if k == 0:
         return 0.0

@@ -1,6 +1,7 @@
 """Conversion of the arguments of compiled functions to contiguous, read-only arrays.
 
-So Numba compiles each function once, and not for each combination of memory layouts and writable flags.
+After the conversion Numba compiles each function once, not once for each combination of memory layouts and writable
+flags.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ Stages = TypeVar("Stages")
 
 
 def contiguous_arguments(stages: type[Stages]) -> type[Stages]:
-    """Decorate a class: its methods get aligned read-only arrays, contiguous if they have at most two axes."""
+    """Class decorator: methods receive aligned read-only arrays, contiguous if an array has at most two axes."""
     for name, method in list(vars(stages).items()):
         if isinstance(method, staticmethod):
             setattr(stages, name, staticmethod(_wrapped(method.__func__)))

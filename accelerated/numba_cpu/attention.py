@@ -1,8 +1,8 @@
 """Attention that keys receive (H2O, TOVA, KVzip), in float32. Each block of queries needs one product and one pass.
 
 No (n, n) array is made: the logits of a block have at most FLOATS entries, or one row per head. Sums inside a block are
-float32, and sums over blocks float64. Blocks are always split into PARTS sums, so the bits do not depend on the number
-of threads.
+float32, and sums over blocks are float64. The blocks are always added in PARTS separate sums, so the bits of the result
+do not depend on the number of threads.
 """
 
 import math
@@ -33,16 +33,16 @@ FEW = 16  # rows of which a product is quicker the other way round
 
 @dataclass(frozen=True)
 class _Head:
-    """One KV head's keys (n, d), and the scaled queries of its group (G, m, d): the last m of the n tokens."""
+    """Keys (n, d) of one KV head, and scaled queries (G, m, d) of the group's heads for the last m of the n tokens."""
 
     q: Floats
     k: Floats
     softcap: float | None
     sinks: Floats
-    """Base-2 logits of the group's sinks (G,), or of none."""
+    """Base-2 logits (G,) of the attention sinks of the group's heads, or the lowest float if there are no sinks."""
 
     def sums(self, first: int) -> Vector:
-        """Return the attention to each key, (n,), from every PARTS-th block of queries, from block `first` on."""
+        """Return the attention that each key receives, (n,), from block `first` and every PARTS-th block after it."""
         total = np.zeros(len(self.k))
         for _, reach, S in self._blocks(first):
             column = np.zeros(reach[-1], f32)
@@ -51,14 +51,14 @@ class _Head:
         return total
 
     def maxima(self, first: int, shares: Floats) -> Floats:
-        """Return the largest attention times query share on each key, (G, n), over the queries of these blocks."""
+        """Return the maximum of (attention weight x query share) on each key, (G, n), over the blocks of `sums`."""
         most = np.zeros((len(self.q), len(self.k)), f32)
         for rows, reach, S in self._blocks(first):
             raise_weights(S, reach, self.sinks, shares[rows], most)
         return most
 
     def _blocks(self, first: int) -> Iterator[tuple[slice, IntVector, Floats]]:
-        """Queries, how many keys each sees, and the base-2 logits of the group's heads, one below the other."""
+        """Yield for each block: rows, number of keys that each query attends to, and base-2 logits of all G heads."""
         G, m, d = self.q.shape
         n = len(self.k)
         size = min(max(FLOATS // (G * n), 1), MOST)
@@ -91,9 +91,9 @@ def largest_attention(
     q: NDArray[np.floating], k: NDArray[np.floating], norms: Vector, scaling: float, softcap: float | None,
     sinks: NDArray[np.floating] | None = None,
 ) -> Matrix:
-    """Return for each key of k (H_kv, n, d) the largest attention weight / query norm, (H, n).
+    """Return for each key of k (H_kv, n, d) the largest (attention weight / norm of the query), (H, n).
 
-    The maximum is over the queries q (H, m, d), which have the norms (m,).
+    The maximum is over the m queries q (H, m, d). `norms` (m,) contains the norm of each query.
 
     Implements: PO-KVZIP, PO-KVZIP-PLUS
 
@@ -108,14 +108,14 @@ def largest_attention(
 
 
 def _grouped(q: NDArray[np.floating], k: NDArray[np.floating], scaling: float, softcap: float | None) -> Floats:
-    """Return the scaled queries of the group of each KV head, (H_kv, G, m, d)."""
+    """Return the scaled queries (H_kv, G, m, d), grouped by KV head."""
     factor = scaling / softcap if softcap else scaling * LOG2_E
     scaled: Floats = np.multiply(q, f32(factor), dtype=f32, casting="same_kind")
     return scaled.reshape(len(k), -1, *q.shape[1:])
 
 
 def base_2(sinks: NDArray[np.floating] | None, H_kv: int, G: int) -> Floats:
-    """Return the sinks of each group, (H_kv, G), as base-2 logits. Without sinks they are the lowest float."""
+    """Return the sinks (H_kv, G) as base-2 logits. If there are no sinks, all logits are the lowest float."""
     return np.full((H_kv, G), LOWEST) if sinks is None else (sinks * LOG2_E).astype(f32).reshape(H_kv, G)
 
 
@@ -123,7 +123,7 @@ def _parts(
     of: Callable[[_Head, int], NDArray[np.floating]], grouped: Floats, k: NDArray[np.floating], softcap: float | None,
     sinks: NDArray[np.floating] | None,
 ) -> list[NDArray[np.floating]]:
-    """What `of` makes of every head's parts, all threads at work."""
+    """Return the results of `of` for all parts of all heads, computed by a pool of threads."""
     beside = base_2(sinks, *grouped.shape[:2])
     heads = [_Head(own, plain(keys), softcap, s) for own, keys, s in zip(grouped, k, beside, strict=True)]
     with threads() as pool:
@@ -131,7 +131,7 @@ def _parts(
 
 
 def _from_few(q: Floats, k: NDArray[np.floating], softcap: float | None, sinks: Floats) -> Matrix:
-    """The same from a step's query, or a few: all heads at once, each product the other way round."""
+    """Return the received attention for few queries, computed for all heads at once as products of keys and queries."""
     H_kv, G, m, d = q.shape
     n = k.shape[1]
     S = np.matmul(k.astype(f32, copy=False), q.reshape(H_kv, G * m, d).transpose(0, 2, 1)).transpose(0, 2, 1)
@@ -141,7 +141,7 @@ def _from_few(q: Floats, k: NDArray[np.floating], softcap: float | None, sinks: 
 
 
 def _capped(S: Floats, softcap: float | None) -> Floats:
-    """Return base-2 logits. If there is a soft cap, apply it in place."""
+    """Return base-2 logits. If there is a soft cap, the soft cap is applied to S in place."""
     if softcap:
         np.tanh(S, out=S)
         S *= f32(softcap * LOG2_E)
@@ -150,9 +150,9 @@ def _capped(S: Floats, softcap: float | None) -> Floats:
 
 @njit(nogil=True, fastmath=FAST, inline="always")
 def raise_to_powers(s: Floats, bits: NDArray[np.int32], width: int, sink: np.float32) -> np.float32:
-    """Replace the first `width` logits of a row by powers of 2 and return their sum, including the sink.
+    """Replace the first `width` logits of a row by powers of 2, and return the sum of the powers and the sink's power.
 
-    The maximum of the row and the sink is subtracted first, so the largest power is 1.
+    The largest of the row's logits and the sink is first subtracted from all logits, so the largest power is 1.
     """
     top = max(largest(bits, 0, width), sink)
     total: np.float32 = exp2(sink - top)
@@ -164,9 +164,9 @@ def raise_to_powers(s: Floats, bits: NDArray[np.int32], width: int, sink: np.flo
 
 @compiled(nogil=True, fastmath=FAST)
 def add_weights(S: Floats, reach: IntVector, sinks: Floats, column: Floats) -> None:
-    """Add the softmax of each row of S (heads x queries, keys) to `column` (keys,); S becomes powers of 2.
+    """Add the softmax of each row of S (heads x queries, keys) to `column` (keys,). S is overwritten by powers of 2.
 
-    Row r sees the first reach[r % queries] keys, and at least one, and the sink of its head.
+    Row r attends to the first reach[r % queries] keys (at least 1) and to the sink of the row's head.
     """
     bits = S.view(np.int32)
     for r in range(len(S)):
@@ -180,7 +180,7 @@ def add_weights(S: Floats, reach: IntVector, sinks: Floats, column: Floats) -> N
 
 @compiled(nogil=True, fastmath=FAST)
 def raise_weights(S: Floats, reach: IntVector, sinks: Floats, shares: Floats, columns: Floats) -> None:
-    """Multiply the weights by each query's share, and update the maxima of each head in `columns` (heads, keys)."""
+    """Multiply weights by the share of their query, and update the maxima of each head in `columns` (heads, keys)."""
     bits = S.view(np.int32)
     for r in range(len(S)):
         head, row = divmod(r, len(reach))
@@ -193,6 +193,6 @@ def raise_weights(S: Floats, reach: IntVector, sinks: Floats, shares: Floats, co
 
 @compiled(nogil=True)
 def add_weights_by_head(S: Floats, reach: IntVector, sinks: Floats, columns: Floats) -> None:
-    """Run `add_weights` for each head's S (heads, rows, keys) and its row of `columns` (heads, keys)."""
+    """Run `add_weights` for each head, with a slice of S (heads, rows, keys) and a row of `columns` (heads, keys)."""
     for h in range(len(S)):
         add_weights(S[h], reach, sinks[h], columns[h])

@@ -38,7 +38,7 @@ _DISSOLVE = {"cut": dissolve, "tiers": dissolve_in_tiers}
 
 @contiguous_arguments
 class _CrystalStages:
-    """S1 to S6. The module of each stage describes its fused loops."""
+    """Stages S1 to S6. The docstring of each stage's module describes the fused loops."""
 
     def coattention(
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
@@ -87,7 +87,7 @@ class _CrystalStages:
 
 @contiguous_arguments
 class _BreathStages:
-    """Decoding. The module of each stage describes its fused loops."""
+    """Stages of decoding. The docstring of each stage's module describes the fused loops."""
 
     def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
         check_keys(k)

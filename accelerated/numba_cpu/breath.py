@@ -1,4 +1,4 @@
-"""Decode: decay at every step (Section 3.8)."""
+"""Decay of D at every decode step (Section 3.8)."""
 
 import math
 
@@ -12,7 +12,7 @@ __all__ = ["decay"]
 
 @compiled()
 def decay(D: Vector, trunk_impact: Vector, beta_0: float, D_c: float) -> Vector:
-    """Return D after one decode step.
+    """Return the D of each trunk after one decode step.
 
     Implements: CC-DECAY
     """

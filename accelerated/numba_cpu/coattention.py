@@ -1,9 +1,9 @@
-"""S1: salience and neighbours of each token from the attention of the observed layer (Section 3.2), streamed.
+"""Stage S1: salience and neighbours of each token from the attention of the observed layer (Section 3.2).
 
-No (n, n) array is made. A block of queries is multiplied with the keys of its own chunk, then with tiles of earlier
-keys. Each product (one sgemm) updates the log-sum-exp of the rows and the maxima of the tile. A second pass recomputes
-a tile only for the rows in which, by the bound of `bound_weights`, a new neighbour is possible. If the forward pass
-supplies the log-sum-exp, the first pass computes only the maxima.
+Attention is streamed, so no (n, n) array is made. A block of queries is multiplied with the keys of the same chunk,
+then with tiles of earlier keys. Each product (one sgemm) updates the log-sum-exp of the rows and the maxima of the
+tile. A second pass recomputes a tile only for rows that can have a new neighbour in the tile, by the bound of
+`bound_weights`. If the forward pass supplies the log-sum-exp, the first pass computes only the maxima.
 """
 
 import itertools
@@ -42,7 +42,7 @@ def _matrix(scratch: Floats, rows: int, columns: int) -> Floats:
 
 @dataclass(frozen=True)
 class _Logits:
-    """Base-2 logits of query rows against keys, by KV head. q and k are read where they are, a block at a time."""
+    """Base-2 logits of blocks of queries and keys of a KV head. q and k are read in blocks and never fully copied."""
 
     q: NDArray[np.floating]
     k: NDArray[np.floating]
@@ -51,17 +51,17 @@ class _Logits:
     sinks: NDArray[np.floating] | None
 
     def queries(self, rows: slice) -> Floats:
-        """Return the scaled queries (H_kv, G x rows, d). The rows of a head are contiguous."""
+        """Return the scaled queries (H_kv, G x rows, d). The rows of a query head are contiguous."""
         factor = self.scaling / (self.softcap or 1.0)
         block = self.q[:, rows]
         scaled: Floats = np.multiply(block, f32(factor), out=np.empty(block.shape, f32), casting="same_kind")
         return scaled.reshape(len(self.k), -1, block.shape[2])
 
     def tile(self, queries: Floats, head: int, keys: slice, scratch: Floats) -> Floats:
-        """(G x rows, keys), in `scratch`.
+        """Return the base-2 logits (G x rows, keys) of a tile, stored in `scratch`.
 
-        BLAS may round a row otherwise among fewer rows; products that are exact are turned into base 2 behind it, so
-        that equal weights stay equal.
+        The factor for base 2 is applied after the product, because BLAS may round a row differently if there are fewer
+        rows. So products that are exact give equal weights in both passes.
         """
         S = _matrix(scratch, len(queries), keys.stop - keys.start)
         np.matmul(queries, plain(self.k[head, keys]).T, out=S)
@@ -72,7 +72,7 @@ class _Logits:
 
 
 class _Chunk:
-    """One chunk of the segment: the blocks of a step may run in any order, each writes rows of its own."""
+    """One chunk of the segment. The blocks of a step can run in any order, because each block writes different rows."""
 
     def __init__(
         self, logits: _Logits, lse: NDArray[np.floating] | None, c: int, before: int,
@@ -93,7 +93,7 @@ class _Chunk:
         self.cross = _no_edges(n, parameters.k_cross)
 
     def steps(self, pool: ThreadPoolExecutor) -> Iterator[bool]:
-        """Run the steps one after the other. Each step queues its blocks, the longest first."""
+        """Run the steps one after the other. The blocks of a step are queued in descending order of length."""
         for step, size in ((self.attend, self.size), (self.compare, SQUARE), (self.choose, SQUARE)):
             queued = [pool.submit(step, row) for row in reversed(range(0, self.n, size))]
             yield True
@@ -101,7 +101,7 @@ class _Chunk:
                 block.result()
 
     def attend(self, row: int) -> None:
-        """Compute for a block of queries the column sums, the head mean, and the cross neighbours."""
+        """Compute for a block of queries the column sums, the mean over heads, and the neighbours in earlier chunks."""
         n = min(self.size, self.n - row)
         Q = self.logits.queries(slice(self.c + row, self.c + row + n))
         level = np.empty((len(Q), self.group * n), f32)
@@ -128,7 +128,7 @@ class _Chunk:
     def _level(
         self, Q: Floats, head: int, S: Floats, reach: IntVector, tile_peak: Floats, scratch: Floats,
     ) -> Floats:
-        """The base-2 logarithm of each row's sum: its own chunk's logits S, then tile by tile."""
+        """Return the base-2 log-sum of each row over the logits S of the same chunk and over all earlier tiles."""
         peak, total = np.full(len(Q), kernels.LOWEST), np.zeros(len(Q), f32)
         kernels.running_lse(S, peak, total, np.empty(len(Q), f32), reach)
         whole = np.array([KEYS])
@@ -139,7 +139,7 @@ class _Chunk:
         return level
 
     def _given_level(self, Q: Floats, head: int, row: int, tile_peak: Floats, scratch: Floats) -> Floats:
-        """The same from the given lse; no tile is read where no cross edge is asked for."""
+        """Return the base-2 log-sum of each row from the given lse. If k_cross is 0, no earlier tile is computed."""
         assert self.lse is not None
         if self.p.k_cross:
             for t, key in enumerate(self.tiles):
@@ -151,7 +151,7 @@ class _Chunk:
         return level
 
     def _cross(self, row: int, n: int, Q: Floats, level: Floats, tile_peak: Floats, scratch: Floats) -> None:
-        """Compute the neighbours in earlier chunks, from the tiles in which a row can have such a neighbour."""
+        """Compute the neighbours in earlier chunks from the tiles in which a row can have a neighbour."""
         lse = level.reshape(self.heads, n)
         bound = np.empty((len(self.tiles), n), f32)
         kernels.bound_weights(tile_peak.reshape(-1, self.heads, n), lse, bound)
@@ -171,9 +171,9 @@ class _Chunk:
             kernels.insert_best(W, rows, self.share, f32(self.p.tau_cross), key, index, weight)
 
     def compare(self, row: int) -> None:
-        """Compute the cosines of a block of rows with all earlier rows, and write them on both sides of the diagonal.
+        """Compute the cosines of a block of rows with all earlier rows, and write them to both sides of the diagonal.
 
-        A is lower triangular: the columns after the earlier row's own are zero there.
+        A is lower triangular, so the columns of A after the diagonal of the earlier row are zero and are skipped.
         """
         last = min(row + SQUARE, self.n)
         for other in range(0, last, SQUARE):
@@ -185,7 +185,7 @@ class _Chunk:
         np.fill_diagonal(self.cosine[row:last, row:last], -1.0)
 
     def choose(self, row: int) -> None:
-        """Compute the neighbours of a block of rows in the same chunk."""
+        """Compute, for a block of rows, the neighbours in the same chunk."""
         if self.p.k_intra:
             last = min(row + SQUARE, self.n)
             index, weight = self.intra[0][row:last], self.intra[1][row:last]
@@ -193,7 +193,7 @@ class _Chunk:
             kernels.insert_best(self.cosine[row:last], rows, f32(1.0), f32(self.p.tau_intra), 0, index, weight)
 
     def salience(self) -> Floats:
-        """Return the salience (Eq. 11, or the essay's mean). Column sums of blocks are added in a fixed order."""
+        """Return the salience (Equation 11 or the essay's mean). Column sums of blocks are added in a fixed order."""
         h = self.column.sum(axis=0)
         top = np.sort(h, axis=0)[::-1][: self.p.k_heads]
         share = f32(max(1, len(top)) if self.p.heads == "mean" else 1)
@@ -209,7 +209,7 @@ def coattention(
     q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters, scaling: float,
     softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None,
 ) -> CoAttention:
-    """Return the result of S1, computed in float32. The bits do not depend on the number of threads.
+    """Return the result of S1, computed in float32. The bits of the result do not depend on the number of threads.
 
     Implements: CC-ATTENTION, CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
 
@@ -235,7 +235,7 @@ def coattention(
 
 
 def _finished(chunks: Iterator[_Chunk], pool: ThreadPoolExecutor) -> Iterator[_Chunk]:
-    """Chunks as they are done. A chunk's next step is queued behind the following chunk's, so that no thread waits."""
+    """Yield each chunk when it is finished. Steps of several chunks are queued in turn, so that no thread waits."""
     under_way: deque[tuple[_Chunk, Iterator[bool]]] = deque()
     for chunk in itertools.chain(chunks, itertools.repeat(None)):
         if chunk is not None:

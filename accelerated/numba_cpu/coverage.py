@@ -11,7 +11,7 @@ __all__ = ["backfill", "coverage_reserve"]
 
 
 def coverage_reserve(offsets: IntVector, protected: BoolVector, B: int, coverage: float) -> int:
-    """Return the number of tokens that dissolution reserves for the backfill."""
+    """Return the number of tokens of the budget that are reserved for the coverage backfill."""
     n = int(offsets[-1] - offsets[0])
     if not coverage or n <= B:
         return 0
@@ -22,7 +22,7 @@ def coverage_reserve(offsets: IntVector, protected: BoolVector, B: int, coverage
 def backfill(
     kept: IntVector, ratio: Vector, offsets: IntVector, D: Vector, reserve: int,
 ) -> tuple[IntVector, Vector, Vector]:
-    """Return kept positions, r and D after the backfill of `reserve` tokens, in one pass over the trunks.
+    """Return the kept positions, and the r and D of each trunk, after the backfill of `reserve` tokens in one pass.
 
     Implements: CC-COVERAGE
     """

@@ -1,4 +1,4 @@
-"""S4: D, the crystallization of a trunk (Section 3.5)."""
+"""Stage S4: the crystallization D of each trunk (Section 3.5)."""
 
 import math
 
@@ -12,7 +12,7 @@ __all__ = ["crystallization"]
 
 @compiled()
 def crystallization(degree: Vector, s: float, epsilon: float) -> Vector:
-    """Return D, the logistic of s times the standardised degree. A sigma below epsilon becomes 1.
+    """Return D, the logistic function of s times the standardised degree. If sigma is below epsilon, sigma is set to 1.
 
     Implements: CC-CRYSTALLIZATION
     """

@@ -1,4 +1,4 @@
-"""S6: branch dissolution (Section 3.7, Algorithm 1)."""
+"""Stage S6: branch dissolution, which evicts tokens (Section 3.7, Algorithm 1)."""
 
 import numpy as np
 
@@ -10,10 +10,10 @@ __all__ = ["dissolve", "kept_tokens"]
 
 @compiled()
 def kept_tokens(size: int, before: int, c_0: int, N_min: int) -> int:
-    """Return the number of tokens that a trunk keeps, by Eq. 32 and 33 in closed form.
+    """Return the number of tokens that a trunk keeps, by the closed form of Equations 32 and 33.
 
-    `before` is the number of tokens of the trunks with lower scores.
-    In the loop of Eq. 32 the remaining cut is c_0 - before while positive, because only the last step overshoots.
+    `before` is the number of tokens in all trunks with lower scores. In the loop of Equation 32, the remaining cut is
+    c_0 - before as long as this difference is positive, because only the last step overshoots.
     """
     if before >= c_0:
         return size
@@ -27,7 +27,7 @@ def kept_tokens(size: int, before: int, c_0: int, N_min: int) -> int:
 def dissolve(
     score: Vector, offsets: IntVector, M: Vector, D: Vector, protected: BoolVector, B: int, N_min: int,
 ) -> tuple[IntVector, Vector, Vector]:
-    """Return kept positions, r and D after the eviction.
+    """Return the kept positions, and the r and D of each trunk, after the eviction.
 
     Implements: CC-CUT, CC-ALLOCATE, CC-KEEP-COUNT, CC-DISSOLVE-D, CC-DISSOLVE
     """

@@ -1,9 +1,10 @@
-"""Set-conditioned selection by lazy greedy search. A gain never increases when tokens are added to the kept set.
+"""Set-conditioned selection by lazy greedy search.
 
-A token's gain is updated only when the token is first in the heap. If it is still first after the update, it is kept.
-An update compares the token with panels of kept tokens that it was not compared with before. No (n, n) array is made,
-and most inner products are never computed. A panel stores signatures channel by channel: its inner products are
-vectorised, and each adds the channels in order.
+The search is lazy because the gain of a token never increases when tokens are added to the set of kept tokens. The gain
+of a token is updated only when the token is first in the heap. A token that is still first after the update is kept. An
+update compares a token only with kept tokens that were added since the last update. No (n, n) array is made, and most
+inner products are never computed. Signatures of kept tokens are stored in panels, channel by channel. So inner products
+are vectorised over the tokens of a panel, and each inner product adds the channels in order.
 """
 
 import numpy as np
@@ -19,13 +20,13 @@ LANES = 64  # tokens of a panel
 
 @njit(inline="always")
 def before(gain: Vector, a: int, b: int) -> bool:
-    """Return True if token a ranks before b: higher gain, or lower position on a tie."""
+    """Return True if token a ranks before token b: a higher gain, or an equal gain and a lower position."""
     return bool(gain[a] > gain[b] or (gain[a] == gain[b] and a < b))
 
 
 @compiled()
 def sink(heap: IntVector, size: int, gain: Vector, at: int) -> None:
-    """Restore the heap order: move the token at index `at` down."""
+    """Restore the order of the heap by moving the token at index `at` down."""
     token = heap[at]
     while 2 * at + 1 < size:
         child = 2 * at + 1
@@ -39,7 +40,7 @@ def sink(heap: IntVector, size: int, gain: Vector, at: int) -> None:
 
 @compiled()
 def redundancy(v: Vector, panel: Matrix, most: float, total: Vector) -> float:
-    """Return the maximum of `most` and the cosines of v with a panel (d, LANES). An empty lane has cosine 0."""
+    """Return the maximum of `most` and of the cosines of v with a panel (d, LANES). An empty lane has the cosine 0."""
     total[:] = 0.0
     for c in range(len(v)):
         x, row = v[c], panel[c]
@@ -84,7 +85,7 @@ def greedy(worth: Vector, V: Matrix, retained: BoolVector, k: int, lam: float) -
 def diverse(
     s: Float64[Vector, " n"], V: Float64[Matrix, "n d"], retained: Bool[BoolVector, " n"], k: int, lam: float,
 ) -> Int64[IntVector, " k"]:
-    """Return the same k tokens, ascending, as the reference `reference.diversity.diverse`.
+    """Return the k selected tokens, ascending. The reference `reference.diversity.diverse` selects the same tokens.
 
     Implements: DV-COSINE, DV-GREEDY
     """

@@ -1,6 +1,6 @@
-"""Expected Attention in float32: three BLAS products per KV head, and passes over their inputs and outputs.
+"""Expected Attention in float32, with three BLAS products per KV head.
 
-Rotations, the mean query, d x d matrices and the mean over a group are float64.
+Rotations, the mean query, d x d matrices and the mean over a group are computed in float64.
 """
 
 import math
@@ -26,7 +26,7 @@ def expected_attention(
     q: NDArray[np.floating], k: NDArray[np.floating], v: NDArray[np.floating], at: IntVector, ahead: IntVector,
     inv_freq: Vector, factor: float, scaling: float, sinks: NDArray[np.floating] | None = None,
 ) -> Matrix:
-    """Return the expected attention weights on the keys k (H_kv, n, d) times the norms of v (H_kv, n, d), (H_kv, n).
+    """Return, for keys k and values v (H_kv, n, d), expected attention weight times norm of the value, (H_kv, n).
 
     Implements: PO-EXPECTED-ATTENTION
 
@@ -65,7 +65,7 @@ def _mean_rotation(ahead: IntVector, inv_freq: Vector, factor: float) -> Matrix:
 
 
 def _statistics(q: Floats, cos: Floats, sin: Floats) -> tuple[Vector, Matrix]:
-    """Return mean (d,) and covariance (d, d) of one head's queries (m, d) without RoPE."""
+    """Return the mean (d,) and the covariance (d, d) of one head's queries (m, d) after RoPE is removed."""
     back = np.empty(q.shape, f32)
     mean = turn_back(np.ascontiguousarray(q), cos, sin, back)
     back -= mean.astype(f32)
@@ -74,7 +74,7 @@ def _statistics(q: Floats, cos: Floats, sin: Floats) -> tuple[Vector, Matrix]:
 
 @compiled(nogil=True, fastmath=FAST)
 def turn_back(q: Floats, cos: Floats, sin: Floats, back: Floats) -> Vector:
-    """Remove RoPE from each query, write the results to `back`, and return their mean."""
+    """Remove RoPE from each query, write the queries without RoPE to `back`, and return the mean of these queries."""
     m, half = cos.shape
     mean, some = np.zeros(2 * half), np.zeros(2 * half, np.float32)
     for first in range(0, m, ROWS):
@@ -97,8 +97,7 @@ def turn_back(q: Floats, cos: Floats, sin: Floats, back: Floats) -> Vector:
 def add_expected(turned: Floats, k: Floats, linear: Floats, sinks: Floats, weights: Vector) -> None:
     """Add each query head's softmax over the keys (n, d) to `weights`.
 
-    The logits are computed from `turned` (n, G d) and `linear` (G, d).
-    All logits are base 2, including those of the sinks (G,).
+    The logits are computed from `turned` (n, G d) and `linear` (G, d). The logits and the sinks (G,) are base 2.
     """
     n, d = k.shape
     z = np.empty(n, np.float32)

@@ -1,4 +1,4 @@
-"""S4: the trunk graph (Section 3.5)."""
+"""Stage S4: the trunk graph (Section 3.5)."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ __all__ = ["trunk_graph"]
 def trunk_graph(
     coattention: CoAttention, offsets: IntVector, tau_edge: float,
 ) -> tuple[IntVector, IntVector, Vector, Vector]:
-    """Return the symmetric graph in CSR form (indptr, indices, weights), and the degrees.
+    """Return the symmetric trunk graph in CSR form (indptr, indices, weights), and the degree of each trunk.
 
     Implements: CC-TRUNK-EDGES, CC-TRUNK-WEIGHT, CC-DEGREE
     """
@@ -56,7 +56,7 @@ def surviving_pairs(
     trunk: IntVector, sizes: IntVector, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
     cross_weight: Matrix, tau_edge: float,
 ) -> tuple[IntVector, IntVector, Vector]:
-    """Return the pairs a < b with W above tau_edge, sorted by a, by a counting sort and one scratch row per trunk."""
+    """Return the pairs of trunks a < b with a weight above tau_edge, sorted by a with a counting sort."""
     m = len(sizes)
     where = np.zeros(m + 1, dtype=np.int64)
     bucket_edges(trunk, intra, where)
@@ -93,7 +93,7 @@ def surviving_pairs(
 def symmetric_csr(
     a: IntVector, b: IntVector, W: Vector, m: int,
 ) -> tuple[IntVector, IntVector, Vector, Vector]:
-    """Return the symmetric CSR matrix with ascending columns, and its row sums, added in the order of the columns."""
+    """Return the symmetric CSR matrix with ascending columns, and the row sums, added in the order of the columns."""
     indptr = np.zeros(m + 1, dtype=np.int64)
     for e in range(len(W)):
         indptr[a[e] + 1] += 1

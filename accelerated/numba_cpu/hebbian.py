@@ -1,4 +1,4 @@
-"""Decode: edges between two active trunks grow, and all other edges decay (Section 3.8(c))."""
+"""Hebbian update: edges between two active trunks gain weight, and all other edges decay (Section 3.8(c))."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def hebbian(
     indptr: IntVector, indices: IntVector, weights: Vector, active: BoolVector, eta_Hebb: float, gamma_decay: float,
     tau_edge: float,
 ) -> tuple[IntVector, IntVector, Vector]:
-    """Return W after the update of existing edges and the removal of edges of weight tau_edge or less.
+    """Return W after the update of all edges and the removal of each edge whose weight is at most tau_edge.
 
     Implements: CC-HEBB
     """

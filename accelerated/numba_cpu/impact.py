@@ -1,4 +1,4 @@
-"""S3: impact M_i of each token, from salience and rarity (Section 3.4)."""
+"""Stage S3: impact M_i of each token, from salience and rarity (Section 3.4)."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ __all__ = ["impact", "impact_of_counts", "rarity", "trunk_impact", "unit_trunk_i
 
 
 def rarity(counts: IntVector, form: RarityForm) -> Vector:
-    """Return the rarity U of each count, by one of the three formulas.
+    """Return the rarity U for each count of occurrences, by the formula that the parameters select.
 
     Implements: CC-RARITY, CC-RARITY-FORMS
     """
@@ -21,7 +21,7 @@ def rarity(counts: IntVector, form: RarityForm) -> Vector:
 
 
 def impact(salience: Vector, token_ids: IntVector, parameters: CrystalCacheParameters) -> Vector:
-    """Return M_i (n,) from salience and token ids: counts, rarity and mixture in one pass.
+    """Return M_i (n,) from salience and token ids. Counts, rarity and mixture are computed in one pass.
 
     Implements: CC-COUNT
     """
@@ -37,7 +37,7 @@ def impact(salience: Vector, token_ids: IntVector, parameters: CrystalCacheParam
 
 
 def impact_of_counts(salience: Vector, counts: IntVector, parameters: CrystalCacheParameters) -> Vector:
-    """Return M_i (n,) of tokens whose ids occurred `counts` (n,) times."""
+    """Return M_i (n,) of tokens whose ids have occurred `counts` (n,) times."""
     if parameters.impact == "uniform":
         return np.ones_like(salience)
     if parameters.impact == "salience":
@@ -60,7 +60,7 @@ def mixed(salience: Vector, counts: IntVector, token: IntVector, parameters: Cry
 
 @compiled()
 def mixture(S: Vector, U: Vector, token: IntVector, M_min: float, M_max: float) -> Vector:
-    """Return M_i by Eq. 22, from the rarity of each distinct id."""
+    """Return M_i by Equation 22, from the rarity of each distinct id."""
     M = np.empty(len(S))
     for i in range(len(S)):
         M[i] = min(max(M_max * (0.5 * (S[i] / M_max) + 0.5 * U[token[i]]), M_min), M_max)
@@ -69,7 +69,7 @@ def mixture(S: Vector, U: Vector, token: IntVector, M_min: float, M_max: float) 
 
 @compiled()
 def unit_mixture(S: Vector, U: Vector, token: IntVector) -> Vector:
-    """Return the essay's M_i, with salience divided by the largest salience."""
+    """Return M_i by the essay's formula, in which salience is divided by the largest salience."""
     peak = S.max()
     M = np.empty(len(S))
     for i in range(len(S)):
@@ -79,7 +79,7 @@ def unit_mixture(S: Vector, U: Vector, token: IntVector) -> Vector:
 
 @compiled()
 def trunk_impact(M: Vector, offsets: IntVector) -> Vector:
-    """Return the mean of each trunk's three largest M_i, added in descending order. `offsets` index M.
+    """Return the mean of each trunk's three largest M_i, added in descending order. `offsets` are indices into M.
 
     Implements: CC-TRUNK-IMPACT
     """
@@ -105,7 +105,7 @@ def trunk_impact(M: Vector, offsets: IntVector) -> Vector:
 
 @compiled()
 def unit_trunk_impact(M_bar: Vector, epsilon: float) -> Vector:
-    """Return Mbar, min-max normalised over all trunks.
+    """Return the impact Mbar of each trunk, min-max normalised over all trunks.
 
     Implements: CC-UNIT-TRUNK-IMPACT
     """

@@ -1,4 +1,4 @@
-"""Inner loops of S1 in float32, without the GIL. Logits are base 2: a weight is 2 ** (s - lse)."""
+"""Inner loops of stage S1 in float32, run without the GIL. Logits are base 2: a weight is 2 ** (s - lse)."""
 
 import numpy as np
 from numba import njit
@@ -30,7 +30,7 @@ C4, C5, C6 = f32(0.0096181291076285), f32(0.0013333558146428), f32(0.00015403530
 
 @njit(fastmath=FAST, inline="always")
 def exp2(x: np.float32) -> np.float32:
-    """Return 2 ** x for x <= 0 in float32. Subnormal results become 0. np.exp2 would not vectorise here."""
+    """Return 2 ** x for x <= 0 in float32. Subnormal results become 0. Numba would not vectorise np.exp2."""
     safe = max(x, SMALLEST)
     whole = np.floor(safe + f32(0.5))
     f = safe - whole
@@ -42,9 +42,10 @@ def exp2(x: np.float32) -> np.float32:
 
 @njit(nogil=True, inline="always")
 def largest(bits: NDArray[np.int32], start: int, stop: int) -> np.float32:
-    """Return the largest of some floats of a row, given by their bits. Numba does not vectorise a maximum of floats.
+    """Return the largest of several floats of a row, which are given as bits.
 
-    As integers, negative floats compare in reverse: flipping all of their bits but the sign puts that right.
+    Numba vectorises a maximum of integers, but not a maximum of floats. As integers, the bits of negative floats are
+    in reverse order, so all bits of a negative float except the sign are flipped.
     """
     top = np.int32(-(2**31))
     for j in range(start, stop):
@@ -54,7 +55,7 @@ def largest(bits: NDArray[np.int32], start: int, stop: int) -> np.float32:
 
 @compiled(nogil=True)
 def tile_peaks(S: Floats, tile_peak: Floats) -> None:
-    """Write each row's largest logit of a tile (rows, keys) to `tile_peak`."""
+    """Write the largest logit of each row of a tile (rows, keys) to `tile_peak`."""
     bits = S.view(np.int32)
     for r in range(S.shape[0]):
         tile_peak[r] = largest(bits[r], 0, S.shape[1])
@@ -62,9 +63,9 @@ def tile_peaks(S: Floats, tile_peak: Floats) -> None:
 
 @compiled(nogil=True, fastmath=FAST)
 def running_lse(S: Floats, peak: Floats, total: Floats, tile_peak: Floats, reach: Ints) -> None:
-    """Update each row's running maximum and sum with a tile of logits (rows, keys), and store the tile's maximum.
+    """Update the running maximum and sum of each row with a tile of logits (rows, keys), and store the tile's maximum.
 
-    Row r attends to the first reach[r % queries] keys of the tile. This number is at least 1.
+    Row r attends to the first reach[r % queries] keys of the tile. Each entry of `reach` is at least 1.
     """
     bits = S.view(np.int32)
     for r in range(S.shape[0]):
@@ -84,7 +85,7 @@ def running_lse(S: Floats, peak: Floats, total: Floats, tile_peak: Floats, reach
 
 @compiled(nogil=True, fastmath=FAST)
 def own_chunk(S: Floats, lse: Floats, column: Floats, A: Floats, first_query: int, share: np.float32) -> None:
-    """Compute the attention inside the chunk: add column sums for each head, and add the head mean to A."""
+    """Compute the attention inside a chunk: add the column sums of each head, and add the mean over heads to A."""
     queries = A.shape[0]
     for h in range(column.shape[0]):
         for i in range(queries):
@@ -98,9 +99,9 @@ def own_chunk(S: Floats, lse: Floats, column: Floats, A: Floats, first_query: in
 
 @compiled(nogil=True, fastmath=FAST)
 def bound_weights(tile_peak: Floats, lse: Floats, bound: Floats) -> None:
-    """Write to bound[t, i] an upper bound on the weights of row i in tile t, summed over the heads.
+    """Write to bound[t, i] an upper bound on the sum over the heads of any weight of row i in tile t.
 
-    The weight of a head is at most 2 ** (peak of the head in the tile - lse).
+    In one head the weight is at most 2 ** (peak - lse), with the peak of this head in the tile.
     """
     tiles, heads, queries = tile_peak.shape
     for t in range(tiles):
@@ -113,7 +114,7 @@ def bound_weights(tile_peak: Floats, lse: Floats, bound: Floats) -> None:
 
 @compiled(nogil=True, fastmath=FAST)
 def accumulate_attention(S: Floats, rows: Ints, lse: Floats, W: Floats) -> None:
-    """Add the weights of some heads, S (heads x rows, keys), to W (rows, keys)."""
+    """Add the attention weights of several heads, from logits S (heads x rows, keys), to W (rows, keys)."""
     for h in range(lse.shape[0]):
         for a in range(len(rows)):
             s, w, level = S[h * len(rows) + a], W[a], lse[h, rows[a]]
@@ -125,10 +126,10 @@ def accumulate_attention(S: Floats, rows: Ints, lse: Floats, W: Floats) -> None:
 def insert_best(
     W: Floats, rows: Ints, share: np.float32, tau: np.float32, first_key: int, index: Ints, weight: Floats,
 ) -> None:
-    """Merge W * share (rows, keys) into the running best of each row. On a tie the earlier key is kept.
+    """Merge W * share (rows, keys) into the list of the largest weights of each row. On a tie the earlier key is kept.
 
     Most weights are below the smallest entry of the row's list. So the function first computes the maximum of a row or
-    of a group of keys, and skips the row or group if the maximum is too small.
+    of a group of keys. A row or group whose maximum is too small is skipped.
     """
     k, bits = index.shape[1], W.view(np.int32)
     for a in range(len(rows)):
@@ -155,7 +156,7 @@ def place(w: np.float32, key: int, tau: np.float32, index: Ints, weight: Floats,
 
 @compiled(nogil=True, fastmath=FAST)
 def normalise_rows(A: Floats, epsilon: np.float32) -> None:
-    """Normalise the rows of A by Eq. 12, in place."""
+    """Normalise the rows of A in place (Eq. 12)."""
     for i in range(A.shape[0]):
         square = f32(0.0)
         for j in range(A.shape[1]):

@@ -1,7 +1,7 @@
-"""NestedKV: a first pass computes the mean key of a head, and a second pass the cosines, in float32.
+"""NestedKV's score a*. A first pass computes the mean key of a head, and a second pass the cosines, in float32.
 
-A window sum is the sum of two partial sums: the end of one run of W keys, and the start of the next run. So nothing is
-subtracted, and float32 sums have at most W or b terms. After the three cosines, all computation is in float64.
+A window sum is the sum of two partial sums: the end of one run of W keys, and the start of the next run. So no sums are
+subtracted, and float32 sums have at most W or b terms. All computation after the three cosines is in float64.
 """
 
 import math
@@ -52,7 +52,7 @@ def anomaly_score(k: NDArray[np.floating], parameters: NestedKVParameters) -> Ma
 
 
 def in_range(k: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Return keys (..., d) that fit float32. If necessary, keys of a wider dtype are scaled by a power of two.
+    """Return keys (..., d) in the range of float32. If necessary, keys of a wider dtype are scaled by a power of two.
 
     Implements: NK-UNIT-KEYS
     """
@@ -65,9 +65,10 @@ def in_range(k: NDArray[np.floating]) -> NDArray[np.floating]:
 
 @compiled(nogil=True, fastmath=FAST)
 def measured(k: Floats, b: int) -> tuple[Floats, Floats, Floats]:
-    """Return inverse norms (n,) (0 for a zero key), block sums of unit keys (blocks, d), direction of mu_s (d,).
+    """Return inverse norms (n,), sums of the unit keys of each block (blocks, d), and the direction of mu_s (d,).
 
-    A direction has length 1, or is zero where the mean is negligible. Blocks are added in float64.
+    The inverse norm of a zero key is 0. The direction has length 1, or is zero if mu_s is negligible. Block sums are
+    added in float64.
 
     Implements: NK-UNIT-KEYS, NK-STABLE, NK-EPISODIC
     """
@@ -109,10 +110,10 @@ def point(memory: Floats, share: np.float32) -> None:
 
 @compiled(nogil=True, fastmath=FAST)
 def anomalies(k: Floats, inverse: Floats, blocks: Floats, stable: Floats, b: int, W: int) -> Matrix:
-    """Return minus the cosines of each key and its three memories, (3, n). `blocks` become directions in place.
+    """Return the negative cosines of each key with the three memories, (3, n).
 
-    `ends[t]` is the sum of the last W - t unit keys of the previous run of W keys. `start` is the sum of the first unit
-    keys of the current run.
+    The sums in `blocks` are scaled to length 1 in place. `ends[t]` is the sum of the last W - t unit keys of the
+    previous run of W keys. `start` is the sum of the first unit keys of the current run.
 
     Implements: NK-CURRENT, NK-ANOMALY
     """
@@ -148,7 +149,7 @@ def anomalies(k: Floats, inverse: Floats, blocks: Floats, stable: Floats, b: int
 
 @compiled(nogil=True)
 def min_max(a: Matrix) -> None:
-    """Min-max normalise each row to [0, 1] in place. A row with negligible range becomes 0.
+    """Min-max normalise each row to [0, 1] in place. A row with a negligible range becomes 0.
 
     Implements: NK-MIN-MAX
     """
@@ -160,7 +161,7 @@ def min_max(a: Matrix) -> None:
 
 
 def blend_weights(a: Matrix, m: int, w0: Vector, beta: float) -> Vector:
-    """Return the weights of the three memories, (3,), from the means of each row's m highest and m lowest values.
+    """Return the weights (3,) of the three memories, from the means of the m highest and m lowest values of each row.
 
     Implements: NK-GAP, NK-BLEND
     """
@@ -174,7 +175,7 @@ def blend_weights(a: Matrix, m: int, w0: Vector, beta: float) -> Vector:
 
 @compiled(nogil=True)
 def routed(a: Matrix, w: Vector, tau: float, kappa: float, score: Vector) -> None:
-    """Write a* to `score` (n,), from normalised rows (3, n).
+    """Write the score a* to `score` (n,), computed from the normalised rows (3, n).
 
     Implements: NK-BLEND, NK-SURPRISE, NK-ROUTE
     """

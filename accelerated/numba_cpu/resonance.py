@@ -1,4 +1,4 @@
-"""Decode: pulses from active trunks raise D along the trunk graph (Section 3.8(b))."""
+"""Resonance: pulses from active trunks raise D along the trunk graph (Section 3.8(b))."""
 
 import numpy as np
 from numba import njit
@@ -14,13 +14,14 @@ def resonance(
     D: Vector, indptr: IntVector, indices: IntVector, weights: Vector, active: BoolVector, max_hops: int,
     gamma_hop: float, tau_pulse: float, alpha_res: float,
 ) -> Vector:
-    """Return D after every active trunk, in ascending order, has sent its pulse.
+    """Return the D of each trunk after all active trunks, in ascending order, have sent a pulse.
 
     Implements: CC-PULSE, CC-RAISE, CC-RESONANCE
 
-    `queue` holds the reached trunks hop by hop. `search` holds for each trunk the last search that reached it, so
-    a search raises a trunk only once. The loop over a hop's edges has no branch: `best` collects the strongest
-    pulse of every trunk. Trunk numbers are unsigned, so Numba omits the check for negative indices.
+    `queue` contains the reached trunks hop by hop. `search` contains for each trunk the last search that reached the
+    trunk, so one search raises a trunk only once. `best` collects the strongest pulse that reaches each trunk, so the
+    loop over the edges of a hop has no branch. Trunk numbers are unsigned, so Numba omits the check for negative
+    indices.
     """
     m = len(D)
     after = D.copy()
@@ -58,6 +59,6 @@ def resonance(
 
 @njit(inline="always")
 def raised(D: float, pulse: float, alpha_res: float) -> float:
-    """Return D of one trunk after one pulse."""
+    """Return the D of one trunk after one pulse."""
     after = D + alpha_res * pulse * (1.0 - D)
     return after if after < 1.0 else 1.0

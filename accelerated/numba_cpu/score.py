@@ -1,4 +1,4 @@
-"""S5: the two-path score (Section 3.6)."""
+"""Stage S5: the two-path score of a trunk (Section 3.6)."""
 
 import math
 
@@ -12,7 +12,7 @@ __all__ = ["score"]
 
 @compiled()
 def score(D: Vector, M_bar: Vector, protected: BoolVector, alpha: float, epsilon: float) -> Vector:
-    """Return the maximum of D and alpha times the min-max normalised log impact. NaN if protected.
+    """Return the larger of D and (alpha times the min-max normalised log impact). A protected trunk has NaN.
 
     Implements: CC-NORMALISED-IMPACT, CC-SCORE
     """

@@ -1,4 +1,4 @@
-"""S4 of a later segment. The edges of a segment can reach older trunks."""
+"""Stage S4 for a later segment. An edge of a later segment can reach an older trunk."""
 
 import numpy as np
 
@@ -16,12 +16,12 @@ __all__ = ["segment_crystallization", "segment_graph"]
 def segment_graph(
     coattention: CoAttention, bounds: IntVector, sizes: IntVector, W: TrunkWeights, tau_edge: float,
 ) -> TrunkWeights:
-    """Return the weights W between old and new trunks. Weights between two old trunks are unchanged.
+    """Return the weights W of the old and the new trunks. The weights between two old trunks are unchanged.
 
     Implements: CC-SEGMENT-GRAPH
 
-    All other weights are computed from the edges of the segment. The kernel of S4 runs on a list of nodes: first the
-    old trunks, then the tokens of the segment.
+    The weights of a new trunk are computed from the edges of the segment. For this, the kernel of S4 runs on a list of
+    nodes: first the old trunks, then the tokens of the segment.
     """
     old = len(W.indptr) - 1
     node_trunk = np.concatenate([np.arange(old), old + np.repeat(np.arange(len(sizes) - old), np.diff(bounds[old:]))])
@@ -40,7 +40,7 @@ def segment_graph(
 
 
 def segment_crystallization(degree: Vector, old: int, parameters: CrystalCacheParameters) -> Vector:
-    """Return D of the trunks after the first `old` ones. mu and sigma are over all trunks.
+    """Return the D of the trunks after the first `old` trunks, with mu and sigma computed over all trunks.
 
     Implements: CC-SEGMENT-D
     """
@@ -52,7 +52,7 @@ def segment_crystallization(degree: Vector, old: int, parameters: CrystalCachePa
 
 @compiled()
 def to_nodes(neighbours: IntMatrix, bounds: IntVector, old: int) -> IntMatrix:
-    """Return node indices for absolute positions. The first `old` rows belong to old trunks and have no neighbours."""
+    """Return the node index for each absolute position. The first `old` rows, for old trunks, have no neighbours."""
     n, k = neighbours.shape
     nodes = np.full((old + n, k), -1, dtype=np.int64)
     start = bounds[old]

@@ -1,4 +1,4 @@
-"""Selection of the best tokens of many sets: find the threshold without a sort, then collect tokens in one pass."""
+"""Selection of the best tokens of many sets, by a threshold that is found without a sort, and one pass per set."""
 
 import numpy as np
 
@@ -12,9 +12,9 @@ FEW = 8  # tokens that go, up to which one pass finds the threshold
 
 
 def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Selection:
-    """Select in each row the pinned tokens, then the tokens with the best values, up to the row's share.
+    """Select in each row the pinned tokens, then the tokens with the highest values, up to the share of the row.
 
-    On a tie the lower index is selected. NaN ranks below every value.
+    If two values are equal, the lower index is selected first. NaN ranks below every value.
 
     Implements: PO-TOP-UNITS
     """
@@ -23,7 +23,7 @@ def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Select
 
 @compiled(nogil=True)
 def kept_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> tuple[IntVector, IntVector]:
-    """Return positions and offsets of the tokens that each row keeps."""
+    """Return the positions of the tokens that each row keeps, and the offsets of the rows."""
     groups, n = values.shape
     positions, offsets = np.empty(groups * n, np.int64), np.zeros(groups + 1, np.int64)
     candidates, at = np.empty(n), 0
@@ -71,7 +71,7 @@ def lowest(candidates: Vector, k: int) -> float:
 
 @compiled(nogil=True)
 def threshold(candidates: Vector, free: int) -> tuple[float, int]:
-    """Return the smallest of the `free` best candidates, and how many candidates of this value are among the best."""
+    """Return the smallest of the `free` highest candidates, and how many of the highest have this smallest value."""
     if free == 0:
         return np.inf, 0
     worse = len(candidates) - free

@@ -1,4 +1,4 @@
-"""Thread pool for matrix products. BLAS does not start threads inside the pool's threads."""
+"""Thread pool for matrix products. Inside a thread of the pool, BLAS does not start more threads."""
 
 import os
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ BLAS = ThreadpoolController and ThreadpoolController()
 
 @contextmanager
 def threads() -> Iterator[ThreadPoolExecutor]:
-    """Context manager that returns a pool with a thread per core.
+    """Context manager that returns a thread pool with one thread per core.
 
     Raises:
-        BackendUnavailable: if threadpoolctl is not installed, which limits BLAS to one thread.
+        BackendUnavailable: if threadpoolctl, which limits BLAS to one thread, is not installed.
     """
     if BLAS is None:
         raise BackendUnavailable("this stage of backend 'numba' needs threadpoolctl: pip install 'kvspec[numba]'")
@@ -34,6 +34,6 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def plain(x: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Return rows (keys, d) for BLAS: a view if they are float32 with contiguous channels, otherwise a copy."""
+    """Return rows (keys, d) for BLAS: a view of float32 rows with contiguous channels, and a copy of all other rows."""
     fits = x.dtype == np.float32 and x.strides[1] == x.itemsize and x.strides[0] >= x.shape[1] * x.itemsize
     return x if fits else np.ascontiguousarray(x, dtype=np.float32)

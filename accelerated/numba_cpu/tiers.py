@@ -1,4 +1,7 @@
-"""S6: the essay's tiers as Stage 1. The shift t is found by bisection, because a larger t never keeps fewer tokens."""
+"""The essay's tiers as Stage 1 of S6.
+
+The shift t is found by bisection, which is possible because a larger t never keeps fewer tokens.
+"""
 
 import numpy as np
 
@@ -10,7 +13,7 @@ __all__ = ["dissolve_in_tiers", "kept_in_tier", "least_shift"]
 
 @compiled()
 def kept_in_tier(size: int, rank: int, m: int, t: int, N_min: int) -> int:
-    """Return the tokens that the trunk of a rank keeps at shift t. Rank 0 is the trunk with the highest score.
+    """Return how many tokens the trunk with this rank keeps at shift t. The trunk with the highest score has rank 0.
 
     Implements: CC-TIER-COUNT
     """
@@ -26,7 +29,7 @@ def kept_in_tier(size: int, rank: int, m: int, t: int, N_min: int) -> int:
 
 @compiled()
 def kept_in_all(sizes: IntVector, t: int, N_min: int) -> int:
-    """Return the tokens that all trunks together keep at shift t. Trunks are sorted by score, ascending."""
+    """Return how many tokens all trunks together keep at shift t. Trunks are sorted by score, ascending."""
     m = len(sizes)
     total = 0
     for g in range(m):
@@ -36,7 +39,7 @@ def kept_in_all(sizes: IntVector, t: int, N_min: int) -> int:
 
 @compiled()
 def least_shift(sizes: IntVector, B_avail: int, N_min: int) -> int:
-    """Return the smallest t in [-m, m] at which the tiers keep at least B_avail tokens."""
+    """Return the smallest shift t in [-m, m] at which the tiers keep at least B_avail tokens."""
     low, high = -len(sizes), len(sizes)
     while low < high:
         t = (low + high) // 2
@@ -51,7 +54,7 @@ def least_shift(sizes: IntVector, B_avail: int, N_min: int) -> int:
 def dissolve_in_tiers(
     score: Vector, offsets: IntVector, M: Vector, D: Vector, protected: BoolVector, B: int, N_min: int,
 ) -> tuple[IntVector, Vector, Vector]:
-    """Return kept positions, r and D after the eviction.
+    """Return the kept positions, and the r and D of each trunk, after the eviction.
 
     Implements: CC-TIERS
     """

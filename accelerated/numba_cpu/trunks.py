@@ -1,4 +1,4 @@
-"""S2: trunks, the contiguous units of eviction (Section 3.3)."""
+"""Stage S2: trunks, which are the contiguous units of eviction (Section 3.3)."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ WINDOW = 5  # Eq. 16 fixes it
 
 
 def trunk_offsets(coattention: CoAttention, ends: BoolVector, parameters: CrystalCacheParameters) -> IntVector:
-    """Return the trunk offsets of the segment, in absolute positions.
+    """Return the offsets of the segment's trunks, as absolute positions.
 
     Implements: CC-SENTENCES, CC-INTERFACE, CC-INTERFACE-EDGES, CC-MERGE, CC-SPLIT, CC-TRUNKS
     """
@@ -30,7 +30,7 @@ def build(
     ends: BoolVector, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix, cross_weight: Matrix,
     tau_merge: float, T_max: int,
 ) -> IntVector:
-    """Return the trunk offsets in one pass: end a sentence, try to merge it, and split each finished trunk."""
+    """Return the trunk offsets in one pass that merges neighbouring sentences and splits long trunks."""
     n = len(ends)
     offsets = np.empty(n + 1, dtype=np.int64)
     offsets[0] = 0
@@ -56,7 +56,7 @@ def interface_sum(
     start: int, stop: int, next_stop: int, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
     cross_weight: Matrix,
 ) -> tuple[float, int]:
-    """Return sum and number of the edge weights across `stop`, added by first endpoint, then by second endpoint."""
+    """Return the sum and number of edge weights across `stop`, added in order of first, then second endpoint."""
     total = 0.0
     k = 0
     for a in range(max(start, stop - WINDOW), stop):
@@ -77,7 +77,7 @@ def strong(
     start: int, stop: int, next_stop: int, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
     cross_weight: Matrix, tau_merge: float,
 ) -> bool:
-    """Return True if sum(w) - tau k > 0 for the k edges of the interface."""
+    """Return True if sum(w) - tau k > 0 for the weights w of the k edges of an interface."""
     total, k = interface_sum(start, stop, next_stop, intra, intra_weight, cross, cross_weight)
     joined: bool = total - tau_merge * k > 0
     return joined
@@ -85,7 +85,7 @@ def strong(
 
 @compiled()
 def split(offsets: IntVector, m: int, start: int, stop: int, T_max: int) -> int:
-    """Append the pieces of one merged trunk, larger pieces first, and return the new number of trunks."""
+    """Append the pieces of one merged trunk, the larger pieces first, and return the new number of trunks."""
     size = stop - start
     pieces = (size + T_max - 1) // T_max
     small, larger = size // pieces, size % pieces

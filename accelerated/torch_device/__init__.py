@@ -1,1 +1,1 @@
-"""Backend `torch`: stages and scores in plain PyTorch, on any of its devices."""
+"""Backend `torch`: stages and scores in plain PyTorch, on any device that PyTorch supports except MPS."""

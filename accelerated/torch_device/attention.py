@@ -1,7 +1,7 @@
-"""Attention on keys (H2O, TOVA, KVzip, Expected Attention) in PyTorch, without custom kernels.
+"""Attention that keys receive (H2O, TOVA, KVzip, Expected Attention) in PyTorch, without custom kernels.
 
-Custom kernels would not be faster: a decode step needs four small calls, and a prompt is dominated by matrix products.
-Products and softmax are float32. Sums over blocks and all d x d matrices are float64.
+Custom kernels would not be faster: a decode step needs only four small calls, and matrix products dominate the time of
+a prompt. Products and softmax are float32. Sums over blocks and all d x d matrices are float64.
 """
 
 from collections.abc import Iterator
@@ -45,9 +45,9 @@ def largest_attention(
     q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None,
     sinks: DeviceArray | None = None,
 ) -> Matrix:
-    """Return for each key of k (H_kv, n, d) the largest attention weight / query norm, (H, n).
+    """Return for each key of k (H_kv, n, d) the largest (attention weight / norm of the query), (H, n).
 
-    The maximum is over the queries q (H, m, d), which have the norms (m,).
+    The maximum is over the m queries q (H, m, d). `norms` (m,) contains the norm of each query.
 
     Implements: PO-KVZIP, PO-KVZIP-PLUS
     """
@@ -73,7 +73,7 @@ def largest(
 def _blocks(
     q: Tensor, k: Tensor, scaling: float, softcap: float | None, sinks: DeviceArray | None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Some of the queries, and their weights on the keys that these may see, (H_kv, group, rows, visible)."""
+    """Yield blocks of queries, with the weights (H_kv, group, rows, visible) on the keys that a block attends to."""
     keys = k.transpose(1, 2)
     (H, m, d), (H_kv, _, n) = q.shape, keys.shape
     size = block_rows(q, H * n)
@@ -87,7 +87,7 @@ def _blocks(
 
 
 def causal_softmax(S: Tensor, sinks: DeviceArray | None) -> Tensor:
-    """Return the softmax of logits (..., w, n) of the last w of n queries. The logits are overwritten."""
+    """Return the causal softmax of logits (..., w, n) of the last w of n queries. The logits are overwritten."""
     w, n = S.shape[-2:]
     S[..., n - w :].masked_fill_(torch.ones(w, w, dtype=torch.bool, device=S.device).triu(1), -torch.inf)
     return softmax(S, sinks)
@@ -96,7 +96,7 @@ def causal_softmax(S: Tensor, sinks: DeviceArray | None) -> Tensor:
 def softmax(S: Tensor, sinks: DeviceArray | None) -> Tensor:
     """Return the softmax of logits (heads, queries, n), (KV heads, group, queries, n) or (heads, n).
 
-    A sink adds to the denominator, and has no column in the result.
+    An attention sink adds to the denominator, and has no column in the result.
     """
     if sinks is None:
         return torch.softmax(S, dim=-1)
@@ -110,7 +110,7 @@ def expected_attention(
     q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector, factor: float,
     scaling: float, sinks: DeviceArray | None = None,
 ) -> Matrix:
-    """Return the expected attention weights on the keys k (H_kv, n, d) times the norms of v (H_kv, n, d), (H_kv, n).
+    """Return, for keys k and values v (H_kv, n, d), expected attention weight times norm of the value, (H_kv, n).
 
     Implements: PO-EXPECTED-ATTENTION
     """
@@ -138,7 +138,7 @@ def expected_weights(
 
 
 def _expected_logits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, R: Tensor, scaling: float) -> Tensor:
-    """Of one head's queries (m, d), turned back by their angles (m, d / 2), and keys (n, d): (n,)."""
+    """Return the expected logit of each key, (n,), from queries (m, d), the queries' RoPE angles and keys (n, d)."""
     first, second = q.chunk(2, dim=1)
     back = torch.cat([first * cos + second * sin, second * cos - first * sin], dim=1)
     mean = back.mean(dim=0, dtype=torch.float64)

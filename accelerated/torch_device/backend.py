@@ -1,4 +1,4 @@
-"""The backend `torch`: attention stages and scores of policies, on any PyTorch device.
+"""The backend `torch`: attention stages and scores of policies, in PyTorch.
 
 S2 to S6, decoding and set-conditioned selection are sequential and small, so they run on the host.
 """
@@ -45,12 +45,12 @@ class _Stages:
 
 
 def with_host(host: object, **own: Callable[..., Any]) -> Any:
-    """Return a stage family of the host with some stages replaced by those of the device."""
+    """Return a stage family of the host in which some stages are replaced by stages of the device."""
     return _Stages({name: getattr(host, name) for name in dir(host) if not name.startswith("_")} | own)
 
 
 class _PolicyStages:
-    """Attention on the device of the keys, and selection of tokens on the host."""
+    """Stages for published policies: attention on the device of the keys, and selection of tokens on the host."""
 
     received_attention = staticmethod(received_attention)
     largest_attention = staticmethod(largest_attention)
@@ -59,7 +59,7 @@ class _PolicyStages:
 
 
 class _NestedKVStages:
-    """NestedKV's score on the device of the keys."""
+    """NestedKV's score, computed on the device of the keys."""
 
     anomaly_score = staticmethod(anomaly_score)
 

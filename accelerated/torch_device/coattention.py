@@ -1,7 +1,8 @@
-"""S1 (Section 3.2) and the norms of cached keys in PyTorch, on the device of the tensors, with one copy to the host.
+"""Stage S1 (Section 3.2) and the norms of cached keys in PyTorch, on the device of the tensors.
 
-Weights are float32, or float64 if q and k are float64. Sums over queries are float64. The workspace is two blocks of
-the weights of `block_rows` queries, the keys in float32, and four (C, C) matrices for a chunk.
+The result is copied to the host once. Weights are float32, or float64 if q and k are float64. Sums over queries are
+float64. The working memory contains two blocks of weights, each of `block_rows` queries, the keys in float32, and four
+(C, C) matrices for a chunk.
 """
 
 import numpy as np
@@ -60,7 +61,7 @@ def coattention(
 
 
 def _check_form(q: DeviceArray, k: DeviceArray, lse: DeviceArray | None) -> None:
-    """Whether values are finite is known on the device, for tensors."""
+    """Check types and shapes, and the values of NumPy arrays. The values of tensors are checked on the device."""
     if isinstance(q, np.ndarray):
         check_attention_inputs(q, k)
         check_lse(lse, q)
@@ -77,7 +78,9 @@ def _check_form(q: DeviceArray, k: DeviceArray, lse: DeviceArray | None) -> None
 def _chunk(
     q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, softcap: float | None, sinks: DeviceArray | None,
 ) -> Tensor:
-    """Of a chunk's queries (H, Q, d) and the keys up to its last: salience, slots and weights of both lists, (Q, _).
+    """Return salience, and the slots and weights of both lists of neighbours, (Q, _), for the queries of one chunk.
+
+    q (H, Q, d) contains the queries of the chunk, and k all keys up to the last key of the chunk.
 
     Implements: CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS
     """
@@ -102,7 +105,7 @@ def _chunk(
 def attention(
     q: Tensor, k: Tensor, at: int, scaling: float, softcap: float | None, sinks: DeviceArray | None,
 ) -> Tensor:
-    """Return causal weights (H, rows, keys) of queries (H, rows, d). The first query belongs to key number `at`.
+    """Return the causal attention weights (H, rows, keys) of queries (H, rows, d). The first query is token `at`.
 
     Implements: CC-ATTENTION
     """
@@ -113,10 +116,10 @@ def attention(
 
 
 def strongest(weights: Tensor, k: int, tau: float) -> Tensor:
-    """Return columns, then weights, of the k largest weights above tau in each row, (rows, 2 k). Unused entries: -1, 0.
+    """Return, (rows, 2 k), the columns and then the weights of the k largest weights above tau in each row.
 
-    Weights are compared in float32, and on a tie the lower column comes first. For this, the bits of a weight and its
-    column are combined into one integer.
+    An unused entry has column -1 and weight 0. Weights are compared in float32, and of equal weights the lower column
+    comes first. For this comparison, the bits of the weight and the column are combined into one integer.
     """
     order = (weights.float().view(torch.int32).long() << 32) - torch.arange(weights.shape[1], device=weights.device)
     columns = torch.topk(order, min(k, weights.shape[1]), dim=1).indices
@@ -130,7 +133,7 @@ def strongest(weights: Tensor, k: int, tau: float) -> Tensor:
 
 
 def inverse_key_norms(k: DeviceArray) -> Vector:
-    """Return each token's mean of 1 / ||k|| over the KV heads, (n,) in float64. A zero key gives inf.
+    """Return for each token the mean of 1 / ||k|| over the KV heads, (n,) in float64. A zero key gives inf.
 
     Implements: CC-KEY-NORM
 

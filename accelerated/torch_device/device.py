@@ -1,4 +1,4 @@
-"""Device of the backend `torch`, and copies between NumPy arrays and tensors."""
+"""Device that the backend `torch` uses, and copies between NumPy arrays and tensors."""
 
 from typing import Any
 
@@ -12,18 +12,18 @@ __all__ = ["block_rows", "default_device", "download", "on_device", "takes", "up
 
 
 def default_device() -> torch.device:
-    """Return the device for NumPy arrays: the accelerator of this machine, or the CPU. MPS is not used: no float64."""
+    """Return the device for NumPy arrays: an accelerator, but not MPS, which has no float64, or else the CPU."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if device is None or device.type == "mps" else device
 
 
 def takes(x: DeviceArray) -> bool:
-    """Return True if the stages read this tensor on its device."""
+    """Return True if the stages accept this tensor without a copy to the host."""
     return isinstance(x, Tensor) and x.is_floating_point() and x.device.type != "mps"
 
 
 def block_rows(x: Tensor, columns: int) -> int:
-    """Return the rows of a block: as many as a CPU cache holds, or 2**26 numbers on a different device; at least 16."""
+    """Return the number of rows in a block of 2**19 numbers on a CPU, or of 2**26 on another device. At least 16."""
     return max(16, (2**19 if x.device.type == "cpu" else 2**26) // columns)
 
 
@@ -34,7 +34,7 @@ def upload(array: np.ndarray[Any, Any], dtype: Any, device: torch.device | None 
 
 
 def on_device(x: DeviceArray, device: torch.device | None = None) -> Tensor:
-    """Return a tensor in float32, or in float64 if x is float64. A tensor is moved only if a device is given."""
+    """Return x as a tensor in float32, or in float64 if x is float64. A tensor is moved only if a device is given."""
     if not isinstance(x, Tensor):
         x = upload(x, np.float64 if x.dtype.itemsize > 4 else np.float32, device)
     target = device or x.device

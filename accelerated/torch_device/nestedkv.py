@@ -1,6 +1,6 @@
 """NestedKV's score in PyTorch, on the device of the keys, in float64. Window sums are differences of running sums.
 
-The workspace is six times a head's keys in float64, and eight float64 numbers per token and head.
+The working memory is six times the keys of one head in float64, and eight float64 numbers per token and head.
 """
 
 import math
@@ -54,7 +54,7 @@ def _refuse(lost: Tensor, keys: Tensor, reason: str) -> None:
 
 
 def nestedkv_score(view: LayerView, stages: NestedKVStages, parameters: NestedKVParameters) -> Tensor:
-    """Return the score a* of a layer as a tensor on the device. A zero key gives NaN."""
+    """Return the score a* of a layer as a tensor on the device. The score is NaN if a key is zero."""
     return scores(on_device(view.k), parameters)
 
 
@@ -91,7 +91,7 @@ def anomalies(k: Tensor, p: NestedKVParameters) -> Tensor:
 
 
 def cosine(product: Tensor, total: Tensor, count: Tensor | int) -> Tensor:
-    """Return products with sums of `count` unit keys over the lengths of the sums; 0 where a mean is negligible."""
+    """Return product / length of `total`, where `total` is a sum of `count` unit keys. 0 if `total` is negligible."""
     length = torch.linalg.vector_norm(total, dim=-1)
     return torch.where(length > NEGLIGIBLE * count, product / length, 0.0)
 

@@ -1,8 +1,8 @@
-"""Scores of the published policies, each with the name and the arguments of the reference's function.
+"""Scores of the published policies. Each function has the name and the arguments of the function in the reference.
 
-The functions compute a score on the device of the keys, and the score stays on this device. Scores are float32, or
-float64 if the keys are float64. Sums over more tokens than a window are float64. The workspace is the attention weights
-of a window, (H, W, n), or a block of `block_rows` rows.
+A function computes a score on the device of the keys, and the score stays on the device. Scores are float32, or float64
+if the keys are float64. Sums over more tokens than a window are float64. The working memory is the attention weights of
+a window, (H, W, n), or a block of `block_rows` rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +30,7 @@ P = ParamSpec("P")
 
 
 def observed(view: LayerView, W: int) -> Tensor:
-    """PO-OBSERVED-ATTENTION: weights of the last W queries on all keys, (H, w, n)."""
+    """Return the attention weights of the last W queries on all keys, (H, w, n): PO-OBSERVED-ATTENTION."""
     k, n = on_device(view.k), view.k.shape[1]
     return causal_softmax(logits(on_device(view.q, k.device).to(k.dtype)[:, -min(W, n) :], k, view), view.sinks)
 
@@ -52,17 +52,17 @@ def groups(X: Tensor, H_kv: int) -> Tensor:
 
 
 def max_pool(x: Tensor, kernel: int) -> Tensor:
-    """PO-POOL, the largest around each entry of (rows, n)."""
+    """Return for each entry of x (rows, n) the largest entry in the window around the entry: PO-POOL."""
     return max_pool1d(x, kernel, 1, kernel // 2) if x.shape[1] else x
 
 
 def average_pool(x: Tensor, kernel: int) -> Tensor:
-    """PO-POOL, the sum around each entry of (rows, n) over the kernel."""
+    """Return for each entry of x (rows, n) the sum of the window around the entry, divided by `kernel`: PO-POOL."""
     return pad(x, (kernel // 2, kernel // 2)).unfold(1, kernel, 1).mean(dim=2) if x.shape[1] else x
 
 
 def with_window(past: Tensor, n: int) -> Tensor:
-    """Return the scores with NaN for the window."""
+    """Return the scores of all n tokens, with NaN for the tokens of the window."""
     return pad(past, (0, n - past.shape[1]), value=torch.nan)
 
 
@@ -136,7 +136,7 @@ def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Tensor:
 
 
 def _spread(x: Tensor) -> Tensor:
-    """Softmax over a partition of each token's deviation over channels, by the range of the next partition."""
+    """Return the softmax, over a partition, of the deviation over channels, scaled by the next partition's range."""
     low, high = x[:, 1:].amin(dim=2, keepdim=True), x[:, 1:].amax(dim=2, keepdim=True)
     scaled = (x[:, :-1] - low) / torch.where(high > low, high - low, torch.inf)
     scaled -= scaled.mean(dim=3, keepdim=True)
@@ -158,10 +158,10 @@ def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Tensor:
 
 
 def _redundancy(k: Tensor) -> Tensor:
-    """Of one head's keys (n, d): softmax of their mean cosine with all others, each row without one column.
+    """Return the softmax of the mean cosine of each key (n, d) of one head with all different keys of the head.
 
-    A sum of cosines is a product with the sum of the unit keys. The cosines of the columns left out are summed as
-    integers, so that the order of addition has no effect.
+    One column of each row is left out of the mean. A sum of cosines is computed as a product with the sum of the unit
+    keys. The cosines that are left out are summed as integers, so that the order of addition has no effect.
     """
     own = k / (torch.linalg.vector_norm(k, dim=1, keepdim=True) + 1e-8)
     column, at = _last_similar(own), torch.arange(len(k), device=k.device)
@@ -172,7 +172,7 @@ def _redundancy(k: Tensor) -> Tensor:
 
 
 def _last_similar(unit: Tensor) -> Tensor:
-    """Of each key the last other key with a cosine above 1/2, or 0, (n,). Each pair of keys is in one block."""
+    """Return for each key, (n,), the index of the last different key with a cosine above 1/2, or 0 if there is none."""
     n, number = len(unit), torch.arange(1, len(unit) + 1, dtype=unit.dtype, device=unit.device)
     last = torch.zeros_like(number)
     for first in range(0, n, size := block_rows(unit, n)):
@@ -206,7 +206,7 @@ def value_norms(v: DeviceArray) -> Tensor:
 
 
 def output_size(v: DeviceArray, W_o: DeviceArray) -> Tensor:
-    """Return ||W_o v||_1, averaged over the group. To save memory, W_o is converted one head at a time.
+    """Return the L1 norm of W_o v, averaged over the group. To save memory, W_o is converted one head at a time.
 
     Implements: PO-CRITICALKV, PO-DEFENSIVEKV
     """
@@ -243,7 +243,7 @@ def defensive_score(view: LayerView, W_o: DeviceArray, B: int, W: int, kernel: i
 
 
 def _defensive_maximum(A: Tensor, kernel: int, H_kv: int) -> Tensor:
-    """Pooled rows at their mass, the largest over group and queries, not below the head's mean."""
+    """Return the maximum, over group and queries, of pooled weights with unchanged row sums, and at least the mean."""
     pooled = average_pool(A.flatten(0, 1), kernel).view_as(A)
     mass = pooled.sum(dim=2, keepdim=True)
     pooled *= torch.where(mass > 0, A.sum(dim=2, keepdim=True) / mass, 0.0)
@@ -269,7 +269,10 @@ def cake_layer(
 def largest_z_scores(
     k: DeviceArray, t: int, mean: Matrix, magnitude: Matrix, inv_freq: Vector, factor: float, pinned: int,
 ) -> Tensor:
-    """In float64, as a deviation may be small: a query head's score is a product of the keys with one vector.
+    """Return the largest z-score of each key over the query heads of the group, in float64.
+
+    The score of a query head is a product of the keys with one vector. float64 is needed because the standard deviation
+    of the scores can be small.
 
     Implements: TA-SCORE, TA-RANKING
     """
@@ -286,7 +289,10 @@ def largest_z_scores(
 
 
 def rehearsed(view: LayerView, N_sink: int, plus: bool, size: Tensor | float = 1.0) -> Tensor:
-    """The largest weight in each chunk's repeat, over the norms of what asks or not, times a size (H, n), (H_kv, n)."""
+    """Return the largest weight of each key while the model repeats the key's chunk, times `size` (H, n), (H_kv, n).
+
+    If `plus` is true, each weight is divided by the norm of the query's token.
+    """
     k = on_device(view.k)
     scores = torch.full(k.shape[:2], torch.nan, dtype=torch.float64, device=k.device)
     for repeat in view.repeats or ():
@@ -303,7 +309,7 @@ def kvzip_score(view: LayerView, N_sink: int, largest: object = None) -> Tensor:
     """Implements: PO-KVZIP
 
     Raises:
-        SpecError: where the prompt was not rehearsed.
+        SpecError: if the model did not repeat the prompt.
     """
     if view.repeats is None:
         raise SpecError("repeats", None, "are needed: KVzip scores tokens while the model repeats the prompt")
@@ -311,12 +317,12 @@ def kvzip_score(view: LayerView, N_sink: int, largest: object = None) -> Tensor:
 
 
 def kvzip_plus_score(view: LayerView, N_sink: int, W_o: DeviceArray, largest: object = None) -> Tensor:
-    """Return the scores of KVzip+. A chunk with a norm of 0 gets NaN.
+    """Return the scores of KVzip+. All tokens of a chunk with a norm of 0 have the score NaN.
 
     Implements: PO-KVZIP-PLUS
 
     Raises:
-        SpecError: when the values were not captured.
+        SpecError: if the values were not captured.
     """
     if view.v is None:
         raise SpecError("v", None, "KVzip+ needs the values, and norms above 0")
@@ -342,7 +348,7 @@ def directed(view: LayerView) -> Matrix:
     """Return the score of KeyDiff.
 
     Raises:
-        SpecError: for a zero key, which has no direction.
+        SpecError: if a key is zero and therefore has no direction.
     """
     found = host_score(keydiff_score)(view)
     if np.isnan(found).any():
@@ -357,7 +363,7 @@ def shared(*args: Any) -> Matrix:
     """Return the score of DefensiveKV.
 
     Raises:
-        SpecError: where a token's values give no output in any head.
+        SpecError: if the projected value of a token is zero in every head.
     """
     found, W = host_score(defensive_score)(*args), args[3]
     lost = np.isnan(found[:, : max(0, found.shape[1] - W)]).all(axis=0)
@@ -388,10 +394,10 @@ SCORES_OF_LAYERS: Mapping[str, Callable[..., Any]] = {
         cake_layer, largest_z_scores, value_range, window_attention,
     )
 } | {"expected_attention": expected_weights}
-"""Functions that compute scores of one layer, by name. The scores stay on the device."""
+"""Functions, by name, that compute the scores of one layer. The scores stay on the device."""
 SCORES: Mapping[str, Callable[..., Any]] = {
     **{name: score for name, score in SCORES_OF_LAYERS.items() if not name.startswith("expected")},
     "keydiff_score": directed, "defensive_score": shared, "kvzip_score": kvzip_score,
     "kvzip_plus_score": kvzip_plus_score,
 }
-"""Functions with the names and arguments of those in `reference.policies`. Some copy the result to the host."""
+"""Functions with the names and arguments of functions in `reference.policies`. Several copy results to the host."""

@@ -1,4 +1,4 @@
-"""Selection of the best tokens of each kept set, by one stable sort of all sets; and head budgets from scores.
+"""Selection of the best tokens of each group by one stable sort of all groups, and budgets of heads from scores.
 
 No function copies values from the device to the host, except `best_tokens`, which takes host arrays.
 """
@@ -23,9 +23,9 @@ __all__ = [
 
 
 def kept_tokens(values: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
-    """Return a mask (g, n) that selects in each row the pinned tokens, then the best scores, up to the row's share.
+    """Return a mask (g, n) that selects in each row the pinned tokens, then the highest scores, up to the row's share.
 
-    On a tie the lower index is selected. NaN ranks below every score.
+    If two scores are equal, the lower index is selected first. NaN ranks below every score.
 
     Implements: PO-TOP-UNITS
     """
@@ -33,14 +33,14 @@ def kept_tokens(values: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
 
 
 def first_tokens(order: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
-    """Return a mask (g, n) that selects in each row the pinned tokens, then tokens in this order, up to the share."""
+    """Return a mask (g, n) that selects in each row the pinned tokens, then tokens in this `order`, up to the share."""
     free = ~pinned.gather(1, order)
     first = free & (free.cumsum(dim=1) <= (shares - pinned.sum(dim=1))[:, None])
     return pinned | torch.zeros_like(pinned).scatter_(1, order, first)
 
 
 def ranks(x: Tensor) -> Tensor:
-    """Return the rank of each number in its row. The largest number has rank 0. On a tie the lower index is first."""
+    """Return the rank of each number in a row. The largest number has rank 0. Equal numbers rank by their index."""
     order = torch.argsort(-x, dim=-1, stable=True)
     return torch.empty_like(order).scatter_(-1, order, torch.arange(x.shape[-1], device=x.device).expand_as(order))
 
@@ -48,8 +48,8 @@ def ranks(x: Tensor) -> Tensor:
 def filled_chunks(members: Tensor, c: int, past: int, shares: Tensor, pinned: Tensor) -> Tensor:
     """Return a mask (g, n) that selects in each row the pinned tokens, then the chunks with the largest sums.
 
-    Only part of the last selected chunk is kept. Chunks of c tokens cover the first `past` tokens. All later tokens are
-    pinned.
+    The last selected chunk is kept only in part if the share of the row ends inside the chunk. Chunks of c tokens cover
+    the first `past` tokens. All later tokens are pinned.
 
     Implements: PO-FILL-UNITS, PO-CHUNKKV
     """
@@ -64,7 +64,7 @@ def kept_blocks(
 ) -> Tensor:
     """Return a mask (g, n) that selects in each row the blocks of b tokens with the largest sums.
 
-    A last block with fewer than b tokens is always selected.
+    If the last block has fewer than b tokens, the last block is always selected.
 
     Implements: PO-BEST-BLOCKS
     """
@@ -77,9 +77,9 @@ def kept_blocks(
 def kept_representatives(
     values: Tensor, shares: Tensor, pinned: Tensor, b: int, share: Fraction, anchor: str, free: Tensor,
 ) -> Tensor:
-    """Return the mask of `kept_blocks` for a layer. The fraction `share` of the blocks are representatives.
+    """Return the mask of `kept_blocks` for a layer, in which a fraction `share` of the blocks are representatives.
 
-    `free` are the blocks without protected tokens.
+    `free` contains the blocks without protected tokens.
 
     Implements: PO-REPRESENTATIVES
     """
@@ -100,7 +100,9 @@ def kept_representatives(
 
 
 def anchor_distances(blocks: Tensor, free: Tensor, anchor: str) -> Tensor:
-    """Return the Hamming distances (m,) of blocks (h, m, b) to the anchor, over all heads. 0 for blocks not in `free`.
+    """Return the Hamming distance of each block to the anchor, (m,), summed over all heads of blocks (h, m, b).
+
+    The distance of a block that is not in `free` is 0.
 
     Implements: PO-REPRESENTATIVES
     """
@@ -116,7 +118,7 @@ def anchor_distances(blocks: Tensor, free: Tensor, anchor: str) -> Tensor:
 
 
 def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Selection:
-    """Select tokens of host arrays with `kept_tokens`. This function is the stage `best_tokens`.
+    """Select tokens of NumPy arrays with `kept_tokens`. This function is the stage `PolicyStages.best_tokens`.
 
     Implements: PO-TOP-UNITS
     """
@@ -126,7 +128,7 @@ def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Select
 
 
 def winners(values: Tensor, k: int) -> Tensor:
-    """Return for each head how many of the layer's k highest scores belong to the head, (h,).
+    """Return for each head, (h,), how many of the k highest scores of the layer belong to this head.
 
     Implements: PO-ADAPTIVE-BUDGET
     """
@@ -135,9 +137,10 @@ def winners(values: Tensor, k: int) -> Tensor:
 
 
 def adaptive_shares(values: Tensor, free: int, pinned: int, safeguard: Fraction | int) -> Tensor:
-    """Return Ada-KV's shares (h,): `free` tokens shared among the heads of a layer (h, n), plus `pinned` for each head.
+    """Return Ada-KV's share of each head, (h,), from the scores (h, n) of a layer.
 
-    The arithmetic uses integers: targets are multiples of 1 / (h * denominator of the safeguard).
+    The function divides `free` tokens among the heads and then adds `pinned` tokens for each head. The arithmetic uses
+    integers, because all targets are multiples of 1 / (h * denominator of the safeguard).
 
     Implements: PO-ADAPTIVE-BUDGET, PO-WHOLE-SHARES
     """
@@ -150,7 +153,9 @@ def adaptive_shares(values: Tensor, free: int, pinned: int, safeguard: Fraction 
 
 
 def competition_shares(values: Tensor, free: int, pinned: int, safeguard: Fraction | int) -> Tensor:
-    """Return shares as `adaptive_shares`, but each head gets a quota first; the best remaining scores get the rest.
+    """Return the share of each head: first an equal quota, then one token for each of the highest remaining scores.
+
+    The arguments are those of `adaptive_shares`.
 
     Implements: PO-COMPETITION-BUDGET
     """

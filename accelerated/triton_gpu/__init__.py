@@ -1,1 +1,1 @@
-"""Backend `triton` for CUDA, or Triton's interpreter. S1 uses float32; S2 to S6 are the host's."""
+"""Backend `triton` for CUDA devices and for Triton's interpreter. S1 uses float32. S2 to S6 run on the host."""

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Decode: norms of cached keys, on the device of the keys (Section 3.8(a))."""
+"""Norms of cached keys for decode-time eviction, computed on the device of the keys (Section 3.8(a))."""
 
 import numpy as np
 import torch
@@ -24,9 +24,9 @@ ZERO: tl.constexpr = tl.constexpr(2.0**-846)  # up to this square the inverse of
 def mean_inverse_norms(
     K, NORM, heads, n, d, k_head, k_row, k_dim, NORMS: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """Write NORM (n,): the mean of 1 / ||k|| over the heads, in float64. The mean is infinity if a key is zero.
+    """Write NORM (n,), the mean of 1 / ||k|| over the heads, in float64. The mean is infinity if a key is zero.
 
-    A key whose squares float64 does not hold is scaled by a power of two.
+    If float64 cannot represent the squares of a key, the key is first scaled by a power of two.
 
     Implements: CC-KEY-NORM
     """
@@ -47,7 +47,7 @@ def mean_inverse_norms(
 
 
 def inverse_key_norms(k: DeviceArray) -> Vector:
-    """Return each token's mean of 1 / ||k|| over the KV heads, (n,), for keys (H_kv, n, d) on their device.
+    """Return for each token the mean of 1 / ||k|| over the KV heads, (n,), on the device of the keys (H_kv, n, d).
 
     Raises:
         SpecError: if the kernels do not accept the type, shape, dtype, device or a value of the keys.

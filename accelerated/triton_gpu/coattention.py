@@ -1,7 +1,8 @@
-"""S1: salience and neighbours of each token from the attention of the observed layer (Section 3.2), streamed.
+"""Stage S1: salience and neighbours of each token from the attention of the observed layer (Section 3.2).
 
-The two large buffers (maxima of tiles, and attention inside chunks) cover only a stripe of the segment, so they are
-small at any length. No (n, n) array is made. The host waits only once, for the result.
+Attention is streamed, so no (n, n) array is made. The two large buffers (maxima of tiles, and attention inside chunks)
+cover only a stripe of the segment, so the buffers are small at any length of the segment. The host waits for the device
+only once, for the result.
 """
 
 import math
@@ -27,7 +28,7 @@ LONGEST_LIST = 64
 
 
 class _Segment:
-    """One segment on the device: its inputs, what every launch is told of them, and its outputs."""
+    """Inputs and outputs of one segment on the device, and the arguments that all launches share."""
 
     def __init__(
         self, q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, softcap: float | None,
@@ -51,17 +52,17 @@ class _Segment:
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
     def lists(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return empty lists of neighbours and weights for every token."""
+        """Return an empty list of neighbours and an empty list of weights for each token."""
         index = torch.full((self.n, k), -1, dtype=torch.int64, device=self.q.device)
         return index, torch.zeros((self.n, k), device=self.q.device)
 
     def stripes(self, unit: int, floats: int) -> list[tuple[int, int]]:
-        """Return the first token and the number of tokens of each stripe, for `floats` scratch values per token."""
+        """Return first token and number of tokens of each stripe, if a token needs `floats` scratch values."""
         stripe = max(1, launch.SCRATCH // (4 * max(1, floats) * unit)) * unit
         return [(first, min(stripe, self.n - first)) for first in range(0, self.n, stripe)]
 
     def run(self) -> None:
-        """Run all kernels: row softmax, neighbours in earlier chunks, salience, neighbours in the same chunk."""
+        """Run the kernels in order: row softmax, neighbours in earlier chunks, salience, neighbours in each chunk."""
         for first, rows in self.stripes(self.tiles.cross.rows, self.heads * self.key_tiles):
             self.attend(first, rows)
         if self.key_tiles and self.p.k_cross:
@@ -70,7 +71,7 @@ class _Segment:
             self.compare(first, rows)
 
     def attend(self, first: int, rows: int) -> None:
-        """Compute the softmax of each row, and the tiles of earlier keys in which the row can have an edge."""
+        """Compute the softmax of each row, and find the tiles of earlier keys to which the row can have an edge."""
         shape, cross, p = self.tiles.softmax, self.tiles.cross, self.p
         # Heads that share keys share a program, as many as a power of two allows: 7 heads stay alone.
         pack = min(self.group & -self.group, shape.rows // 4)
@@ -94,7 +95,7 @@ class _Segment:
             )
 
     def given(self) -> tuple[Tensor, int, int]:
-        """Return the given lse and the strides of the lse. If there is no lse, the kernel does not read this tensor."""
+        """Return the given lse and its strides. If no lse is given, return a tensor that the kernel does not read."""
         return (self.log, 0, 0) if self.lse is None else (self.lse, self.lse.stride(0), self.lse.stride(1))
 
     def link(self) -> None:
@@ -153,12 +154,12 @@ def coattention(
     q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters, scaling: float,
     softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None,
 ) -> CoAttention:
-    """Return the result of S1, computed in float32 with the tiles of the launch table. Every run returns the same bits.
+    """Return the result of S1, computed in float32 with the tiles of the launch table. All runs return equal bits.
 
     Implements: CC-ATTENTION, CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
 
     Raises:
-        SpecError: if the kernels do not accept an input. The error is raised before any launch.
+        SpecError: if the kernels do not accept an input. The error is raised before any kernel is launched.
     """
     on_device = attention_tensors(q, k)
     width = max(16, triton.next_power_of_2(on_device[0].shape[2]))
@@ -174,7 +175,7 @@ def coattention_of(
     q: Tensor, k: Tensor, positions: IntVector, p: CrystalCacheParameters, scaling: float,
     softcap: float | None, tiles: AttentionTiles, lse: Tensor | None = None, sinks: Tensor | None = None,
 ) -> CoAttention:
-    """Return the result of S1 for checked tensors and given tiles."""
+    """Return the result of S1 for tensors that are already checked, computed with the given tiles."""
     for name in ("k_intra", "k_cross"):
         if getattr(p, name) > LONGEST_LIST:
             raise SpecError(name, getattr(p, name), f"must be at most {LONGEST_LIST} with the backend triton")

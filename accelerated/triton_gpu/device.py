@@ -1,4 +1,4 @@
-"""Device of the backend `triton` in this process, and checks of its inputs."""
+"""Device that the backend `triton` uses in this process, and checks of the backend's inputs."""
 
 import os
 from collections.abc import Sequence
@@ -30,11 +30,11 @@ Tensor = torch.Tensor
 
 
 def require_device() -> None:
-    """Check that kernels can run in this process.
+    """Check that Triton kernels can run in this process.
 
     Raises:
-        BackendUnavailable: if there is neither CUDA nor the interpreter, or if the device is too small for the launch
-            table.
+        BackendUnavailable: if there is neither a CUDA device nor the interpreter, or if the device has too little
+            shared memory for the launch table.
     """
     if INTERPRETED:
         return
@@ -52,7 +52,7 @@ def require_device() -> None:
 
 
 def shared_memory() -> int:
-    """Return the bytes of shared memory that one program can use on the current device."""
+    """Return how many bytes of shared memory one program can use on the current device."""
     utils = triton.runtime.driver.active.utils
     return int(utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"])
 
@@ -74,7 +74,7 @@ def download(tensor: Tensor, dtype: Any) -> Any:
 
 
 def takes(x: DeviceArray) -> bool:
-    """Return True if the kernels read this tensor on its device."""
+    """Return True if the kernels accept this tensor without a copy to the host."""
     if not isinstance(x, torch.Tensor) or x.device.type != default_device().type:
         return False
     return x.dtype in (torch.float32, torch.float16) or (x.dtype == torch.bfloat16 and not INTERPRETED)
@@ -83,7 +83,7 @@ def takes(x: DeviceArray) -> bool:
 def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
     """Return q (H, n, d) and k (H_kv, live, d) as tensors of one device and dtype. Tensors are not copied.
 
-    Arrays with two different dtypes become float32.
+    If NumPy arrays q and k have different dtypes, both are converted to float32.
 
     Raises:
         SpecError: if the kernels do not accept the type, shape, dtype, device or a value.
@@ -100,7 +100,7 @@ def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
 
 
 def lse_tensor(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
-    """Return lse (H, n), if given, as a float32 tensor on the device of q (H, n, d). A tensor is not copied.
+    """Return lse (H, n) or None as a float32 tensor or None, on the device of q (H, n, d). A tensor is not copied.
 
     Raises:
         SpecError: if the kernels do not accept the type, shape, dtype, device or a value.
@@ -121,10 +121,12 @@ def lse_tensor(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
 
 
 def key_tensor(k: DeviceArray) -> Tensor:
-    """Return k (H_kv, n, d) as a tensor on a device. A float64 array stays float64. A tensor is not copied.
+    """Return the keys k (H_kv, n, d) as a tensor. A NumPy array is copied to the device, and a tensor is not copied.
+
+    An array of float64 becomes a tensor of float64.
 
     Raises:
-        SpecError: as in `attention_tensors`.
+        SpecError: if the kernels do not accept the type, shape, dtype, device or a value of the keys.
     """
     keys = _checked("k", k, (*KEPT, np.float64))
     _check_finite("k", keys, k)
@@ -132,20 +134,20 @@ def key_tensor(k: DeviceArray) -> Tensor:
 
 
 def _check_finite(name: str, x: Tensor, given: DeviceArray) -> None:
-    """Check that the values are finite, in the dtype of the kernels."""
+    """Check that all values are finite after the conversion to the dtype of the kernels."""
     if not bool(_largest(x).isfinite()):
         at = tuple(torch.nonzero(~torch.isfinite(x))[0].tolist())
         raise SpecError(name, given[at].item(), f"must be finite in {x.dtype}; this value is at {at}")
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Return the largest absolute value, or NaN if a value is NaN. The function makes no copy of x."""
+    """Return the largest absolute value of x, or NaN if a value is NaN, without a copy of x."""
     found: Tensor = torch.linalg.vector_norm(x, ord=float("inf"))
     return found
 
 
 def _checked(name: str, x: DeviceArray, kept: Sequence[type]) -> Tensor:
-    """Return a tensor unchanged, or a copy of an array on the device, in a dtype that the kernels accept."""
+    """Return a tensor unchanged, or copy an array to the device in a dtype that the kernels accept."""
     if not isinstance(x, np.ndarray | torch.Tensor) or x.ndim != 3:
         raise SpecError(name, getattr(x, "shape", type(x).__name__), "must be an array (heads, tokens, d)")
     if 0 in x.shape:

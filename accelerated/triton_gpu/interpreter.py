@@ -1,4 +1,4 @@
-"""A speed-up of Triton's interpreter: it patches `triton.language` once per launch, not in every device function."""
+"""Speed-up of Triton's interpreter: `triton.language` is patched once per launch, not in every device function."""
 
 from typing import Any
 
@@ -11,9 +11,10 @@ LANGUAGES = (tl, tl.core)
 
 
 def patch_once() -> None:
-    """Make a launch replace the functions of each module only once. Later replacements would be the same.
+    """Make the interpreter replace the functions of each module only once per launch.
 
-    This saves a third of the interpreter's time. Versions of Triton without a record of the replacements are unchanged.
+    Later replacements in the same launch would have no effect, so the results are unchanged. The patch saves a third of
+    the interpreter's time. If a version of Triton keeps no record of the replacements, nothing is patched.
     """
     if not hasattr(interpreter, "_LangPatchScope"):
         return

@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Kernels of S1 in float32, streamed over tiles of keys: attention weights, column sums, neighbours.
+"""Kernels of stage S1 in float32: attention weights, column sums and neighbours, streamed over tiles of keys.
 
 An attention weight is 2 ** ((s - top) unit - log). s is a raw logit, `top` is the largest raw logit of the row, and
-`log` is the base-2 logarithm of the row's sum. The kernels subtract `top` before they multiply. So equal logits have
-equal weights, with or without fused multiply-add, and large logits lose no precision.
+`log` is the base-2 logarithm of the row's sum. The kernels subtract `top` before the multiplication by `unit`. So equal
+logits have equal weights, with or without fused multiply-add, and large logits lose no precision.
 
 A stripe is a range of tokens of the segment. `first` is the segment index of the stripe's first token, `rows` is the
 number of tokens in the stripe, and n is the number of tokens in the segment. `before` is the number of keys before the
-segment, so token i of the segment has the key before + i. A tile of rows can cover several chunks, because each row
-computes the start of its own chunk. So the tile size need not divide the chunk size.
+segment, so token i of the segment has the key number before + i. A tile of rows can cover several chunks, because the
+start of the chunk is computed for each row. So the tile size need not divide the chunk size.
 """
 
 import triton
@@ -28,10 +28,10 @@ TWO_LOG2_E: tl.constexpr = tl.constexpr(2.8853900817779268)
 
 @triton.jit
 def raw_logits(q, k, factor, CAPPED: tl.constexpr):
-    """Return the raw logits of two tiles (rows, D) and (keys, D): inner products, or the tanh of the soft cap.
+    """Return the raw logits of the tiles (rows, D) and (keys, D): inner products, or tanh of these if CAPPED.
 
-    The caller multiplies the raw logits by `unit`. tanh |x| is (1 - e) / (1 + e) with e = exp(-2 |x|), which cannot
-    overflow. The absolute error is a few units of roundoff, which is within the bound of the specification.
+    The caller multiplies the raw logits by `unit`. tanh |x| is computed as (1 - e) / (1 + e), with e = exp(-2 |x|), and
+    cannot overflow. The absolute error of tanh is a few units of roundoff, within the bound of the specification.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if CAPPED:
@@ -44,9 +44,9 @@ def raw_logits(q, k, factor, CAPPED: tl.constexpr):
 
 @triton.jit
 def weights(q, k, TOP, LOG, row, live, visible, factor, unit, CAPPED: tl.constexpr):
-    """Return the attention weights of two tiles. Keys that a query cannot attend to have weight 0.
+    """Return the attention weights of a tile of queries on a tile of keys. Keys not `visible` have weight 0.
 
-    TOP and LOG point to the rows of one head.
+    The pointers TOP and LOG refer to the rows of one head.
     """
     top = tl.load(TOP + row, mask=live, other=0.0)
     log = tl.load(LOG + row, mask=live, other=0.0)
@@ -60,14 +60,15 @@ def row_softmax(
     q_dim, k_head, k_row, k_dim, KNOWN: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, d: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
 ):
-    """Write TOP and LOG (H, n) of each row, and the largest raw logit in each tile of earlier keys.
+    """Write TOP and LOG (H, n), two numbers for each row, and PEAK (H, tiles, rows).
 
-    The largest logits are PEAK (H, tiles, rows). Earlier keys are the keys before the chunk of the row.
+    TOP is the largest raw logit of a row, and LOG the base-2 logarithm of the row's sum. PEAK is the largest raw logit
+    of a row in a tile of earlier keys. Earlier keys are the keys before the chunk of the row.
 
     Implements: CC-ATTENTION
 
-    One program computes PACK query heads of one KV head, so these heads share each loaded tile of keys. If KNOWN, the
-    caller gives the natural logarithm of each row's sum as LSE (H, n), and the kernel computes only the maxima.
+    One program computes PACK query heads of one KV head, and loads each tile of keys once for all PACK heads. If KNOWN
+    is true, LSE (H, n) contains the natural logarithm of each row's sum, and the kernel computes only the maxima.
     """
     lane = tl.arange(0, PACK * ROWS)
     top_row = tl.program_id(0) * ROWS
@@ -123,9 +124,10 @@ def active_tiles(
 ):
     """Write ACTIVE (row tiles, all_tiles): 1 if a row of the row tile can have an edge to a key of the key tile.
 
-    An edge needs a weight above tau, averaged over the heads. No weight in a key tile exceeds the weight of the tile's
-    PEAK. So a key tile has no edge if, for every row, the head mean of the PEAK weights is at most `bound`. For one
-    row these head means sum to at most 1, so fewer than 1 / tau tiles can be active.
+    A row has an edge to a key if the attention weight, averaged over the heads, exceeds tau. No weight in a key tile
+    exceeds the weight of the logit PEAK of this tile. So a key tile has no edge if, for every row, the mean over the
+    heads of the PEAK weights is at most `bound`. The means of one row sum to at most 1 over all tiles, so fewer than
+    1 / tau tiles can be active for a row.
     """
     tile = tl.program_id(1)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -149,11 +151,11 @@ def cross_neighbours(
     q_dim, k_head, k_row, k_dim, H: tl.constexpr, GROUP: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PLACES: tl.constexpr, TAKE: tl.constexpr, CAPPED: tl.constexpr,
 ):
-    """Write INDEX and WEIGHT (n, TAKE): the keys of earlier chunks with the largest head-mean attention of each row.
+    """Write INDEX and WEIGHT (n, TAKE): for each row, the earlier keys with the largest attention averaged over heads.
 
     Implements: CC-ATTENTION, CC-CROSS
 
-    The kernel computes only the active tiles again. The kernel itself reads ACTIVE, so the host does not wait.
+    The kernel recomputes only the active tiles. The kernel reads ACTIVE on the device, so the host does not wait.
     """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = i < n
@@ -183,7 +185,7 @@ def own_chunk(
     k_head, k_row, k_dim, H: tl.constexpr, GROUP: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
 ):
-    """Write the attention inside chunks: the head mean A (rows, C), and the partial column sums of each row tile.
+    """Write the attention inside chunks: the mean A (rows, C) over the heads, and partial column sums of each row tile.
 
     Implements: CC-ATTENTION
 
@@ -218,7 +220,7 @@ def salience(
     COLUMN, SALIENCE, first, rows, C, width, low, high, H: tl.constexpr, HEADS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, TAKE: tl.constexpr,
 ):
-    """Write the salience S of each token: the column sums of the TAKE heads with the largest sums, added and clipped.
+    """Write the salience S of each token: the sum, clipped, of the token's TAKE largest column sums among the heads.
 
     The partial column sums of a head are added in ascending order of the row tiles.
 
@@ -247,7 +249,7 @@ def salience(
 
 @triton.jit(do_not_specialize=["first", "rows", "C"])
 def row_normalise(A, first, rows, C, epsilon, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Divide each row of A by (its L2 norm + epsilon), in place.
+    """Divide each row of A by (L2 norm of the row + epsilon), in place.
 
     Implements: CC-ROW-NORM
     """
@@ -276,8 +278,9 @@ def intra_neighbours(
 
     Implements: CC-INTRA
 
-    A is lower triangular, so an inner product of two rows ends at the end of the shorter row. This is a third of the
-    dense work. The products use full float32, because tf32 would exceed the certified error bound.
+    A is lower triangular, so an inner product of two rows ends at the end of the shorter row. So the kernel does a
+    third of the work of a dense product. The products use full float32, because tf32 would exceed the certified error
+    bound.
     """
     top_row = tl.program_id(0) * ROWS
     i = top_row + tl.arange(0, ROWS)

@@ -1,9 +1,10 @@
-"""Launch table of the kernels: fixed tile sizes. There is no run-time tuning, because different tiles change the bits.
+"""Launch table of the kernels, with fixed tile sizes.
 
-The rows for compiled kernels are for Hopper (sm_90). Those for two bytes and at most 128 channels were the fastest of
-32 on an H100. The others were chosen by compiler reports: no register spills, except for float32 with 256 channels.
-Four-byte elements need full float32 products, without tensor cores, and therefore small tiles. The interpreter's tiles
-are small too, so a few dozen keys already span several tiles.
+Tiles are not tuned at run time, because different tiles give results with different bits. The tiles for compiled
+kernels are for Hopper (sm_90). For elements of two bytes and at most 128 channels, the tiles were the fastest of 32
+choices on an H100. The remaining tiles were chosen by compiler reports without register spills, except for float32
+with 256 channels. Four-byte elements need full float32 products, without tensor cores, and therefore small tiles. The
+interpreter's tiles are small, so that tests with a few dozen keys use several tiles.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Shape:
-    """Tile of a kernel (rows and columns), and its launch options."""
+    """Rows and columns of a kernel's tile, and the launch options of the kernel."""
 
     rows: int
     columns: int
@@ -26,17 +27,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """Tiles of S1's kernels for one head dimension. `softmax` counts the rows of all heads that share a program."""
+    """Tiles of S1's kernels for one head dimension. The rows of `softmax` include all heads that share a program."""
 
     softmax: Shape
     cross: Shape
     own: Shape
     intra: Shape
     depth: int = 32
-    """Columns of A that one step of a cosine reads."""
+    """Number of columns of A that one step of a cosine reads."""
     normalise: Shape = Shape(8, 256)
     tokens: int = 32
-    """Tokens whose salience one program adds."""
+    """Number of tokens whose salience one program computes."""
 
 
 # By the padded head dimension, for elements of two bytes and of four.
@@ -66,12 +67,12 @@ FLOAT64 = {"enable_fp_fusion": False}
 
 
 def attention_tiles(width: int, bytes_each: int, interpreted: bool) -> AttentionTiles:
-    """Return S1's tiles for heads padded to `width` channels."""
+    """Return the tiles of S1 for heads that are padded to `width` channels."""
     return INTERPRETED if interpreted else COMPILED[max(width, 64), bytes_each]
 
 
 def nested_rows(width: int, W: int) -> int:
-    """Return the tokens per tile of NestedKV's cosines: at most W, so no sum is much longer than a window."""
+    """Return the number of tokens in a tile of NestedKV's cosines. At most W tokens keep the window sums short."""
     rows = max(1, NESTED // max(width, 64))
     while rows > W:
         rows //= 2
@@ -79,5 +80,5 @@ def nested_rows(width: int, W: int) -> int:
 
 
 def searched_row(interpreted: bool) -> Shape:
-    """Return the items per step for programs of NestedKV that read a row several times."""
+    """Return the tile for NestedKV's programs that read a row several times, with the number of items per step."""
     return Shape(1, 64) if interpreted else Shape(1, 4096, 16)

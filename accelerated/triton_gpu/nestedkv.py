@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""NestedKV: the kernels read the keys twice, first for the means and then for the cosines, and then compute a*.
+"""NestedKV's score a*. The kernels read the keys twice, first for the means and then for the cosines.
 
-Cosines are float32. A window sum is a difference of sums over at most three windows, never over the prompt. After the
-cosines, all computation is in float64 and reads 12 bytes per token and head.
+Cosines are computed in float32. A window sum is a difference of sums over at most three windows, and never a difference
+of sums over the whole prompt. All computation after the cosines is in float64 and reads 12 bytes per token and head.
 """
 
 import math
@@ -32,7 +32,7 @@ GAP: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def keys_of(K, head, i, live, k_head, k_row, k_dim, d, D: tl.constexpr):
-    """Return keys (ROWS, D) of a head in float32. Rows that are not `live` are zero."""
+    """Return keys (ROWS, D) of a head in float32. A row is zero if `live` is false for this row."""
     channel = tl.arange(0, D)
     at = K + head.to(tl.int64) * k_head + i[:, None].to(tl.int64) * k_row + channel[None, :] * k_dim
     return tl.load(at, mask=live[:, None] & (channel < d)[None, :], other=0.0).to(tl.float32)
@@ -40,7 +40,7 @@ def keys_of(K, head, i, live, k_head, k_row, k_dim, d, D: tl.constexpr):
 
 @triton.jit
 def unit_rows(K, INVERSE, head, i, live, n, k_head, k_row, k_dim, d, D: tl.constexpr):
-    """Return unit keys (ROWS, D). Rows that are not `live` are zero."""
+    """Return keys (ROWS, D) scaled to length 1. A row is zero if `live` is false for this row."""
     inverse = tl.load(INVERSE + head.to(tl.int64) * n + i, mask=live, other=0.0)
     return keys_of(K, head, i, live, k_head, k_row, k_dim, d, D) * inverse[:, None]
 
@@ -49,7 +49,7 @@ def unit_rows(K, INVERSE, head, i, live, n, k_head, k_row, k_dim, d, D: tl.const
 def measured(
     K, INVERSE, BLOCK, n, d, b, blocks, k_head, k_row, k_dim, ROWS: tl.constexpr, D: tl.constexpr,
 ):
-    """Write INVERSE (H, n), inverse key norms (0 for a zero key), and BLOCK (H, blocks, d), sums of unit keys.
+    """Write INVERSE (H, n), the inverse key norms (0 for a zero key), and BLOCK (H, blocks, d), the sums of unit keys.
 
     Implements: NK-UNIT-KEYS, NK-EPISODIC
     """
@@ -74,7 +74,7 @@ def measured(
 
 @triton.jit
 def stable_direction(BLOCK, STABLE, n, d, blocks, D: tl.constexpr):
-    """Write STABLE (H, d): mu_s with length 1, from the sums of the blocks, in float64. A negligible mu_s becomes zero.
+    """Write STABLE (H, d), mu_s scaled to length 1, from the block sums, in float64. A negligible mu_s becomes zero.
 
     Implements: NK-STABLE
     """
@@ -92,7 +92,7 @@ def stable_direction(BLOCK, STABLE, n, d, blocks, D: tl.constexpr):
 
 @triton.jit
 def cosine(unit, memory, terms):
-    """Return the cosines of unit keys and memories (sums of `terms` unit keys), or 0 if a memory is negligible."""
+    """Return the cosine of each unit key with a memory, which is a sum of `terms` unit keys. 0 if it is negligible."""
     length = tl.sqrt(tl.sum(memory * memory, 1))
     present = length > NEGLIGIBLE * terms.to(tl.float32)
     return tl.where(present, tl.sum(unit * memory, 1) / tl.where(present, length, 1.0), 0.0)
@@ -103,9 +103,10 @@ def anomalies(
     K, INVERSE, BLOCK, STABLE, ANOMALY, n, d, b, blocks, width, heads, k_head, k_row, k_dim, ROWS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Write ANOMALY (3, H, n): the negative cosines with the three memories. A program has ROWS tokens of a head.
+    """Write ANOMALY (3, H, n), the negative cosines with the three memories. A program handles ROWS tokens of a head.
 
-    A window's sum is that of the `width` keys before the tile, and what the tile adds to it less what leaves it.
+    The window sum of a token starts from the sum of the `width` keys before the tile. Keys that enter the window are
+    then added, and keys that leave the window are subtracted.
 
     Implements: NK-CURRENT, NK-ANOMALY
     """
@@ -135,20 +136,20 @@ def anomalies(
 
 @triton.jit
 def ordered(x):
-    """Return int32 keys that have the same order as the floats."""
+    """Return int32 sort keys that have the same order as the floats."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(key):
-    """Return the float that belongs to a key."""
+    """Return the float that belongs to a sort key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def reaching(ANOMALY, row, n, key_a, key_b, SCAN: tl.constexpr):
-    """Return the numbers of values in a row whose keys are at least the first and at least the second given key."""
+    """Return how many values of a row have a sort key of at least `key_a`, and how many of at least `key_b`."""
     a, b = row * 0, row * 0
     for start in range(0, n, SCAN):
         i = start + tl.arange(0, SCAN)
@@ -161,7 +162,7 @@ def reaching(ANOMALY, row, n, key_a, key_b, SCAN: tl.constexpr):
 
 @triton.jit
 def at_ranks(ANOMALY, row, n, rank_a, rank_b, SCAN: tl.constexpr):
-    """Return the keys of the rank_a-th and the rank_b-th largest value, found bit by bit from the sign bit on."""
+    """Return the sort keys of the rank_a-th and the rank_b-th largest value, found bit by bit from the sign bit on."""
     a, b = reaching(ANOMALY, row, n, row * 0, row * 0, SCAN)
     key_a = tl.where(a >= rank_a, 0, -2147483648)
     key_b = tl.where(b >= rank_b, 0, -2147483648)
@@ -175,7 +176,7 @@ def at_ranks(ANOMALY, row, n, rank_a, rank_b, SCAN: tl.constexpr):
 
 @triton.jit
 def extremes(ANOMALY, RANGES, n, m, SCAN: tl.constexpr):
-    """Write RANGES (3 H, 3): minimum, maximum and Delta of each row of (3 H, n). Delta is 0 if the range is negligible.
+    """Write RANGES (3 H, 3): minimum, maximum and Delta of each anomaly row. Delta is 0 if the range is negligible.
 
     Implements: NK-GAP
     """
@@ -208,7 +209,7 @@ def extremes(ANOMALY, RANGES, n, m, SCAN: tl.constexpr):
 
 @triton.jit
 def normalised(x, low, high):
-    """Return the values min-max normalised to [0, 1], or zeros if the range is negligible.
+    """Return the values after min-max normalisation to [0, 1], or zeros if the range is negligible.
 
     Implements: NK-MIN-MAX
     """
@@ -219,7 +220,7 @@ def normalised(x, low, high):
 
 @triton.jit
 def reading(ANOMALY, RANGES, row, i, live, n):
-    """Return the normalised anomalies of some tokens for one memory."""
+    """Return the normalised anomalies of several tokens for one memory."""
     x = tl.load(ANOMALY + row.to(tl.int64) * n + i, mask=live, other=0.0).to(tl.float64)
     return normalised(x, tl.load(RANGES + row * 3 + LOW), tl.load(RANGES + row * 3 + HIGH))
 
@@ -233,7 +234,7 @@ def deviation(a, b, c):
 
 @triton.jit
 def surprises(ANOMALY, RANGES, SURPRISE, n, heads, SCAN: tl.constexpr):
-    """Write SURPRISE (H, 3): minimum, maximum and mean of the deviations of each head. One program per head.
+    """Write SURPRISE (H, 3): minimum, maximum and mean of each head's deviations. Each program handles one head.
 
     Implements: NK-SURPRISE
     """
@@ -258,7 +259,7 @@ def surprises(ANOMALY, RANGES, SURPRISE, n, heads, SCAN: tl.constexpr):
 
 @triton.jit
 def routed(ANOMALY, RANGES, SURPRISE, NUMBERS, SCORE, n, heads, LANES: tl.constexpr):
-    """Write SCORE (H, n), which is a*. NUMBERS contains the three prior weights, beta, tau and kappa.
+    """Write SCORE (H, n), the scores a*. NUMBERS contains the three prior weights, beta, tau and kappa.
 
     Implements: NK-BLEND, NK-ROUTE, NK-SCORE
     """

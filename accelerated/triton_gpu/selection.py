@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Top k of each row, updated while a kernel streams over the columns; and loading of tiles of a strided matrix."""
+"""Running top k of each row while a kernel streams over the columns, and loading of tiles of a strided matrix."""
 
 import triton
 import triton.language as tl
@@ -16,25 +16,25 @@ REMOVED: tl.constexpr = tl.constexpr(-(2**62))
 
 @triton.jit
 def packed(weight, index):
-    """Return an int64 sort key for each positive float32 weight and its index."""
+    """Return an int64 sort key for each pair of a positive float32 weight and an index."""
     return (weight.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (index ^ LAST).to(tl.int64)
 
 
 @triton.jit
 def weight_of(key):
-    """Return the weight of a sort key."""
+    """Return the weight from which a sort key was made."""
     return (key >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def no_best(ROWS: tl.constexpr, PLACES: tl.constexpr):
-    """Return empty lists (ROWS, PLACES). Free places are different negative numbers, so one place is the smallest."""
+    """Return empty lists (ROWS, PLACES). Free places have different negative numbers, so the smallest is unique."""
     return tl.zeros([ROWS, PLACES], tl.int64) - 1 - tl.arange(0, PLACES)[None, :].to(tl.int64)
 
 
 @triton.jit
 def best_so_far(weight, index, admitted, best, TAKE: tl.constexpr):
-    """Merge the weights (rows, columns) of a tile that `admitted` marks into the lists."""
+    """Merge those weights (rows, columns) of a tile for which `admitted` is true into the lists."""
     keys = tl.where(admitted, packed(weight, index), REMOVED)
     if tl.max(tl.max(keys, 1), 0) > REMOVED:
         best = merge_best(keys, best, TAKE)
@@ -43,7 +43,7 @@ def best_so_far(weight, index, admitted, best, TAKE: tl.constexpr):
 
 @triton.jit
 def merge_best(keys, best, TAKE: tl.constexpr):
-    """Write the TAKE largest sort keys of each row into the lists, each in place of the smallest entry of the row."""
+    """Insert the TAKE largest sort keys of each row into the row's list. Each key replaces the smallest entry."""
     for _ in tl.static_range(TAKE):
         top = tl.max(keys, 1)
         keys = tl.where(keys == top[:, None], REMOVED, keys)
@@ -54,7 +54,7 @@ def merge_best(keys, best, TAKE: tl.constexpr):
 
 @triton.jit
 def write_best(best, INDEX, WEIGHT, row, live, TAKE: tl.constexpr):
-    """Store the lists, largest weight first, in INDEX and WEIGHT (rows, TAKE). Free places get -1 and 0."""
+    """Store the lists, largest weight first, in INDEX and WEIGHT (rows, TAKE). Free places have index -1, weight 0."""
     at = row.to(tl.int64) * TAKE
     for rank in tl.static_range(TAKE):
         top = tl.max(best, 1)
@@ -69,7 +69,7 @@ def load_tile(
     X, row, live, row_stride, dim_stride, d: tl.constexpr, D: tl.constexpr,
     GUARDED: tl.constexpr,
 ):
-    """Load rows of a strided matrix, padded with zeros from d to D channels. If GUARDED, rows not `live` are 0."""
+    """Load rows of a strided matrix, padded with zeros from d to D channels. If GUARDED, a row not `live` is zero."""
     dim = tl.arange(0, D)
     at = X + row[:, None].to(tl.int64) * row_stride + dim[None, :].to(tl.int64) * dim_stride
     if GUARDED:
