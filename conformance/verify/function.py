@@ -17,10 +17,11 @@ class Verdict:
     """Result of `verify`.
 
     Attributes:
-        passed: True if every test passed. `kvspec verify` then exits with code 0.
+        passed: True if every test passed. If `passed` is True, `kvspec verify` exits with code 0.
         headline: result of the run in one sentence.
-        failing: names of the failing items of the specification, or of the promises that the policy breaks.
-        certificate: content of certificate.toml as a dictionary. If `quick` is set, the content of quick.toml.
+        failing: names of the specification items that failed, or of the guarantees that the policy breaks.
+        certificate: content of certificate.toml as a dictionary. If `quick` is True, `certificate` is the content of
+            quick.toml.
         files: paths of the files that the run wrote to the folder `out`.
         text: output that `kvspec verify` prints.
     """
@@ -43,10 +44,10 @@ def verify(
     precision: str | None = None, profile: str | None = None, seed: int | None = None, quick: bool = False,
     fail_fast: bool = False, exceptions: str | Path | None = None, out: str | Path = "results/verify",
 ) -> Verdict:
-    """Run the tests of `kvspec verify` on a backend, an engine, a policy or a cache, and return the verdict.
+    """Test a backend, an engine, a policy or a cache with the tests of `kvspec verify`, and return the verdict.
 
-    The tests run in a separate process, which imports the tested object by name. The object must be in a module.
-    Give exactly one of `backend`, `command`, `policy` and `cache`.
+    The tests run in a separate process, which imports the tested object by name. Therefore the tested object must be in
+    a module that can be imported. Give exactly one of `backend`, `command`, `policy` and `cache`.
 
         verdict = kvspec.verify(policy="mine:POLICY", method="snapkv", quick=True)
         assert verdict.passed, verdict.failing
@@ -56,11 +57,11 @@ def verify(
         command: engine to test, in any language: the command that starts the engine.
         policy: policy to test: `module:ATTRIBUTE` of a `spec.policy.Policy`.
         cache: cache to test: `module:ATTRIBUTE` of a function that returns logits after eviction.
-        method: published method to compare the kept tokens with, as in "snapkv" or "snapkv(W=16, kernel=5)". For
-            `backend` and `command`, `method` can be a list. Default: no comparison.
+        method: published method that must keep the same tokens, such as "snapkv" or "snapkv(W=16, kernel=5)". If you
+            test a `backend` or a `command`, `method` can be a list. Default: no comparison.
         model: folder of the transformers model to test `cache` with. Default: tiny random models.
         positions: positions of the kept tokens in `cache`, "absolute" or "renumbered". Default: "absolute".
-        timeout: number of seconds that the engine of `command` may take for an answer.
+        timeout: maximum number of seconds that the engine of `command` may take to answer.
         precision: precision of stage S1 (co-attention). Default: "float64" for the numpy backend, otherwise "float32".
         profile: how many examples each test runs: "few", "dev", "ci" or "nightly". Default: "ci".
         seed: random seed of the examples, 0 or more. Default: a new seed, which the certificate records.
@@ -70,7 +71,7 @@ def verify(
         out: folder for the certificate, the log and the reports.
 
     Returns:
-        The verdict. If a test fails, `verify` returns a verdict and raises no error.
+        The verdict. If a test fails, `verify` raises no error, and `passed` of the verdict is False.
 
     Raises:
         SpecError: if an argument is invalid, or if the tested object does not exist.

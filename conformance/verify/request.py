@@ -30,18 +30,19 @@ _METHODS = re.compile(r",(?![^(]*\))\s*")
 """Between two methods, and not between two constants."""
 
 _ABOUT = """Test an engine, a policy or a cache, and write the verdict as a certificate (spec/certificate.md).
-An engine must compute the items of the specification. A policy must keep its promises, such as an exact budget.
-A cache must give the logits of the full cache with the evicted tokens masked.
-With --as METHOD the kept tokens of an engine or a policy must also be those of a published method.
+An engine must compute the items of the specification. A policy must meet its guarantees, such as an exact budget.
+A cache must give the same logits as the full cache with the evicted tokens masked.
+With --as METHOD an engine or a policy must also keep the same tokens as a published method.
 
 Exit codes:
 
-    0         the subject conforms on the offered items, or keeps its promises
+    0         the engine or the cache conforms, or the policy keeps its promises (guarantees)
     1         a test fails, an offered item has no passed test, or --check finds a difference
     2         nothing was judged (one line has the reason)
     130, 143  the run was stopped
 
-Arguments after -- are passed to pytest, and pytest's output is shown. Such a run writes no certificate."""
+Arguments after -- are passed to pytest, and pytest's output is shown. A run with arguments for
+pytest writes no certificate."""
 
 
 @dataclass(frozen=True)
@@ -112,26 +113,27 @@ def parser() -> argparse.ArgumentParser:
     who.add_argument("--cache", metavar="NAME",
                      help="cache in Python: module:ATTRIBUTE of a function that returns logits after eviction")
     made.add_argument("--as", dest="method", action="append", metavar="METHOD",
-                      help='published method to compare the kept tokens with, as in "snapkv(W=16, kernel=5)".\n'
-                           "An engine can have several methods, as in snapkv,h2o. `kvspec policies NAME`\n"
-                           "lists the constants of a method")
+                      help='published method that must keep the same tokens, such as\n'
+                           '"snapkv(W=16, kernel=5)". An engine can be compared with several methods, such as\n'
+                           "snapkv,h2o. `kvspec policies NAME` lists the constants of a method")
     who.add_argument("--check", type=Path, metavar="CERTIFICATE.toml",
-                     help="certificate to check. kvspec compares the files that the certificate lists.\n"
-                          "Then kvspec runs the tests with the seed of the certificate and with a new\n"
-                          "seed (--seed). If there is a difference, kvspec prints it and exits with 1. The\n"
-                          "certificate contains the command to run. kvspec prints this command first")
-    made.add_argument("--yes", action="store_true", help="run the command of --check without confirmation")
+                     help="certificate to check. First kvspec prints the command that the certificate\n"
+                          "contains, and compares the files that the certificate lists. Then kvspec runs the\n"
+                          "tests with the seed of the certificate and with a new seed (--seed). If there is\n"
+                          "a difference, kvspec prints the difference and exits with 1")
+    made.add_argument("--yes", action="store_true",
+                      help="run the command of the certificate without confirmation, for --check")
     made.add_argument("--model", metavar="FOLDER",
-                      help="folder of a transformers model, for --cache. Default: tiny random models")
+                      help="folder of the transformers model for --cache. Default: tiny random models")
     made.add_argument("--positions", choices=POSITIONS,
                       help="positions of the kept tokens, for --cache: absolute (default), or renumbered\n"
-                           "from 0 in each KV head. A cache that renumbers also rotates the keys to\n"
-                           "the new positions")
+                           "from 0 in each KV head. A cache with renumbered positions must also\n"
+                           "rotate the keys to the new positions")
     made.add_argument("--timeout", type=float, metavar="S",
-                      help="number of seconds that the engine of --command may take for an answer")
+                      help="maximum number of seconds that the engine of --command may take to answer")
     made.add_argument("--precision", choices=PRECISIONS,
-                        help="precision of stage S1 (co-attention). The default is float32, but float64 for\n"
-                             "the numpy backend. An engine of --command reports its precision")
+                        help="precision of stage S1 (co-attention). Default: float64 for the numpy backend,\n"
+                             "otherwise float32. An engine of --command reports its precision")
     made.add_argument("--profile", choices=PROFILES,
                         help="profile, which sets the number of examples of each test. The default is the\n"
                              "environment variable KVSPEC_PROFILE, or ci if the variable is not set")
@@ -139,12 +141,12 @@ def parser() -> argparse.ArgumentParser:
                       help="random seed of the examples, 0 or more. Default: a new seed, which the\n"
                            "certificate records")
     made.add_argument("--quick", action="store_true",
-                      help="run few examples, without full-size inputs. Writes quick.toml instead of a\n"
-                           "certificate")
+                      help="run few examples, without full-size inputs. A quick run writes\n"
+                           "quick.toml instead of a certificate")
     made.add_argument("--fail-fast", action="store_true",
                       help="stop at the first failed test. A stopped run writes no certificate")
     made.add_argument("--exceptions", type=Path, metavar="FILE.toml",
-                        help="TOML file of known failures. Each entry has a reason, an issue and an expiry\n"
+                        help="TOML file of known failures. Each failure has a reason, an issue and an expiry\n"
                              "date (see docs/guide/judge.md)")
     made.add_argument("--out", type=Path, default=Path("results/verify"), metavar="FOLDER",
                         help="folder for certificate.toml, certificate.html, badge.svg, summary.md,\n"

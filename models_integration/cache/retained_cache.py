@@ -35,18 +35,18 @@ class RetainedCache(StatefulCache):
 
         model(input_ids=next_token, cache=run.cache)    # past_key_values before transformers 5.24
 
-    Sliding windows and recurrent states are not compacted. Outside `with policy(model)` no token is evicted, and you do
-    not need to pass position ids or masks. A 2D attention mask needs a column for each token seen, also for evicted
-    tokens. If rows, layers or heads store different positions, the model can read the cache only inside
-    `with policy(model)`.
+    No tokens are evicted from sliding-window layers and recurrent layers. Outside `with policy(model)` no token is
+    evicted, and you do not need to pass position ids or masks. If you pass a 2D attention mask, the mask needs a column
+    for each token seen, including evicted tokens. If rows, layers or heads store different positions, the model can use
+    the cache only inside `with policy(model)`.
 
     Args:
-        config: config of the model. For a model that also reads images, pass the text config.
+        config: config of the model. For a model that also accepts images, pass the text config.
 
     Attributes:
         failure: reason why the cache can no longer be used, or None.
         layers_differ: True if layers or heads store different positions.
-        continuation: state of the policy that later eviction needs.
+        continuation: state of the policy, which is needed for later eviction.
         bytes_freed: bytes of keys and values that eviction has freed so far.
     """
 
@@ -82,12 +82,12 @@ class RetainedCache(StatefulCache):
 
     @property
     def full_layers(self) -> list[RetainedLayer]:
-        """Layers of the cache that can be compacted. They belong to the full-attention layers of the model."""
+        """Layers from which tokens can be evicted, one for each full-attention layer of the model."""
         return [layer for layer in self.layers if isinstance(layer, RetainedLayer)]
 
     @property
     def stored_length(self) -> int:
-        """Number of slots in the first full-attention layer."""
+        """Number of token slots in the first full-attention layer."""
         return self.full_layers[0].stored_length
 
     @property
@@ -97,14 +97,14 @@ class RetainedCache(StatefulCache):
 
     @property
     def mean_length(self) -> float:
-        """Number of slots per KV head, on average over the full-attention layers."""
+        """Mean number of token slots per KV head in the full-attention layers."""
         return sum(layer.mean_length for layer in self.full_layers) / len(self.full_layers)
 
     def stored_positions(self, row: int = 0) -> Tensor:
-        """Return the absolute positions that the cache stores of one row, ascending, (stored,).
+        """Return the absolute positions of the tokens that one row stores, in ascending order, (stored,).
 
-        If layers or heads store different positions, the positions are those of KV head 0 in the first full-attention
-        layer. `full_layers[i].head_positions(row, head)` returns the positions of a different head.
+        If layers or heads store different positions, the result is for KV head 0 of the first full-attention layer. For
+        a different head, call `full_layers[i].head_positions(row, head)`.
         """
         return self.full_layers[0].head_positions(row, 0)
 
@@ -119,7 +119,7 @@ class RetainedCache(StatefulCache):
 
     @property
     def is_token(self) -> Tensor:
-        """Mask that is True for tokens and False for padding, (rows, columns). Equal rows: (1, columns)."""
+        """Mask that is True for tokens and False for padding, (rows, columns), or (1, columns) for equal rows."""
         return self.full_layers[0].rows.is_token(self.get_seq_length(), self.tokens)
 
     @property
@@ -129,18 +129,18 @@ class RetainedCache(StatefulCache):
 
     @property
     def state_bytes(self) -> int:
-        """Size of the recurrent states in bytes. Eviction cannot free these bytes of `nbytes`."""
+        """Size of the recurrent states in bytes. `nbytes` includes the recurrent states, which eviction cannot free."""
         return storage_bytes(self.recurrent)
 
     def note_ids(self, ids: Tensor) -> None:
-        """Record the token ids that the model has just read, (rows, n)."""
+        """Record the token ids that the model has just processed, (rows, n)."""
         self._read = self._read.extended(self.get_seq_length() - ids.shape[1], ids)
 
     def check_history(self) -> None:
-        """Check that the prompt passed to generate begins with the tokens that the cache has read.
+        """Check that the prompt passed to `generate` begins with the tokens that the cache has seen.
 
         Raises:
-            SpecError: if a token differs.
+            SpecError: if a token of the prompt differs.
         """
         call = call_into(self)
         if call is not None and call["generation_config"] is not self._call:
@@ -149,7 +149,7 @@ class RetainedCache(StatefulCache):
             self._call = call["generation_config"]
 
     def expect(self, is_token: Tensor) -> None:
-        """Record which of the next columns are tokens and which are padding, as a mask (rows, n)."""
+        """Record the mask of the next columns, (rows, n), which is True for tokens and False for padding."""
         for layer in self.full_layers:
             # `session` refuses such columns where heads differ.
             assert isinstance(layer, DenseLayer)
@@ -158,7 +158,7 @@ class RetainedCache(StatefulCache):
     def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
         """Return position ids and a 2D mask for the next tokens of padded rows.
 
-        If the defaults of transformers are correct, return an empty dictionary.
+        If transformers computes correct position ids and masks by default, return an empty dictionary.
         """
         first = self.full_layers[0]
         if first.uniform:
@@ -170,7 +170,7 @@ class RetainedCache(StatefulCache):
 
     @contextmanager
     def in_context(self) -> Iterator[None]:
-        """Context manager inside which the model reads the cache with attention masks of kvspec."""
+        """Context manager inside which kvspec makes the attention masks for the cache."""
         self._in_context = True
         try:
             yield
@@ -187,8 +187,8 @@ class RetainedCache(StatefulCache):
         """Return the length and the offset of the attention mask of a layer.
 
         Raises:
-            SpecError: if rows store different positions outside `with policy(model)`, or if the prompt does not begin
-                with the tokens that the cache has read.
+            SpecError: if rows store different positions and the call is outside `with policy(model)`, or if the prompt
+                does not begin with the tokens seen.
         """
         self.check_usable()
         if not self._in_context and not self.full_layers[0].uniform:
@@ -215,15 +215,16 @@ class RetainedCache(StatefulCache):
     def compact(
         self, retentions: Sequence[Retention], padding: Tensor | None = None, layers: Iterable[int] | None = None,
     ) -> None:
-        """Evict all tokens that are not in the kept sets. If every token is kept, no tensor is changed.
+        """Evict all tokens that are not in the sets of kept tokens. If every token is kept, no tensor is changed.
 
         Args:
-            retentions: kept sets for `layers`, with one entry for each row or one entry for all rows.
-            padding: number of padding columns on the left of each row, for a first prompt, (rows,).
+            retentions: sets of kept tokens for `layers`, with one entry for each row or one entry for all rows.
+            padding: number of padding columns on the left of each row of a first prompt, (rows,).
             layers: indices of the layers to compact. Default: all full-attention layers.
 
         Raises:
-            SpecError: if a kept set does not match the tokens, layers or heads of the cache. The cache is unchanged.
+            SpecError: if a set of kept tokens does not match the tokens, layers or heads of the cache. The cache is
+                unchanged.
         """
         full = {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, RetainedLayer)}
         chosen = full if layers is None else {index: full[index] for index in layers}
@@ -264,7 +265,7 @@ class RetainedCache(StatefulCache):
             self._choose("repeats", torch.arange(self.full_layers[0].batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some rows of the batch, given by index or by a mask.
+        """Keep only the rows of the batch that `indices` selects, either by row numbers or by a mask.
 
         Raises:
             SpecError: if an index does not name a row of the cache. The cache is unchanged.
@@ -281,7 +282,8 @@ class RetainedCache(StatefulCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens that the cache has seen. If `tokens_to_remove` is -3, three tokens are removed.
 
-        If a state of the policy includes a removed token, the state is deleted, and nothing is evicted afterwards.
+        If the state of the policy includes a removed token, the state is deleted. The next eviction then raises
+        `SpecError`, because the policy needs the deleted state.
 
         Raises:
             SpecError: if a layer cannot remove tokens, such as a recurrent layer, or a sliding-window layer that has
@@ -304,7 +306,7 @@ class RetainedCache(StatefulCache):
             self._read = self._read.first(self.get_seq_length())
 
     def reset(self) -> None:
-        """Remove all tokens, so that the cache can read a new prompt."""
+        """Remove all tokens, so that the cache can be used for a new prompt."""
         for index, layer in enumerate(self.layers):
             # First of all, because other caches may share its tensors, and some releases zero those on a reset.
             if is_recurrent(layer):
@@ -318,7 +320,7 @@ class RetainedCache(StatefulCache):
         self.layers_differ, self.continuation, self._read = False, Nothing(), ReadIds()
 
     def fail(self, reason: str) -> None:
-        """Remove all tokens. Any later use of the cache raises `SpecError` with this reason."""
+        """Remove all tokens. Any later use of the cache raises a `SpecError` that has `reason` as its message."""
         self.reset()
         self.failure = reason
 

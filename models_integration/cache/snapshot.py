@@ -46,19 +46,19 @@ def save_cache(
 
         kvspec.save_cache(run.cache, model, "document.cache")
 
-    The write is atomic: if the write fails, an old file at `path` is unchanged. The file includes the state of
-    CrystalCache.
+    The write is atomic: if the write fails, an old file at `path` is unchanged. If the policy is CrystalCache, the file
+    includes the state for later eviction.
 
     Args:
-        cache: a cache that has read tokens, such as `run.cache`, outside of a `with run.prompt():` block.
+        cache: a cache with tokens, such as `run.cache`. Inside `with run.prompt():` a cache cannot be saved.
         model: the model that computed the cache.
         path: file to write. An existing file is replaced.
-        identity: `ModelIdentity` of the model. Default: the identity is computed from all parameters.
+        identity: `ModelIdentity` of the model. Default: the identity is computed from all parameters of the model.
 
     Raises:
         SpecError: if the cache is empty or unusable, if keys or values are not finite, or if `path` is not a file.
             A cache cannot be saved if the policy evicts in each decoding step, as H2O does.
-        OSError: if the file cannot be written. The file at `path` is unchanged.
+        OSError: if the file cannot be written. An existing file at `path` is unchanged.
     """
     path = _file(path)
     seen = cache.get_seq_length()
@@ -98,14 +98,14 @@ def save_cache(
 
 
 def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity | None = None) -> RetainedCache:
-    """Load a saved cache onto the device of the model. The loaded cache can be used like the saved cache.
+    """Load a saved cache onto the device of the model. You can use the loaded cache like the saved cache.
 
         cache = kvspec.load_cache("document.cache", model)
 
     Args:
         path: file that `save_cache` wrote.
         model: the model that computed the cache.
-        identity: `ModelIdentity` of the model. Default: the identity is computed from all parameters.
+        identity: `ModelIdentity` of the model. Default: the identity is computed from all parameters of the model.
 
     Raises:
         SpecError: if the file is missing or damaged, or was saved with a different model, format or specification

@@ -42,7 +42,7 @@ _YOURS = "For your own policy write 'module:ATTRIBUTE' or the name of an entry p
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
-    help="Evict tokens from the KV cache of transformers models, compare eviction policies, and test implementations.",
+    help="Evict tokens from the KV cache of transformers models, compare policies, and test implementations.",
 )
 
 app.add_typer(archive, name="archive")
@@ -71,10 +71,10 @@ def _common(
 @app.command()
 def policies(
     name: Annotated[
-        str, typer.Argument(help="Policy to describe: paper, constants and an example. Default: list all policies.")
+        str, typer.Argument(help="Policy whose paper, constants and example are printed. Default: list all policies.")
     ] = "",
 ) -> None:
-    """List the policies. For each policy show kept tokens, passes over the prompt, peak memory and supported uses."""
+    """List the policies, each with the kept tokens, passes over the prompt, peak memory and supported uses."""
     from models_integration.cli.policies import show_policies, show_policy
 
     if name:
@@ -85,7 +85,7 @@ def policies(
 
 @app.command()
 def tasks() -> None:
-    """List the tasks. For each task show the question, source of the text, metric, placements and constants."""
+    """List the tasks, each with the question, source of the text, metric, placements and constants."""
     from models_integration.cli.policies import show_tasks
 
     show_tasks()
@@ -95,38 +95,38 @@ def tasks() -> None:
 def compare(
     policies: Annotated[
         str,
-        typer.Option(help="Comma-separated policies. `kvspec policies` lists the names. snapkv(W=16) sets a constant."
-                     " diverse-NAME adds set-conditioned selection. h2o@prompt evicts after the prompt only."
-                     f" {_YOURS}"),
+        typer.Option(help="Comma-separated policies (`kvspec policies` lists the names). Write snapkv(W=16) to set a"
+                     " constant. Write diverse-NAME to add set-conditioned selection. Write h2o@prompt to evict after"
+                     f" the prompt only. {_YOURS}"),
     ] = "crystalcache,streamingllm,fullcache",
     budgets: Annotated[
-        str, typer.Option(help="Comma-separated budgets: fractions of the prompt (0.3, 30%) or tokens (512).")
+        str, typer.Option(help="Comma-separated budgets: fractions of the prompt (0.3, 30%) or token counts (512).")
     ] = "0.3,0.5",
     tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
-    samples: Annotated[int, typer.Option(help="Number of samples for each task, context length and seed.")] = 20,
+    samples: Annotated[int, typer.Option(help="Number of samples per combination of task, length and seed.")] = 20,
     seed: Seeds = "42", placement: Placements = "after",
     controls: Annotated[
-        bool, typer.Option(help="Also run controls: fixed kept tokens, with which the model must answer or must fail.")
+        bool, typer.Option(help="Also run controls. A control keeps tokens with which the model must succeed or fail.")
     ] = True,
     calibration: Annotated[
         Path | None, typer.Option(help="Calibration file of the model, written by kvspec calibrate.")
     ] = None,
     write_rules: Annotated[
-        Path | None, typer.Option(help="Write these options to a rules file, and run nothing.")
+        Path | None, typer.Option(help="Write the options of the command to a rules file, and run nothing.")
     ] = None,
     model: Models = "pocket", bare: Bare = False, backend: Backend = "auto", device: Device = "cpu",
     dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
     engine: Engine = "processes", address: Address = "", again: Again = False, table: TableFile = None,
     figure: Figure = None, out: Results = Path("results"),
 ) -> None:
-    """Compare policies at several budgets on tasks. Print tables and write an HTML report.
+    """Compare policies on tasks at several budgets, print tables, and write an HTML report.
 
-    Each policy scores a prompt once, and selects the tokens of every budget by these scores. All policies get the same
-    budgets. The exit code is 1 if a control fails. A failed control means that the task does not measure what the cache
-    keeps.
+    Each policy scores the tokens of a prompt once, and uses the same scores at every budget. All policies are compared
+    at the same budgets. The exit code is 1 if a control fails. A failed control means that the task is not a valid test
+    of the tokens that a policy keeps.
 
-    A second run skips the results that are stored in --out. With --write-rules the command only writes a rules file.
-    kvspec sweep and kvspec study read rules files.
+    A second run skips the results that are stored in --out. With --write-rules the command only writes a rules file for
+    kvspec sweep or kvspec study.
     """
     from models_integration.cli.compare import study_of
 
@@ -152,14 +152,14 @@ def compare(
 @app.command()
 def demo(
     model: Model = "pocket",
-    samples: Annotated[int, typer.Option(help="Number of samples for each task. Fewer samples are less certain.")] = 20,
+    samples: Annotated[int, typer.Option(help="Number of samples per task. Few samples give uncertain results.")] = 20,
     backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     batch_size: BatchSize = 12, out: Results = Path("results"),
 ) -> None:
-    """Compare CrystalCache, StreamingLLM and the full cache on the pocket model, with controls.
+    """Compare CrystalCache, StreamingLLM and the full cache on the pocket model, and check the tasks with controls.
 
     `kvspec compare` without options runs the same comparison. The demo takes a minute on two CPU cores and downloads
-    nothing. If --model is neither 'pocket' nor 'chat', the tasks hide facts in English prose.
+    nothing. If --model is neither 'pocket' nor 'chat', the tasks ask for facts that are hidden in English prose.
     """
     shipped = "the small model that comes with kvspec" if model == "pocket" else f"the model {model}"
     print(
@@ -192,19 +192,19 @@ def sweep(
     ] = "appendix-a",
     budget: Budget = "0.3",
     tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
-    samples: Annotated[int, typer.Option(help="Number of samples for each task, the same for all variants.")] = 10,
+    samples: Annotated[int, typer.Option(help="Number of samples for each task and each variant.")] = 10,
     seed: Seeds = "42", model: Models = "pocket", bare: Bare = False, backend: Backend = "auto",
     device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12,
     workers: Workers = 1, engine: Engine = "processes", address: Address = "", again: Again = False,
     table: TableFile = None, figure: Figure = None,
     status: Annotated[
-        Path | None, typer.Option(help="Folder of runs. Print the progress of each run, and run nothing.")
+        Path | None, typer.Option(help="Folder (--out) of a run. Print the progress of the run, and run nothing.")
     ] = None,
     out: Results = Path("results"),
 ) -> None:
-    """Run a rules file on all samples. Without a rules file, vary one parameter of CrystalCache at a time.
+    """Run a rules file on all of its samples. Without a rules file, vary one parameter of CrystalCache at a time.
 
-    The default sweep takes a minute on two CPU cores. Stored results are not computed again.
+    The default sweep takes a minute on two CPU cores. Results that are stored in --out are not computed again.
     """
     if status is not None:
         from models_integration.studies.status import status as lines
@@ -236,27 +236,28 @@ def sweep(
 
 @app.command()
 def study(
-    rules: Annotated[Path | None, typer.Option(help="Rules file: claims, model, tasks, policies, budgets.")] = None,
+    rules: Annotated[Path | None, typer.Option(help="Rules file that describes the study.")] = None,
     out: Results | None = None,
     part: Annotated[
-        str, typer.Option(help="Samples to run: dev (a fifth of all), confirm (the rest, to decide claims), or all.")
+        str, typer.Option(help="Samples to run: dev (a fifth), confirm (the other samples, to decide claims), or all.")
     ] = "dev",
     audit: Annotated[
-        Path | None, typer.Option(help="Folder of studies: check that the rules were committed before the results.")
+        Path | None, typer.Option(help="Folder of studies. Check that the rules were committed before the results.")
     ] = None,
     bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
     again: Again = False, table: TableFile = None, figure: Figure = None,
 ) -> None:
-    """Run the study that a rules file describes, and decide the claims of the study.
+    """Run the study that a rules file describes, and decide whether the claims of the study hold.
 
-    A study measures how much evidence each policy keeps, the likelihood of the gold answer, the attention on evicted
-    keys, and the answers. Each policy scores a prompt once, and selects the tokens of every budget by these scores.
-    In a rules file a task is a name, 'module:ATTRIBUTE', or 'KIND:PATH' for a benchmark file. KIND is ruler-file,
-    ruler-lm-eval-file, scbench-file, scbench-turns-file, longbench-file, loogle-file, infinitebench-file or math-file.
+    For each policy a study measures how much evidence is kept, and how much attention evicted keys receive. A study
+    also measures the likelihood of the gold answer, and the quality of the answers. Each policy scores the tokens of a
+    prompt once, and uses the same scores at every budget. In a rules file a task is a name, 'module:ATTRIBUTE', or
+    'KIND:PATH' for a benchmark file. KIND is ruler-file, ruler-lm-eval-file, scbench-file, scbench-turns-file,
+    longbench-file, loogle-file, infinitebench-file or math-file.
 
-    If the rules file has claims, first commit the rules file and the calibration file to git. Then run --part dev. Run
-    --part confirm last.
+    If the rules file has claims, first commit the rules file and the calibration file to git. Then run kvspec study
+    with --part dev. Finally run kvspec study with --part confirm.
     """
     from models_integration.cli.study import Running, print_audit, run
     from models_integration.studies.evidence.rules import load_rules
@@ -279,18 +280,18 @@ def study(
 @app.command()
 def report(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Folder with the results of compare, sweep or study.")
+        Path, typer.Argument(metavar="FOLDER", help="Folder with results of kvspec compare, sweep or study.")
     ],
     rules: Annotated[
-        list[Path] | None, typer.Option(help="Rules file of a study in FOLDER, to show the claims. Repeatable.")
+        list[Path] | None, typer.Option(help="Rules file of a study in FOLDER, whose claims are shown. Repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="HTML file to write. Default: report.html in FOLDER.")] = None,
     table: TableFile = None, figure: Figure = None,
 ) -> None:
-    """Write a report of a folder of results: one HTML file that needs no network.
+    """Write an HTML report about the results in a folder. The report needs no network.
 
-    The report first shows the claims, and the best policy for each task and budget. Figures, tables, controls, costs
-    and warnings follow. kvspec compare, sweep and study write this report too.
+    The report first shows the claims, and the best policy for each task and budget. The report then shows figures,
+    tables, controls, costs and warnings. The commands compare, sweep and study write the same report.
     """
     from models_integration.cli.report import run
 
@@ -299,31 +300,31 @@ def report(
 
 @app.command()
 def calibrate(
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), .pt or .tsv file.")],
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), .pt file or .tsv file.")],
     out: Annotated[Path, typer.Option(help="Calibration file to write.")] = Path("calibration.npz"),
-    tokens: Annotated[int, typer.Option(help="Largest number of tokens to read from the text.")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the text to use.")] = 4096,
     threshold: Annotated[
         float | None,
-        typer.Option(help="For a .tsv file: values of at least this number become 1, smaller values become 0."),
+        typer.Option(help="Threshold for a .tsv file. Values below the threshold become 0, and other values become 1."),
     ] = None,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
 ) -> None:
-    """Write the calibration file of a model, which the policies triattention and kvzip-heads need.
+    """Write the calibration file that the policies triattention and kvzip-heads need for a model.
 
-    The file has statistics of the queries (for triattention), and a KVzip score for each head (for kvzip-heads).
+    For triattention the file has statistics of the queries. For kvzip-heads the file has a KVzip score for each head.
 
-    The model runs three forward passes over the text. In one pass the model repeats the text.
+    Calibration takes three forward passes over the text. In one of the three passes the model repeats the text.
 
     To calibrate for a study, run `kvspec calibrate rules.toml`. Then write calibration = "calibration.npz" in the rules
-    file. The command reads only the first context of the dev part, and the calibration file records this context.
-    `kvspec study` refuses a calibration file that was made from a context of the confirm part.
+    file. For a rules file, only the first context of the dev part is used, and the calibration file stores a hash of
+    this context. `kvspec study` raises an error if a calibration file was made from a context of the confirm part.
 
-    kvspec also converts TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv). Such a file does not
-    name a model, so kvspec cannot check whether the file belongs to this model. With --out stats.pt the calibration
-    file has TriAttention's format. A calibration file with a different suffix stores a hash of the model and the
-    rotation.
+    The command also converts TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv). A .pt or .tsv
+    file does not name a model, so kvspec cannot check whether the file belongs to your model. If --out ends in .pt, the
+    calibration file has the format of TriAttention. If --out has a different suffix, the calibration file also stores a
+    hash of the model and of the rotary embedding.
 
-    To use the file, run kvspec compare --policies triattention --calibration calibration.npz
+    To use the calibration file, run kvspec compare --policies triattention --calibration calibration.npz
     """
     from models_integration.cli.calibrate import run
     from models_integration.studies.subject import Loading
@@ -338,7 +339,7 @@ def compress(
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto",
 ) -> None:
-    """Compact one prompt with CrystalCache, and print the number of kept tokens and the freed memory."""
+    """Evict tokens of one prompt with CrystalCache, and print the number of kept tokens and the freed memory."""
     from models_integration.cli.compress import run
     from models_integration.studies.subject import Loading
 
@@ -350,20 +351,20 @@ def keep(
     prompt: Prompt,
     budget: Budget = "0.3",
     policy: Annotated[
-        str, typer.Option(help="Policy that reads at most the first layer, as in --policies of kvspec compare.")
+        str, typer.Option(help="Policy that needs no layer after the first layer, such as crystalcache(alpha=0.5).")
     ] = "crystalcache",
     form: Annotated[
-        str, typer.Option("--format", help="Output format: ranges (a line per range, end excluded) or json.")
+        str, typer.Option("--format", help="Output format: json, or ranges (one range per line, without the end).")
     ] = "ranges",
     model: Annotated[
         str, typer.Option(help="Model: 'pocket', 'chat', 'smollm2', or a folder with safetensors files.")
     ] = "pocket",
     backend: Backend = "auto", dtype: Dtype = "auto",
 ) -> None:
-    """Print the positions of the tokens that a policy keeps of a prompt, without a forward pass of the model.
+    """Print the positions of the prompt tokens that a policy keeps, without a forward pass of the whole model.
 
-    CrystalCache needs only the queries and keys of the first layer. kvspec loads the embeddings and the first layer
-    from the model file. `with policy(model)` keeps the same tokens.
+    CrystalCache needs only the queries and keys of the first layer. Therefore kvspec loads only the embeddings and the
+    first layer of the model. The printed positions are those that `with policy(model)` keeps.
     """
     from models_integration.cli.keep import run
 
@@ -376,9 +377,10 @@ def explain(
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("explain.html"),
     budget: Budget = "0.3",
     beside: Annotated[
-        str | None, typer.Option(help="Second policy to show: the share of layers and heads that keep each token.")
+        str | None, typer.Option(help="Second policy. For each token the page shows the share of layers and heads that"
+                                      " keep the token.")
     ] = None,
-    calibration: Annotated[Path | None, typer.Option(help="Calibration file for the policy of --beside.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Calibration file for the --beside policy.")] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto",
 ) -> None:

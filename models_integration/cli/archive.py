@@ -18,11 +18,12 @@ archive = typer.Typer(
 )
 
 Folder = Annotated[Path, typer.Option("--archive", help="Folder of the archive. `kvspec archive put` creates it.")]
-Tenant = Annotated[str, typer.Option(help="Tenant that owns the chunks. No tenant can read chunks of another tenant.")]
+Tenant = Annotated[str, typer.Option(help="Tenant that owns the chunks. A tenant cannot read the chunks of a different"
+                                          " tenant.")]
 MasterKey = Annotated[
     Path | None,
-    typer.Option(help="Master key: a file of 32 random bytes with mode 600, outside the archive. With a master key the"
-                 " chunks of each tenant are encrypted with a separate key."),
+    typer.Option(help="File with the master key: 32 random bytes, with mode 600, outside the archive. A master key"
+                 " encrypts the archive, with a separate key for each tenant."),
 ]
 FOLDER = Path("archive")
 
@@ -32,15 +33,16 @@ def put(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file to store as one chunk.")],
     wrapper: Annotated[
         str,
-        typer.Option(help=f"Tokens of the chat template to store around the text: {', '.join(FORMS)} or auto. With auto"
-                     " the wrapper is the shortest with role markers, or raw for a model without role markers."),
+        typer.Option(help="Wrapper, the tokens of the chat template that are stored around the text:"
+                     f" {', '.join(FORMS)} or auto. With auto kvspec uses the shortest wrapper that has role markers."
+                     " For a model without role markers, auto means raw."),
     ] = "auto",
     codec: Annotated[
         str,
         typer.Option(help=f"Codec of the stored keys and values: {', '.join(CODECS)}. All codecs except none store"
                      " 8-bit integers. With per_head all numbers of a head share one scale."),
     ] = "none",
-    upper: Annotated[bool, typer.Option("--upper", help="Store only the upper half of the layers.")] = False,
+    upper: Annotated[bool, typer.Option("--upper", help="Store tensors of only the upper half of the layers.")] = False,
     policy: Annotated[
         str | None,
         typer.Option(help="Policy that selects the tokens to store. `kvspec policies` lists the names. Role markers are"
@@ -51,15 +53,16 @@ def put(
         typer.Option(help="Budget of --policy: a fraction of the text (0.5, 50%) or a number of tokens. Default: 0.5."),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="Calibration file for the policy of --policy, written by `kvspec calibrate`.")
+        Path | None, typer.Option(help="Calibration file that --policy needs, written by `kvspec calibrate`.")
     ] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
     """Store the attention keys and values of a text as one chunk, and print the KEY of the chunk.
 
-    The model reads the text at positions from 0. KEY is a hash of the tokens, wrapper, weights, rotary embedding,
-    codec, tenant and kept tokens. If you store a text twice, the archive has one chunk.
+    The model processes the text at positions 0, 1, 2 and so on. KEY is a hash of the tokens, wrapper, weights, rotary
+    embedding, codec, tenant and kept tokens. If you store a text twice with the same options, the archive has one
+    chunk.
     """
     from models_integration.cli.archive_runs import run_put
     from models_integration.studies.subject import Loading
@@ -114,11 +117,11 @@ def find(
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """Search the chunks for a question, and print the KEYs and texts of the best chunks.
+    """Search the chunks with a question, and print the KEYs and texts of the best chunks.
 
-    The search ranks the chunks by BM25, and also by a sentence encoder with --dense. Reciprocal rank fusion (k = 60)
-    combines the two rankings. Chunks that share no word with the query come last. Chunks of a different model are
-    skipped. `kvspec archive gc` does not count a search as a use of a chunk.
+    The search ranks the chunks by BM25. With --dense, reciprocal rank fusion (k = 60) combines the ranking of BM25 with
+    the ranking of a sentence encoder. Chunks that share no word with the query come last. Chunks that a different model
+    made are skipped. For `kvspec archive gc`, a search does not count as a use of a chunk.
     """
     from models_integration.cli.archive_runs import run_find
     from models_integration.studies.subject import Loading
@@ -129,20 +132,20 @@ def find(
 
 @archive.command()
 def inject(
-    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="KEYs of the chunks to insert, in this order.")],
-    ask: Annotated[str, typer.Option(help="Text that the model reads after the chunks, such as a question.")],
-    session: Annotated[str, typer.Option(help="Text that the model reads before the chunks.")] = "",
-    new_tokens: Annotated[int, typer.Option(help="Largest number of tokens to generate. Decoding is greedy.")] = 24,
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="KEYs of the chunks, in the order of insertion.")],
+    ask: Annotated[str, typer.Option(help="Text to process after the chunks, such as a question.")],
+    session: Annotated[str, typer.Option(help="Text to process before the chunks.")] = "",
+    new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate. Decoding is greedy.")] = 24,
     text: Annotated[
-        bool, typer.Option("--text", help="Also let the model read the texts of the chunks and answer. Print the time"
-                           " to the first token of both answers.")
+        bool, typer.Option("--text", help="Also generate an answer from the texts of the chunks, without stored"
+                           " tensors. Print the time to the first token of both answers.")
     ] = False,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
     """Insert stored chunks into a session, ask a question, and print the answer of the model.
 
-    The model does not read the texts of the chunks again. kvspec rotates the stored keys to the new positions.
+    The model does not process the texts of the chunks again, because the stored keys are rotated to the new positions.
     """
     from models_integration.cli.archive_runs import run_inject
     from models_integration.studies.subject import Loading
@@ -169,12 +172,12 @@ def verify(folder: Folder = FOLDER, master_key: MasterKey = None) -> None:
 def gc(
     limit: Annotated[
         int,
-        typer.Option(help="Largest total size of chunks and quarantine in bytes. The command first removes the"
-                     " quarantined files, then the least recently used chunks."),
+        typer.Option(help="Maximum total size of the chunks and the quarantine folder, in bytes. The command first"
+                     " removes the quarantined files, then the least recently used chunks."),
     ],
     folder: Folder = FOLDER,
 ) -> None:
-    """Remove unfinished files that are older than an hour. Then remove chunks until their size fits --limit."""
+    """Remove unfinished files that are over an hour old. Then remove chunks until the archive fits --limit."""
     from models_integration.cli.archive_runs import run_gc
 
     run_gc(limit, folder)
@@ -188,7 +191,7 @@ def forget(
 ) -> None:
     """Delete the key of a tenant, and overwrite all chunks of the tenant. The deletion cannot be undone.
 
-    For an encrypted archive give --master-key. Without the master key kvspec cannot find the chunks of the tenant.
+    If the archive is encrypted, give --master-key. Without the master key kvspec cannot find the chunks of the tenant.
     """
     from models_integration.cli.archive_runs import run_forget
 

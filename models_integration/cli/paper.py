@@ -28,37 +28,37 @@ INJECTION = "injection"
 
 def paper(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Paper: crystalcache, diversity, injection or nestedkv, or a .toml"
-                            " file that describes an evaluation.")
+        str, typer.Argument(metavar="NAME", help="Paper to evaluate: crystalcache, diversity, injection or nestedkv, or"
+                            " a .toml file that describes a different evaluation.")
     ],
     part: Annotated[
-        str, typer.Option(help="Table of the paper to fill, such as table-5. Default: all tables.")
+        str, typer.Option(help="Name of one table to fill in, such as table-5. Default: all tables.")
     ] = "",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Use short contexts and few samples. The run takes minutes on a CPU.")
+        bool, typer.Option("--quick", help="Use short contexts and few samples. A quick run takes minutes on a CPU.")
     ] = False,
     file: Annotated[
         list[Path] | None,
-        typer.Option(help="File of a benchmark, such as LongBench's hotpotqa.jsonl. Repeatable. If a table needs a file"
-                     " that you do not give, the table is not run."),
+        typer.Option(help="Benchmark file that a table needs, such as LongBench's hotpotqa.jsonl. Repeatable. Tables"
+                     " whose benchmark file is missing are skipped."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print samples, tokens, memory and hours of the run, and run nothing.")
+        bool, typer.Option("--dry-run", help="Print how many samples, tokens, bytes and hours the run would need.")
     ] = False,
     model: Models = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
     address: Address = "", again: Again = False,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for study.jsonl, paper.html, tables.csv and a LaTeX file for each table."
-                                  " Default: results/NAME. If a run was stopped, the next run continues from"
+        Path | None, typer.Option(help="Folder for the results: study.jsonl, paper.html, tables.csv, a LaTeX file per"
+                                  " table. Default: results/NAME. If a run was stopped, the next run continues from"
                                   " study.jsonl.")
     ] = None,
 ) -> None:
-    """Run the evaluation of a paper on your model and fill the tables of the paper.
+    """Run the evaluation of a paper on your model, and fill in the tables of the paper.
 
-    Each table shows your results with 95 % intervals, and the published results. Each table also shows the differences
-    from the best baseline and from the full cache. A table names the results that were not run. Stored results are not
-    computed again.
+    Each table shows your results with 95 % intervals, and the published results. Each table also shows how much your
+    results differ from the best baseline and from the full cache. Each table lists the results that are not measured.
+    Results that are stored in --out are not computed again.
     """
     from models_integration.studies.subject import Loading
     from models_integration.studies.workers import Launch

@@ -26,7 +26,7 @@ def verify(context: typer.Context) -> None:
 def lm_eval(context: typer.Context) -> None:
     """Run the command line of lm-evaluation-harness on a model that evicts tokens.
 
-    kvspec lm-eval run --model_args pretrained=pocket,policy=snapkv,budget=0.3 --tasks ...
+    Example: kvspec lm-eval run --model_args pretrained=pocket,policy=snapkv,budget=0.3 --tasks ...
     """
     from models_integration.studies.harness import command
 

@@ -33,7 +33,7 @@ def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> 
 
     Args:
         model: model whose full-attention layers share one rotary embedding.
-        identity: identity of the model, if known. Default: the identity is computed from all parameters.
+        identity: identity of the model, if known. Default: the identity is computed from all parameters of the model.
 
     Raises:
         SpecError: if kvspec does not support the model, if the full-attention layers do not share one rotary embedding
@@ -61,18 +61,19 @@ def calibrate(
     model: PreTrainedModel, input_ids: Tensor, identity: ModelIdentity | None = None,
     template: Sequence[Sequence[int]] | None = None,
 ) -> Calibration:
-    """Measure the statistics of a model that the policies `triattention` and `kvzip-heads` need.
+    """Measure a model, and return the calibration that the policies `triattention` and `kvzip-heads` need.
 
         found = kvspec.calibrate(model, input_ids, template=kvspec.repeat_template(tokenizer))
         policy = kvspec.policy_from_name("triattention", 0.3, calibration=found)
 
-    To save the result as `kvspec calibrate` does, call `reference.calibration.save_calibration(found, path)`.
+    To save the result in the format of `kvspec calibrate`, call `reference.calibration.save_calibration(found, path)`.
 
     Args:
         model: a causal language model.
-        input_ids: token ids of any text in a language of the model, (1, n).
-        identity: `ModelIdentity` of the model. Default: the identity is computed from all parameters.
-        template: `repeat_template(tokenizer)`. If given, the head scores of `kvzip-heads` are also measured.
+        input_ids: token ids of a text, (1, n). Any text in a language of the model is suitable.
+        identity: `ModelIdentity` of the model. Default: the identity is computed from all parameters of the model.
+        template: `repeat_template(tokenizer)`. If `template` is given, the head scores of `kvzip-heads` are also
+            measured.
 
     Returns:
         Statistics of the queries before rotary embedding. If `template` is given, the result also has head scores.

@@ -60,7 +60,7 @@ class RetentionPolicy(ABC):
 
     @abstractmethod
     def on(self, model: PreTrainedModel) -> Method:
-        """Prepare the policy for a model. Pass the result to `decide`.
+        """Prepare the policy for a model, and return the `method` argument of `decide`.
 
         Raises:
             SpecError: if the model does not support the policy.
@@ -83,14 +83,14 @@ def method_of(policy: Policy, budget: Budget, backend: str = "numpy", engine: Ba
 
 @dataclass(frozen=True, init=False)
 class CustomPolicy(RetentionPolicy):
-    """Policy with a budget, made from a `spec.policy.Policy`.
+    """Policy with a budget, made from a `spec.policy.Policy` without a budget.
 
         policy = kvspec.CustomPolicy(kvspec.policy_from_score(score), budget=0.3)
 
     Args:
-        policy: the policy without a budget, such as the result of `policy_from_score`.
-        budget: tokens to keep: a fraction of the prompt (0.3 or "30%"), or a number of tokens as an int.
-        backend: name that reports show as the backend of the policy.
+        policy: policy without a budget, such as the result of `policy_from_score`.
+        budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int).
+        backend: backend name that reports show for the policy.
 
     Raises:
         SpecError: if the budget is not a valid fraction or number of tokens.
@@ -110,31 +110,32 @@ class CustomPolicy(RetentionPolicy):
         return self.method.backend
 
     def on(self, model: PreTrainedModel) -> Method:
-        """Return the policy, which is the same for every model."""
+        """Return the `method` argument of `decide`, which is the same for every model."""
         return self.method
 
 
 class CrystalCache(CustomPolicy):
-    """CrystalCache policy: score trunks (runs of tokens within a sentence) by co-attention and impact, keep the best.
+    """CrystalCache policy: keep the trunks (runs of tokens in a sentence) that score best by co-attention and impact.
 
         policy = kvspec.CrystalCache(budget=0.4, sentence_ends=kvspec.sentence_ends(tokenizer))
 
     Args:
-        budget: tokens to keep: a fraction of the prompt (0.3 or "30%"), or a number of tokens as an int.
-        sentence_ends: ids of the tokens that end a sentence: `kvspec.sentence_ends(tokenizer)`.
+        budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int).
+        sentence_ends: ids of the tokens that end a sentence, such as `kvspec.sentence_ends(tokenizer)`.
         parameters: constants of the policy.
-        backend: backend that selects the tokens: "auto", a name, "module:ATTRIBUTE" or a Backend. "auto" uses triton on
-            a CUDA device, if a test on this device gives the results of the reference. Otherwise "auto" uses torch if
-            PyTorch finds an accelerator, or else numba, or numpy if numba is not installed.
+        backend: backend that selects the tokens to keep: "auto", a backend name, "module:ATTRIBUTE" or a Backend
+            object. "auto" uses triton on a CUDA device if a test on the device gives the results of the reference. If
+            triton cannot be used, "auto" uses torch (if PyTorch finds an accelerator), numba (if installed) or numpy.
         decode: if True, also evict during decoding, after every T_breath generated tokens. Default: evict only after
             prompts and later turns.
-        stream: if True, read one endless prompt, and evict after every C tokens. Requires a budget in tokens.
-        breath_protection: tokens that are never evicted during decoding: "sink+recent" or "none". The paper has
-            "none". With "none" the newest tokens can be evicted first.
+        stream: if True, process one prompt of unlimited length, and evict after every C tokens. The budget of a stream
+            must be a number of tokens.
+        breath_protection: tokens that are never evicted during decoding: "sink+recent" or "none". The paper uses
+            "none", with which the newest tokens can be evicted first.
 
     Raises:
-        SpecError: if the budget, `sentence_ends`, the parameters or the backend are invalid, or if `stream` is True
-            and the budget is a fraction.
+        SpecError: if the budget, `sentence_ends`, the parameters or the backend is invalid, or if the budget of a
+            stream is a fraction.
         BackendUnavailable: if the backend cannot run on this machine.
     """
 
@@ -168,9 +169,10 @@ class StreamingLLM(CustomPolicy):
         policy = kvspec.StreamingLLM(budget=512)
 
     Args:
-        budget: tokens to keep: a fraction of the prompt (0.3 or "30%"), or a number of tokens as an int.
-        N_sink: number of attention sinks, the first tokens of the prompt.
-        block: number of tokens in a block of a paged cache. Whole blocks are kept or evicted. Default: single tokens.
+        budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int).
+        N_sink: number of attention sinks, which are the first tokens of the prompt.
+        block: number of tokens in a block of a paged cache. With a block size the policy keeps or evicts whole blocks.
+            Default: single tokens.
 
     Raises:
         SpecError: if the budget, N_sink or block is invalid.
@@ -202,7 +204,7 @@ _PARAMETERS = frozenset(field.name for field in fields(CrystalCacheParameters)) 
 
 @dataclass(frozen=True, init=False)
 class Published(RetentionPolicy):
-    """Policy of a paper, with a budget. Use `policy_from_name` for any other policy.
+    """Policy of a paper, with a budget. `policy_from_name` makes the policies of papers and all other policies.
 
         kvspec.Published("snapkv", 0.25, W=16)
         kvspec.Published("snapkv", 0.3, block=16)               # keep whole blocks of 16 tokens
@@ -211,7 +213,7 @@ class Published(RetentionPolicy):
 
     Args:
         name: name of a policy that `kvspec policies` lists, except crystalcache, streamingllm and fullcache.
-        budget: tokens to keep: a fraction of the prompt (0.3 or "30%"), or a number of tokens as an int.
+        budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int).
         constants: constants of the policy as keyword arguments. `describe_policy(name)` lists the constants. `backend`
             is also accepted.
 
@@ -240,17 +242,17 @@ class Published(RetentionPolicy):
             object.__setattr__(self, field, given)
 
     def knowing(self, identity: ModelIdentity) -> "Published":
-        """Return a copy that checks the calibration against this identity, without computing it from the model."""
+        """Return a copy of the policy that checks the calibration against `identity`, and not against the model."""
         told = copy(self)
         object.__setattr__(told, "identity", identity)
         return told
 
     def on(self, model: PreTrainedModel) -> Method:
-        """Prepare the policy for a model. Pass the result to `decide`.
+        """Prepare the policy for a model, and return the `method` argument of `decide`.
 
         Raises:
-            SpecError: if kvspec does not support the model, if the policy does not support the model, or if the
-                calibration belongs to a different model.
+            SpecError: if kvspec or the policy does not support the model, or if the calibration belongs to a different
+                model.
         """
         engine = resolve(self.constants.get("backend", "numpy"))
         reads_tensors = engine.takes is not None and not names.families_of(self.name)  # KVzip+ weighs on the host
@@ -276,8 +278,8 @@ def policy_from_name(name: str, budget: float | int | str | Budget = 0.5, **cons
     Args:
         name: name of a policy that `kvspec policies` lists, `module:ATTRIBUTE` of your own Policy, or the name of an
             entry point in the group `kvspec.policies`.
-        budget: tokens to keep: a fraction of the prompt (0.3 or "30%"), or a number of tokens as an int.
-            "fullcache" ignores the budget.
+        budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int). "fullcache" ignores
+            the budget.
         constants: constants of the policy as keyword arguments. `describe_policy(name)` lists the constants.
 
     Raises:
@@ -348,22 +350,22 @@ class Prefilled(NamedTuple):
 
 
 def prefill(model: PreTrainedModel, policy: RetentionPolicy, input_ids: Tensor) -> Prefilled:
-    """Read a prompt, evict tokens, and return what your own generation loop needs.
+    """Process a prompt, evict tokens, and return the logits and the cache for your own generation loop.
 
         logits, cache, run = kvspec.prefill(model, kvspec.StreamingLLM(512), input_ids)
         output = model(input_ids=logits.argmax(-1), cache=cache)  # past_key_values before transformers 5.24
 
-    Your loop does not need to pass position ids or masks. If you call `generate`, pass the prompt again before the new
-    tokens.
+    Your own generation loop does not need to pass position ids or masks. To continue with `generate` instead, pass the
+    prompt again, followed by the new tokens.
 
     Args:
         model: a causal language model.
-        policy: a policy with one kept set for the whole model. If layers or heads keep different tokens, use
-            `with policy(model)` instead, because only the context manager can read such a cache.
+        policy: a policy that keeps the same tokens in all layers and heads. For a policy that keeps different tokens in
+            layers or heads, use `with policy(model)` instead of `prefill`.
         input_ids: one prompt, (1, n).
 
     Returns:
-        The logits of the next token, computed with the full cache. The compacted cache. The session.
+        The logits of the next token (computed with the full cache), the compacted cache, and the session.
 
     Raises:
         SpecError: if kvspec does not support the model or the prompt.

@@ -38,8 +38,8 @@ def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
         policy = kvspec.CrystalCache(0.4, kvspec.sentence_ends(tokenizer))
 
-    A token ends a sentence if its text contains a newline, or ends in `.`, `!` or `?` apart from spaces.
-    Special tokens never end a sentence.
+    A token ends a sentence if the text of the token contains a newline, or ends in `.`, `!` or `?`. Spaces at the end
+    of the text are ignored. Special tokens never end a sentence.
 
     Args:
         tokenizer: a tokenizer of transformers.

@@ -249,20 +249,21 @@ def _seen(cache: RetainedCache, row: int) -> int:
 
 
 def decide(method: Method, observed: ObservedSegment) -> Decision:
-    """Select the tokens that a policy keeps of each prompt. Many policies can use the same observation.
+    """Select the tokens that a policy keeps of each prompt. Several policies can decide from one `observed`.
 
         decision = kvspec.decide(policy.on(model), observed)
         decision.retentions[0].group(0)     # kept positions of the first kept set
 
     Args:
-        method: policy for the model, `policy.on(model)`.
+        method: policy prepared for the model, which `policy.on(model)` returns.
         observed: result of `observe`.
 
     Returns:
-        Decision with the kept sets of each prompt. Pass the decision to `compact`.
+        Decision with the sets of kept tokens of each prompt. Pass the decision to `compact`.
 
     Raises:
-        SpecError: if the policy needs a tensor that `observe` did not capture, or does not support the prompt.
+        SpecError: if the policy needs a tensor that `observe` did not capture, or if the policy does not support the
+            prompt.
     """
     policy, budget, rule = method.policy, method.budget, method.continuation
     shown = observed.narrowed(policy.scorer.needs)

@@ -55,23 +55,27 @@ class Session:
         print(run.bytes_freed)
 
     The policy evicts tokens at the end of each segment. A segment is a prompt, or a later turn of more than one token.
-    The model can read a segment in one forward pass, in all forward passes inside `with run.prompt():`, or in chunks of
-    `prefill_chunk_size`. In a stream a segment has C tokens. The policy does not evict text that the model reads inside
-    `with run.reading():`. If the prompts of a batch have different lengths, pad on the left and pass a 2D mask.
+    A segment can be one forward pass, all forward passes inside `with run.prompt():`, or all chunks that
+    `prefill_chunk_size` makes of a prompt. If CrystalCache has `stream=True`, every segment has C tokens. At the end of
+    text inside `with run.reading():` the policy does not evict. If the prompts of a batch have different lengths, pad
+    on the left and pass a 2D mask.
 
     If two threads call generate on the model, the second call waits for the first. If a thread starts generate inside
-    the block, the policy applies until generate returns. Join the thread before you read the attributes.
+    the block, the policy applies until generate returns. Join the thread before you use the attributes of the session.
 
     Attributes:
         backend: name of the backend that selects the tokens.
-        seen: number of tokens that the model has read so far, in prompts and answers. The last generated token is not
-            included, because the model has not read it.
+        seen: number of tokens that the model has processed so far, in prompts and answers. The last generated token is
+            not included, because the model has not processed this token.
         stored: number of tokens in the cache now, on average over layers and heads. Generated tokens are included.
-        retention: kept positions of the last segment. `retention.group(i)` returns the i-th kept set. For a batch,
-            `retention` is a tuple with one entry for each prompt. Before a prompt, `retention` is None.
-        kept: kept positions of the last prompt. Raises `SpecError` if layers or heads keep different tokens.
+        retention: positions of the kept tokens after the last segment. `retention.group(i)` returns the i-th set of
+            kept positions. For a batch, `retention` is a tuple with one entry for each prompt. Before a prompt,
+            `retention` is None.
+        kept: positions of the kept tokens of the last prompt. Raises `SpecError` if layers or heads keep different
+            tokens.
         cache: compacted cache, which you can also use after the block. Before a prompt, `cache` is None.
-        timings: seconds for each step of the last eviction: capture, decision, compaction and rehearsal.
+        timings: seconds for each step of the last eviction, by name: capture, decision, compaction, and rehearsal (only
+            for KVzip).
         bytes_freed: bytes of keys and values that the session has freed so far.
         over_budget: number of tokens kept beyond the budget, because more tokens are protected than the budget allows.
 
@@ -106,7 +110,7 @@ class Session:
 
     @property
     def seen(self) -> int:
-        """Number of tokens that the model has read so far, in prompts and answers."""
+        """Number of tokens that the model has processed so far, in prompts and answers."""
         return 0 if self._usable_cache is None else self._usable_cache.get_seq_length()
 
     @property
@@ -363,10 +367,10 @@ class Session:
 
     @contextmanager
     def prompt(self) -> Iterator[None]:
-        """Context manager that makes one prompt of several forward passes. The policy evicts when the block ends.
+        """Context manager that treats several forward passes as one prompt. The policy evicts when the block ends.
 
         Raises:
-            SpecError: if the block is inside a different block, inside generate or a stream, or outside
+            SpecError: if the block is nested in a second block, is inside `generate` or a stream, or is outside
                 `with policy(model)`.
         """
         with self._inside("prompt()"):
@@ -376,18 +380,18 @@ class Session:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Context manager inside which the model reads text without eviction, such as a question after a document.
+        """Context manager inside which text is processed without eviction, such as a question after a document.
 
             with run.reading():
                 output = model.generate(context_and_question, past_key_values=run.cache, max_new_tokens=50)
 
-        Every policy supports `reading()`. Tokens that are generated inside the block are decoded as usual. The
-        text must have no padding.
+        Every policy supports `reading()`. While tokens are generated inside the block, a policy that evicts during
+        decoding still evicts. The text must have no padding.
 
         Raises:
-            SpecError: if the block is inside a different block, inside generate or a stream, or outside
-                `with policy(model)`. Inside the block, a forward pass raises the error if the cache has read no prompt,
-                or if the policy cannot continue from the cache.
+            SpecError: if the block is nested in a second block, is inside `generate` or a stream, or is outside
+                `with policy(model)`. A forward pass inside the block raises `SpecError` if the cache has no prompt, or
+                if the policy cannot continue from the cache.
         """
         with self._inside("reading()"):
             yield

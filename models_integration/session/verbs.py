@@ -48,21 +48,23 @@ NOTHING = Needs()
 def observe(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None, needs: Needs = EVERYTHING,
 ) -> ObservedSegment:
-    """Read prompts into a full cache, and capture the tensors that policies need.
+    """Run a model on prompts, keep the full cache, and capture the tensors that policies need.
 
         observed = kvspec.observe(model, input_ids)
         decision = kvspec.decide(kvspec.policy_from_name("snapkv", 0.3).on(model), observed)
         cache = kvspec.compact(observed.cache, decision)
 
     Args:
-        model: a causal language model, outside `with policy(model)`.
+        model: a causal language model, used outside `with policy(model)`.
         input_ids: prompts, (rows, n).
         attention_mask: 2D mask (rows, n) with zeros for padding on the left. Default: no padding.
-        needs: tensors to capture. Default: queries and keys after RoPE, and values, of all full-attention layers. KVzip
-            also needs a second pass: `replace(EVERYTHING, rehearsal=method.policy.scorer.needs.rehearsal)`.
+        needs: tensors to capture. Default: the values, and the queries and keys after RoPE, of all full-attention
+            layers. For KVzip, which needs a second pass, give
+            `replace(EVERYTHING, rehearsal=method.policy.scorer.needs.rehearsal)`.
 
     Returns:
-        The captured tensors. The attributes `cache` and `logits` are the full cache and the logits after the prompt.
+        The captured tensors. The attribute `cache` is the full cache, and `logits` are the logits of the token after
+        each prompt.
 
     Raises:
         SpecError: if kvspec does not support the model or the prompt.
@@ -142,7 +144,7 @@ def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
 
         cache = kvspec.compact(observed.cache, kvspec.decide(policy.on(model), observed))
 
-    If no token is evicted, the new cache shares tensors with the full cache. Neither cache changes these tensors.
+    If no token is evicted, the new cache shares tensors with the full cache. Shared tensors are never changed in place.
 
     Args:
         cache: full cache, such as `observed.cache` after `observe`.

@@ -81,22 +81,22 @@ class PolicyDescription:
     """Description of a policy: kept tokens, costs, supported uses and constants.
 
     Attributes:
-        name: name of the policy for `policy_from_name`, for `--policies` and for rules files.
-        paper: publication that defines the policy, or "".
+        name: name of the policy in `policy_from_name`, in `--policies` and in rules files.
+        paper: publication that defines the policy, or "" if there is no publication.
         keeps: description of the tokens that the policy keeps.
-        passes: number of times that the model reads the prompt, 1 or 2.
-        layers: layers that give queries and keys to the policy: "none", "observed" (one layer) or "all".
-        granularity: "model", "layer" or "layer and KV head": the part of the model that has a separate kept set.
-        layer_by_layer: True if each layer is compacted while the model reads the prompt. If `layer_by_layer` is False,
-            the peak memory is the full cache.
+        passes: number of times that the model processes the prompt, 1 or 2.
+        layers: layers whose queries and keys the policy uses: "none", "observed" (one layer) or "all".
+        granularity: part of the model that has a separate set of kept tokens: "model", "layer" or "layer and KV head".
+        layer_by_layer: True if tokens are evicted from each layer during the forward pass over the prompt. If
+            `layer_by_layer` is False, the full cache is in memory before eviction.
         decode_time: True if the policy evicts while tokens are generated.
         later_turns: True if the policy also evicts from later prompts on the same cache. If `later_turns` is False,
-            read later prompts inside `with run.reading():`.
+            pass later prompts to the model inside `with run.reading():`.
         padded_batches: True if the prompts of a batch may have different lengths.
-        constants: constants that have a default, with the default.
+        constants: default values of the constants that have a default, by name.
         required: names of the constants that have no default.
         of_model: names of the constants that kvspec reads from the model.
-        meanings: meaning of each constant, by name.
+        meanings: explanation of each constant, by name.
     """
 
     name: str
@@ -125,13 +125,13 @@ def list_policies() -> tuple[PolicyDescription, ...]:
 
 
 def describe_policy(name: str) -> PolicyDescription:
-    """Return the description of a policy, found by name.
+    """Return the description of the policy that has a given name.
 
     >>> describe_policy("diverse-snapkv").constants["diversity"]
     0.5
 
     Raises:
-        SpecError: if no policy of kvspec has this name. A policy that you wrote has no description.
+        SpecError: if no policy of kvspec has the given name. Policies that you wrote have no description.
     """
     if check_name(name) not in NAMES:
         raise SpecError("name", name, "has no description: give a name that `kvspec policies` lists")

@@ -68,19 +68,21 @@ def policy_from_score(
         POLICY = kvspec.policy_from_score(knorm, needs=Needs("all"))
 
     Args:
-        score: function that takes a `spec.policy.Observation` and returns scores, an array (kept sets, tokens). Kept
-            sets are ordered by layer, then by KV head. The policy gets the name of the function.
-        needs: tensors that `score` reads. If `score` reads an undeclared tensor, `SpecError` is raised. A score that
-            reads fewer tensors takes less time and memory.
-        granularity: part of the model that has a separate kept set: the whole model, a layer, or a KV head of a layer.
-        protection: first and last tokens that are never evicted. If the budget is below the number of protected tokens,
-            the budget is raised to that number.
-        threshold: evict all unprotected tokens with scores up to this number, even if fewer tokens than B remain.
-        separable: True if the scores of each kept set depend only on its own layer and KV head. If True, the policy
-            also evicts at the end of later turns.
+        score: function that takes a `spec.policy.Observation` and returns scores, an array (sets of kept tokens,
+            tokens). The sets are ordered by layer, then by KV head. The policy is named after the function.
+        needs: tensors that `score` uses. If `score` uses an undeclared tensor, `SpecError` is raised. Fewer captured
+            tensors take less time and memory.
+        granularity: part of the model that has a separate set of kept tokens: the whole model, a layer, or a KV head of
+            a layer.
+        protection: first and last tokens that are never evicted. If the budget is smaller than the number of protected
+            tokens, all protected tokens are kept.
+        threshold: largest score that is evicted. All unprotected tokens with this score or a lower score are evicted,
+            even if fewer tokens than the budget remain.
+        separable: True if the scores of each layer and KV head depend only on tensors of this layer and KV head. If
+            `separable` is True, the policy also evicts at the end of later turns.
 
     Raises:
-        SpecError: if the threshold is NaN. The returned policy raises the error if the scores have a wrong shape or
+        SpecError: if the threshold is NaN. The returned policy raises `SpecError` if the scores have a wrong shape or
             dtype, or if an unprotected token has the score NaN.
     """
     floor, name = protection.sink + protection.recent, getattr(score, "__name__", type(score).__name__)

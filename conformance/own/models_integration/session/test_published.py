@@ -66,7 +66,7 @@ def test_each_evicts_at_its_own_granularity(name: str) -> None:
 
 def test_the_help_names_the_list_of_policies() -> None:
     text = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "400", "TERM": "dumb"}).output
-    assert "Comma-separated policies. `kvspec policies` lists the names" in text
+    assert "Comma-separated policies (`kvspec policies` lists the names)" in text
     assert "diverse-NAME" in text
     about = {"title": "t", "models": ["m"], "contexts": 1, "questions": 1, "seeds": [0], "lengths": [200]}
     every = rules_of(**about, placements=["after"], tasks=["needle"], budgets=["0.5"], controls=[],
