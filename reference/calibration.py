@@ -119,7 +119,7 @@ def save_calibration(calibration: Calibration, file: str | PathLike[str] | Buffe
 
 
 def load_calibration(path: str | PathLike[str]) -> Calibration:
-    """Read a calibration from a file that `save_calibration` wrote. No code in the file is executed.
+    """Read a calibration from a file that `save_calibration` wrote. Reading executes no code from the file.
 
     Implements: TA-CALIBRATION
 

@@ -43,7 +43,7 @@ def split_of(unique_id: str) -> Literal["dev", "confirm"]:
 
 
 def choose_lambda(differences: Mapping[float, Sequence[float]]) -> float:
-    """Return the smallest lambda whose mean difference is at most 0.005 below the largest mean difference.
+    """Return the smallest lambda whose mean accuracy difference is at most 0.005 below the largest such mean.
 
     Args:
         differences: for each lambda, one value per cell (model and budget): accuracy with the penalty minus accuracy

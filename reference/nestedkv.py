@@ -49,7 +49,7 @@ def block_size(N: int, parameters: NestedKVParameters) -> int:
 def episodic_memory(unit: Float64[Cube, "H_kv n d"], b: int) -> Float64[Cube, "H_kv n d"]:
     """Return the episodic memory mu_e(i): the mean of the unit keys of the block that contains token i.
 
-    Blocks have b tokens. The last block may be shorter.
+    Blocks have b tokens. The last block may have fewer tokens.
 
     Implements: NK-EPISODIC
 

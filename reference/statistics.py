@@ -1,4 +1,4 @@
-"""Statistics of paired right-or-wrong answers: tests, intervals and power."""
+"""Statistics for paired answers that are either right or wrong: tests, intervals and power."""
 
 import math
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ def holm(p: Mapping[str, float]) -> dict[str, float]:
 
 
 def wilson(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the Wilson score interval (low, high) of `correct` successes in n trials. The interval is inside [0, 1].
+    """Return the Wilson score interval (low, high) of `correct` successes in n trials. A Wilson interval is in [0, 1].
 
     For 0 successes, `low` is exactly 0. For n successes, `high` is exactly 1.
 

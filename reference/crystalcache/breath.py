@@ -45,8 +45,7 @@ def protected_trunks_of(live: LiveTrunks, seen: int, N_sink: int, W_recent: int)
 def breath_protection(state: DecodeState, parameters: CrystalCacheParameters) -> Bool[BoolVector, " m"]:
     """Return a mask of the trunks that a breath (decode-time eviction) must not evict.
 
-    The mask marks no trunk if the parameter `breath_protection` is "none". Otherwise the mask marks the trunks with
-    sink tokens or recent tokens.
+    The mask marks the trunks with sink or recent tokens, or no trunk if the parameter `breath_protection` is "none".
 
     Implements: CC-BREATH-PROTECTED
 

@@ -51,7 +51,7 @@ def keep_count(r: float, size: int, N_min: int) -> int:
 
     Implements: CC-KEEP-COUNT
 
-    Source: Eq. 33. As in the paper, r * size is rounded to the nearest integer, and halves to even.
+    Source: Eq. 33. As in the paper, r * size is rounded to the nearest integer, with halves rounded to even.
     """
     return min(size, max(N_min, round(r * size)))
 
@@ -69,8 +69,8 @@ def dissolved_D(D: Float64[Vector, " m"], r: Float64[Vector, " m"]) -> Float64[V
 
     Implements: CC-DISSOLVE-D
 
-    Source: Eq. 34. The product covers all three cases of Eq. 34, because r is exactly 0 for a fully evicted trunk and 1
-    for a fully kept trunk.
+    Source: Eq. 34. The product r D covers all three cases of Eq. 34, because r is exactly 0 for a fully evicted trunk
+    and 1 for a fully kept trunk.
     """
     return r * D
 

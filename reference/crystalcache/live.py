@@ -42,7 +42,7 @@ def start_state(
 
 
 def keep(state: DecodeState, slots: Int64[IntVector, " kept"], D: Float64[Vector, " m"]) -> DecodeState:
-    """Return the state with only the tokens at the table indices `slots`, ascending. Empty trunks are removed.
+    """Return the state with only the tokens at the table indices `slots` (ascending). Empty trunks are removed.
 
     Implements: CC-LIVE
 

@@ -68,7 +68,7 @@ def prefill(
             sinks.
 
     Raises:
-        SpecError: if an input is invalid. The function raises this error before any computation.
+        SpecError: if an input is invalid. All inputs are checked before any computation.
         BackendUnavailable: if the backend cannot run on this machine.
     """
     share = parse_budget(budget)

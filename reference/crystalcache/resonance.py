@@ -12,7 +12,7 @@ __all__ = ["hop", "pulses", "raised", "resonance"]
 def hop(
     frontier: dict[int, float], visited: set[int], W: TrunkWeights, parameters: CrystalCacheParameters,
 ) -> dict[int, float]:
-    """Return the trunks that receive a pulse in the next hop, and the strongest pulse of each trunk.
+    """Return the trunks that receive a pulse in the next hop, and the strongest pulse that each receives.
 
     Source: Eq. 37. Pulses below tau_pulse are not sent. A trunk that has already been visited receives no further
     pulse.

@@ -98,7 +98,8 @@ def extend(
         token_ids: token ids of the segment, (n,), n at least 2. Use `decode_step` for a single token.
         sentence_ends: ids of the tokens that end a sentence.
         parameters: constants of CrystalCache.
-        backend: a Backend or a name, as for `prefill`. The backend needs the stage families `crystal` and `breath`.
+        backend: a Backend, the name of a backend, or an import path, as for `prefill`. The backend needs the stage
+            families `crystal` and `breath`.
         scaling: factor that multiplies q.k in the observed layer. Default: 1 / sqrt(d).
         softcap: soft cap on the attention logits of the observed layer, or None if the layer has no soft cap.
         sinks: logits of the observed layer's attention sinks, one per query head, (H,), or None if the layer has no

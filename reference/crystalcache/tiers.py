@@ -25,7 +25,7 @@ def tier_counts(sizes: Int64[IntVector, " m"], t: int, N_min: int) -> Int64[IntV
     Implements: CC-TIER-COUNT
 
     Source: the essay, section 5. Trunk j of the w trunks in the middle tier keeps the fraction 0.8 - 0.3 j / (w - 1) of
-    its tokens. Token counts are rounded in integer arithmetic, halves up.
+    its tokens. Token counts are rounded in integer arithmetic, with halves rounded up.
     """
     a, b = tier_bounds(len(sizes), t)
     j = np.arange(b - a)

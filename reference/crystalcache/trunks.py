@@ -93,8 +93,8 @@ def median_strength(
     Implements: CC-ADAPTIVE-MERGE
 
     Source: Section 8, F4. The strength is the mean edge weight of the interface between two sentences, or 0 without
-    edges. Because of rounding, CC-MERGE could merge at a strength equal to the threshold. In this case, the next larger
-    float replaces the strength. For a single sentence, the threshold is tau_merge.
+    edges. If rounding would make CC-MERGE merge at a strength equal to the threshold, the next larger float replaces
+    this strength. For a single sentence, the threshold is tau_merge.
     """
     bounds = sentences.tolist()
     strengths = []

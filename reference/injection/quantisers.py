@@ -40,7 +40,7 @@ def scale(x: Float64[Cube, "heads n d"], axes: tuple[int, ...], bits: int) -> Fl
 
 
 def codes(x: Float64[Cube, "heads n d"], step: Float64[Cube, "h t c"], bits: int) -> Int64[IntCube, "heads n d"]:
-    """Return x / step rounded to the nearest integer, halves to even, and clipped to the symmetric range of the code.
+    """Return x / step, rounded to the nearest integer (halves to even) and clipped to the symmetric range.
 
     Implements: IN-CODES
 
@@ -60,7 +60,8 @@ class Arm:
     """A quantisation experiment: the tensors, layers and tokens that are quantised.
 
     `keys` and `values` are names of schemes; a tensor with scheme None is not quantised. The first `first` tokens and
-    the last `last` tokens are not quantised. `half` selects the quantised layers: all, lower or upper.
+    the last `last` tokens are not quantised. `half` selects the quantised layers: all layers, the lower half, or the
+    upper half.
     """
 
     keys: str | None

@@ -34,7 +34,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """Token ids of a wrapped chunk. The model computes keys and values for all of these ids.
+    """Token ids of a wrapped chunk. The model computes keys and values for all ids of the wrapped chunk.
 
     The first `hidden` ids are not spliced into a session. `markers` contains the positions of the markers, ascending.
     The chunk itself has the positions [start, stop).
