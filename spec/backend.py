@@ -85,7 +85,7 @@ class CrystalStages(Protocol):
         self, score: Vector, trunks: Trunks, impact: Vector, D: Vector, protected: BoolVector, budget: int,
         parameters: CrystalCacheParameters, /,
     ) -> Dissolution:
-        """Stage S6: evict tokens from the trunks with the lowest scores, until at most `budget` tokens are kept.
+        """Stage S6: evict tokens from the unprotected trunks with the lowest scores, until `budget` tokens are kept.
 
         `impact` has one value for each token, and `protected` one value for each trunk. `budget` is the number B of
         tokens (Eq. 30).
@@ -262,7 +262,7 @@ class Backend:
         return self._having("crystal", self.crystal)
 
     def require_breath(self) -> BreathStages:
-        """Return the stages for decoding and later segments. Raises BackendUnavailable if the backend lacks them."""
+        """Return the stages for decoding and later segments. Raises BackendUnavailable if there are none."""
         return self._having("breath", self.breath)
 
     def require_diversity(self) -> DiversityStages:

@@ -132,13 +132,13 @@ class Observation:
     """Number of separate sets of kept tokens (groups) that the policy decides."""
     token_ids: Int64[IntVector, " n"] | None
     layers: Mapping[int, LayerView]
-    """Attention inputs by layer index, ascending. Groups are sorted by layer in the same order."""
+    """Attention inputs by layer index, ascending. Groups are also in ascending order of layers."""
     B: int | None = None
     """Budget B, the average number of tokens that a group keeps, for scores that depend on the budget."""
     positions: Int64[IntVector, " n"] | None = None
     """Absolute positions of the n cached tokens. None means that no token was evicted and that n equals `seen`."""
     first: int = 0
-    """Index, among all groups of the policy, of the first group here. Above 0 if a later layer is decided alone."""
+    """Index of the first group of this observation among all groups of the policy, if layers are decided one by one."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class SeparableScorer(Scorer, Protocol):
-    """A scorer that may need only the queries, keys and values of one group to score this group."""
+    """A scorer that can score each group from the queries, keys and values of this group alone."""
 
     @property
     def separable(self) -> bool:
@@ -200,7 +200,7 @@ class SeparableScorer(Scorer, Protocol):
 
 @runtime_checkable
 class LayerwiseScorer(Scorer, Protocol):
-    """A scorer that may need only the queries, keys and values of one layer to score this layer."""
+    """A scorer that can score each layer from the queries, keys and values of this layer alone."""
 
     @property
     def layerwise(self) -> bool:
@@ -243,7 +243,7 @@ class Cadence:
     """
 
     every: int | None = None
-    """The policy evicts after a decode step only if `seen` is a multiple of `every`. None: the policy never does."""
+    """The policy evicts after a decode step only if `seen` is a multiple of `every`, and never if `every` is None."""
     excess: int = 1
     """The policy evicts after a decode step only if a group contains at least `excess` tokens more than the budget."""
 

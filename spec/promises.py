@@ -33,7 +33,7 @@ def field_of(column: str) -> str:
 
 
 def promises_of(name: str) -> Promises:
-    """Return what a policy guarantees, from the table. A policy without a row in the table guarantees nothing."""
+    """Return what a policy guarantees by the table in policies.md. A policy without a row guarantees nothing."""
     row = promise_table().get(name)
     if row is None:
         return NOTHING_PROMISED

@@ -23,9 +23,9 @@ class Edges(NamedTuple):
 class CoAttention:
     """Result of stage S1: salience and neighbours of each token of a segment.
 
-    Both are computed from the attention of the observed layer. Row r of each array belongs to the token at absolute
-    position `start + r`. Neighbours are given as absolute positions, the strongest neighbour first. Unused entries of
-    a list of neighbours have position -1 and weight 0.
+    Salience and neighbours are computed from the attention of the observed layer. Row r of each array belongs to the
+    token at absolute position `start + r`. Neighbours are given as absolute positions, the strongest neighbour first.
+    Unused entries of a list of neighbours have position -1 and weight 0.
     """
 
     start: int

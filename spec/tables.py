@@ -49,7 +49,7 @@ class ResultTable(pa.DataFrameModel):
     control: bool
 
     class Config:
-        """Pandera settings: an extra column is an error, and so are two rows for the same cell of an evaluation."""
+        """Pandera settings: extra columns are errors, and two rows for the same cell of an evaluation are an error."""
 
         strict = True
         unique = RESULT_KEY

@@ -207,7 +207,7 @@ def check_sentence_ends(sentence_ends: object) -> frozenset[int]:
 
 
 def check_scaling(scaling: float, softcap: float | None) -> None:
-    """Check that the factor `scaling` of the logits is positive and finite, and that `softcap` is too, if not None.
+    """Check that `scaling` (the factor of the logits) and `softcap` (if not None) are positive and finite.
 
     Raises:
         SpecError: if a condition fails.

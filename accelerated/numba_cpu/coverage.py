@@ -22,7 +22,7 @@ def coverage_reserve(offsets: IntVector, protected: BoolVector, B: int, coverage
 def backfill(
     kept: IntVector, ratio: Vector, offsets: IntVector, D: Vector, reserve: int,
 ) -> tuple[IntVector, Vector, Vector]:
-    """Return the kept positions, and the r and D of each trunk, after the backfill of `reserve` tokens in one pass.
+    """Return kept positions, and the kept ratio r and D of each trunk, after the backfill of `reserve` tokens.
 
     Implements: CC-COVERAGE
     """

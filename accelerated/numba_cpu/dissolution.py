@@ -27,7 +27,7 @@ def kept_tokens(size: int, before: int, c_0: int, N_min: int) -> int:
 def dissolve(
     score: Vector, offsets: IntVector, M: Vector, D: Vector, protected: BoolVector, B: int, N_min: int,
 ) -> tuple[IntVector, Vector, Vector]:
-    """Return the kept positions, and the r and D of each trunk, after the eviction.
+    """Return the kept positions, and the kept ratio r and D of each trunk, after the eviction.
 
     Implements: CC-CUT, CC-ALLOCATE, CC-KEEP-COUNT, CC-DISSOLVE-D, CC-DISSOLVE
     """

@@ -99,7 +99,7 @@ def own_chunk(S: Floats, lse: Floats, column: Floats, A: Floats, first_query: in
 
 @compiled(nogil=True, fastmath=FAST)
 def bound_weights(tile_peak: Floats, lse: Floats, bound: Floats) -> None:
-    """Write to bound[t, i] an upper bound on the sum over the heads of any weight of row i in tile t.
+    """Write to bound[t, i] an upper bound on the weight, summed over the heads, of row i on any key of tile t.
 
     In one head the weight is at most 2 ** (peak - lse), with the peak of this head in the tile.
     """

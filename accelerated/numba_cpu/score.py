@@ -12,7 +12,7 @@ __all__ = ["score"]
 
 @compiled()
 def score(D: Vector, M_bar: Vector, protected: BoolVector, alpha: float, epsilon: float) -> Vector:
-    """Return the larger of D and (alpha times the min-max normalised log impact). A protected trunk has NaN.
+    """Return the larger of D and (alpha times the min-max normalised log impact), or NaN for a protected trunk.
 
     Implements: CC-NORMALISED-IMPACT, CC-SCORE
     """

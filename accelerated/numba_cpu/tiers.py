@@ -54,7 +54,7 @@ def least_shift(sizes: IntVector, B_avail: int, N_min: int) -> int:
 def dissolve_in_tiers(
     score: Vector, offsets: IntVector, M: Vector, D: Vector, protected: BoolVector, B: int, N_min: int,
 ) -> tuple[IntVector, Vector, Vector]:
-    """Return the kept positions, and the r and D of each trunk, after the eviction.
+    """Return the kept positions, and the kept ratio r and D of each trunk, after the eviction.
 
     Implements: CC-TIERS
     """

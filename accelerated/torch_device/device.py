@@ -23,7 +23,7 @@ def takes(x: DeviceArray) -> bool:
 
 
 def block_rows(x: Tensor, columns: int) -> int:
-    """Return the number of rows in a block of 2**19 numbers on a CPU, or of 2**26 on another device. At least 16."""
+    """Return the number of rows, at least 16, in a block of `2 ** 19` numbers (CPU) or `2 ** 26` numbers (GPU)."""
     return max(16, (2**19 if x.device.type == "cpu" else 2**26) // columns)
 
 

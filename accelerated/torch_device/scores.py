@@ -160,8 +160,8 @@ def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Tensor:
 def _redundancy(k: Tensor) -> Tensor:
     """Return the softmax of the mean cosine of each key (n, d) of one head with all different keys of the head.
 
-    One column of each row is left out of the mean. A sum of cosines is computed as a product with the sum of the unit
-    keys. The cosines that are left out are summed as integers, so that the order of addition has no effect.
+    One column of each row is left out of the mean. A sum of cosines is a product with the sum of the unit keys. The
+    cosines that are left out are summed as integers, so that the order of addition has no effect.
     """
     own = k / (torch.linalg.vector_norm(k, dim=1, keepdim=True) + 1e-8)
     column, at = _last_similar(own), torch.arange(len(k), device=k.device)
@@ -269,10 +269,7 @@ def cake_layer(
 def largest_z_scores(
     k: DeviceArray, t: int, mean: Matrix, magnitude: Matrix, inv_freq: Vector, factor: float, pinned: int,
 ) -> Tensor:
-    """Return the largest z-score of each key over the query heads of the group, in float64.
-
-    The score of a query head is a product of the keys with one vector. float64 is needed because the standard deviation
-    of the scores can be small.
+    """Return the largest z-score of each key over the query heads, in float64 because the deviation can be small.
 
     Implements: TA-SCORE, TA-RANKING
     """
@@ -400,4 +397,4 @@ SCORES: Mapping[str, Callable[..., Any]] = {
     "keydiff_score": directed, "defensive_score": shared, "kvzip_score": kvzip_score,
     "kvzip_plus_score": kvzip_plus_score,
 }
-"""Functions with the names and arguments of functions in `reference.policies`. Several copy results to the host."""
+"""Functions with the names and arguments of functions in `reference.policies`, with results on host or device."""

@@ -40,7 +40,7 @@ def first_tokens(order: Tensor, shares: Tensor, pinned: Tensor) -> Tensor:
 
 
 def ranks(x: Tensor) -> Tensor:
-    """Return the rank of each number in a row. The largest number has rank 0. Equal numbers rank by their index."""
+    """Return the rank of each number in a row. The largest number has rank 0. Equal numbers are ranked by index."""
     order = torch.argsort(-x, dim=-1, stable=True)
     return torch.empty_like(order).scatter_(-1, order, torch.arange(x.shape[-1], device=x.device).expand_as(order))
 

@@ -154,7 +154,7 @@ def coattention(
     q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters, scaling: float,
     softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None,
 ) -> CoAttention:
-    """Return the result of S1, computed in float32 with the tiles of the launch table. All runs return equal bits.
+    """Return the result of S1, computed in float32 with the tiles of the launch table. Bits are equal in all runs.
 
     Implements: CC-ATTENTION, CC-SALIENCE, CC-MEAN-SALIENCE, CC-ROW-NORM, CC-INTRA, CC-CROSS, CC-COATTENTION
 

@@ -100,7 +100,9 @@ def attention_tensors(q: DeviceArray, k: DeviceArray) -> tuple[Tensor, Tensor]:
 
 
 def lse_tensor(lse: DeviceArray | None, q: Tensor) -> Tensor | None:
-    """Return lse (H, n) or None as a float32 tensor or None, on the device of q (H, n, d). A tensor is not copied.
+    """Return lse (H, n) as a float32 tensor on the device of q (H, n, d), or None if lse is None.
+
+    A tensor is not copied.
 
     Raises:
         SpecError: if the kernels do not accept the type, shape, dtype, device or a value.

@@ -2,8 +2,8 @@
 
 Tiles are not tuned at run time, because different tiles give results with different bits. The tiles for compiled
 kernels are for Hopper (sm_90). For elements of two bytes and at most 128 channels, the tiles were the fastest of 32
-choices on an H100. The remaining tiles were chosen by compiler reports without register spills, except for float32
-with 256 channels. Four-byte elements need full float32 products, without tensor cores, and therefore small tiles. The
+choices on an H100. The remaining tiles cause no register spills in the compiler's reports, except for float32 with
+256 channels. Four-byte elements need full float32 products, without tensor cores, and therefore small tiles. The
 interpreter's tiles are small, so that tests with a few dozen keys use several tiles.
 """
 
@@ -72,7 +72,7 @@ def attention_tiles(width: int, bytes_each: int, interpreted: bool) -> Attention
 
 
 def nested_rows(width: int, W: int) -> int:
-    """Return the number of tokens in a tile of NestedKV's cosines. At most W tokens keep the window sums short."""
+    """Return the number of tokens in a tile of NestedKV's cosines, at most W, so that window sums have few terms."""
     rows = max(1, NESTED // max(width, 64))
     while rows > W:
         rows //= 2

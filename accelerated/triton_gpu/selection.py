@@ -54,7 +54,7 @@ def merge_best(keys, best, TAKE: tl.constexpr):
 
 @triton.jit
 def write_best(best, INDEX, WEIGHT, row, live, TAKE: tl.constexpr):
-    """Store the lists, largest weight first, in INDEX and WEIGHT (rows, TAKE). Free places have index -1, weight 0."""
+    """Store the lists in INDEX and WEIGHT (rows, TAKE), largest weight first. A free place has index -1, weight 0."""
     at = row.to(tl.int64) * TAKE
     for rank in tl.static_range(TAKE):
         top = tl.max(best, 1)
@@ -69,7 +69,7 @@ def load_tile(
     X, row, live, row_stride, dim_stride, d: tl.constexpr, D: tl.constexpr,
     GUARDED: tl.constexpr,
 ):
-    """Load rows of a strided matrix, padded with zeros from d to D channels. If GUARDED, a row not `live` is zero."""
+    """Load rows of a strided matrix, padded with zeros from d to D channels. If GUARDED, rows not `live` are zero."""
     dim = tl.arange(0, D)
     at = X + row[:, None].to(tl.int64) * row_stride + dim[None, :].to(tl.int64) * dim_stride
     if GUARDED:
