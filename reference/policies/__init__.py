@@ -1,4 +1,4 @@
-"""Published eviction policies. `retain` applies a policy to a prompt; `start` and `advance` apply it while decoding."""
+"""Published eviction policies. `retain` applies a policy to a prompt. `start` and `advance` decode with a policy."""
 
 from reference.policies.adakv import adakv, with_adaptive_budgets
 from reference.policies.blocks import in_blocks

@@ -1,6 +1,6 @@
-"""Ada-KV: the heads of a layer share a budget. Heads with widely spread attention get more tokens.
+"""Ada-KV: the heads of a layer share a budget. Heads with widely spread attention keep more tokens.
 
-The head budgets can be added to any policy that scores each KV head separately.
+Ada-KV's head budgets can be added to any policy that scores each KV head separately.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ __all__ = ["adakv", "adakv_score", "with_adaptive_budgets"]
 
 
 def adakv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv n"]:
-    """Return the mean attention of the last W queries on each key per KV head, max-pooled along the keys.
+    """Return for each KV head the mean attention of the last W queries on each key, max-pooled along the keys.
 
     Implements: PO-ADAKV
 
@@ -37,14 +37,15 @@ def adakv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv n
     "the last W tokens and the tokens with the best SnapKV scores; the heads of a layer share one budget",
 )
 def adakv(W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 5)) -> Policy:
-    """Return Ada-KV: SnapKV's window of W tokens, with head budgets that adapt to the scores.
+    """Return Ada-KV: a policy with SnapKV's window of W tokens, and with head budgets that depend on the scores.
 
-    The fraction `safeguard` of a layer's budget beyond the window is split evenly over the heads.
+    Of a layer's budget beyond the window, the fraction `safeguard` is split evenly over the heads.
 
-    The official code rounds each head's budget separately, so the sum can differ from the layer's budget
-    (`budgets.adakv_official`). By default the official code keeps a separate set of tokens for each query head. The
-    default safeguard of the official code is 0.5. The paper's experiments use a safeguard of 0.2. kvpress treats the
-    safeguard as a quota (`budgets.Competition`), and masks tokens instead of evicting them.
+    The official code rounds each head's budget separately, so the sum of the head budgets can differ from the layer's
+    budget (see `budgets.adakv_official`). By default the official code keeps a separate set of tokens for each query
+    head. The default safeguard of the official code is 0.5. The paper's experiments use a safeguard of 0.2. kvpress
+    treats the safeguard as a quota of tokens for each head (see `budgets.Competition`). kvpress masks tokens instead of
+    evicting them.
 
     Raises:
         SpecError: if the window is not positive, the kernel is even, or the safeguard is outside [0, 1].
@@ -55,7 +56,7 @@ def adakv(W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 
 
 
 def with_adaptive_budgets(host: Policy, safeguard: Fraction | int = Fraction(1, 5)) -> Policy:
-    """Return the host policy with Ada-KV's head budgets. The host must score each KV head separately.
+    """Return the host policy with Ada-KV's head budgets. The host policy must score each KV head separately.
 
     Raises:
         SpecError: if the host keeps the same tokens in all heads, or if the safeguard is outside [0, 1].

@@ -1,4 +1,4 @@
-"""Attention weights on keys: functions that several scorers of this package share."""
+"""Functions that compute attention weights on keys. Several scorers of this package use these functions."""
 
 from collections.abc import Iterator
 
@@ -19,13 +19,13 @@ _ROWS = 32  # queries at a time: no (H, n, n) array is made, and what is made st
 
 
 def wide(array: DeviceArray) -> Float64[Cube, "H n d"]:
-    """Return an array or tensor as float64 on the host."""
+    """Return an array or a tensor as a float64 array in CPU memory."""
     cube: Cube = np.asarray(array.double().cpu() if hasattr(array, "cpu") else array, dtype=np.float64)
     return cube
 
 
 def wide_sinks(sinks: DeviceArray | None) -> Float64[Vector, " H"] | None:
-    """Return a layer's sink logits as float64 on the host, or None if the layer has none."""
+    """Return a layer's sink logits as a float64 array in CPU memory, or None if the layer has no sink logits."""
     return None if sinks is None else wide(sinks[:, None, None]).ravel()
 
 
@@ -48,7 +48,8 @@ def accumulated_attention(view: LayerView) -> Float64[Matrix, "H n"]:
 
     Implements: PO-OBSERVED-ATTENTION
 
-    Source: H2O, Section 4; CrystalCache, Eq. 5. More queries attend to earlier keys; the sum does not correct for this.
+    Source: H2O, Section 4; CrystalCache, Eq. 5. Earlier keys receive attention from more queries. The sum is not
+    corrected for the number of queries.
     """
     total = np.zeros((view.q.shape[0], view.k.shape[1]))
     for _, visible, A in _blocks(view):
@@ -57,7 +58,7 @@ def accumulated_attention(view: LayerView) -> Float64[Matrix, "H n"]:
 
 
 def _blocks(view: LayerView) -> Iterator[tuple[slice, slice, Float64[Cube, "H rows visible"]]]:
-    """Some of the queries, the keys that these may see, and their weights on these."""
+    """Yield for each run of queries: its slice, the slice of the keys that the run attends to, and the weights."""
     q, k, sinks = wide(view.q), wide(view.k), wide_sinks(view.sinks)
     positions, before = np.arange(k.shape[1]), k.shape[1] - q.shape[1]
     for first in range(0, q.shape[1], _ROWS):
@@ -72,9 +73,9 @@ def _blocks(view: LayerView) -> Iterator[tuple[slice, slice, Float64[Cube, "H ro
 def received_attention(
     q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, sinks: DeviceArray | None = None,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return for each KV head the attention that each key receives, summed over queries and group.
+    """Return for each KV head the attention that each key receives, summed over all queries and all query heads.
 
-    This function is the stage `received_attention`.
+    This function is the reference of the backend stage `received_attention`.
 
     Implements: PO-OBSERVED-ATTENTION
     """
@@ -85,9 +86,9 @@ def largest_attention(
     q: DeviceArray, k: DeviceArray, norms: Float64[Vector, " m"], scaling: float, softcap: float | None,
     sinks: DeviceArray | None = None,
 ) -> Float64[Matrix, "H n"]:
-    """Divide each query's attention weights by its entry in `norms`, and return the largest quotient on each key.
+    """Divide each query's attention weights by the query's norm, and return the largest quotient of each key.
 
-    This function is the stage `largest_attention`.
+    `norms` has one number per query. This function is the reference of the backend stage `largest_attention`.
 
     Implements: PO-KVZIP, PO-KVZIP-PLUS
     """
@@ -109,24 +110,26 @@ def softmax(
 
 
 def group_sum(X: Float64[Matrix, "H n"], H_kv: int) -> Float64[Matrix, "H_kv n"]:
-    """Return the sum over the query heads of each KV head."""
+    """Return for each KV head the sum of X over the query heads of the KV head."""
     total: Matrix = X.reshape(H_kv, len(X) // H_kv, X.shape[1]).sum(axis=1)
     return total
 
 
 def group_mean(X: Float64[Matrix, "H n"], H_kv: int) -> Float64[Matrix, "H_kv n"]:
-    """Return the mean over the query heads of each KV head."""
+    """Return for each KV head the mean of X over the query heads of the KV head."""
     return group_sum(X, H_kv) / (len(X) // H_kv)
 
 
 def group_maximum(X: Float64[Cube, "H w n"], H_kv: int) -> Float64[Cube, "H_kv w n"]:
-    """Return the maximum over the query heads of each KV head."""
+    """Return for each KV head the elementwise maximum of X over the query heads of the KV head."""
     largest: Cube = X.reshape(H_kv, len(X) // H_kv, *X.shape[1:]).max(axis=1)
     return largest
 
 
 def max_pool(x: Float64[Matrix, "rows n"], kernel: int) -> Float64[Matrix, "rows n"]:
-    """Return the maximum of the `kernel` entries around each entry. Entries beyond the edges are ignored.
+    """Return for each entry of a row the maximum of the `kernel` entries centred on that entry.
+
+    Positions beyond the ends of a row are ignored.
 
     Implements: PO-POOL
 
@@ -137,7 +140,9 @@ def max_pool(x: Float64[Matrix, "rows n"], kernel: int) -> Float64[Matrix, "rows
 
 
 def average_pool(x: Float64[Matrix, "rows n"], kernel: int) -> Float64[Matrix, "rows n"]:
-    """Return the sum of the `kernel` entries around each entry, divided by `kernel`. Entries beyond the edges are 0.
+    """Return for each entry of a row the sum of the `kernel` entries centred on that entry, divided by `kernel`.
+
+    Positions beyond the ends of a row count as 0.
 
     Implements: PO-POOL
 
@@ -156,7 +161,7 @@ def _around(x: Float64[Matrix, "rows n"], kernel: int, outside: float) -> Float6
 def tables(
     positions: Int64[IntVector, " n"], inv_freq: Float64[Vector, " half"],
 ) -> tuple[Float64[Matrix, "n half"], Float64[Matrix, "n half"]]:
-    """Return the cosines and sines of the RoPE angles at these positions."""
+    """Return the cosines and sines of the RoPE angles at the given positions."""
     angle = positions[:, None] * inv_freq
     return np.cos(angle), np.sin(angle)
 
@@ -164,7 +169,7 @@ def tables(
 def turned_back(
     x: Float64[Cube, "H n d"], cos: Float64[Matrix, "n half"], sin: Float64[Matrix, "n half"],
 ) -> Float64[Cube, "H n d"]:
-    """Return x without the RoPE rotation of each token."""
+    """Return the vectors x after undoing the RoPE rotation of each token."""
     first, second = np.split(x, 2, axis=2)
     back: Cube = np.concatenate([first * cos + second * sin, second * cos - first * sin], axis=2)
     return back
@@ -173,14 +178,14 @@ def turned_back(
 def unrotated(
     x: Float64[Cube, "H n d"], positions: Int64[IntVector, " n"], inv_freq: Float64[Vector, " half"], factor: float,
 ) -> Float64[Cube, "H n d"]:
-    """Return x before RoPE: remove the rotation of each token, then divide by the attention factor."""
+    """Return the vectors x before RoPE: undo the rotation of each token, then divide by the attention factor."""
     return turned_back(x, *tables(positions, inv_freq)) / factor
 
 
 def mean_rotation(
     positions: Int64[IntVector, " m"], inv_freq: Float64[Vector, " half"], factor: float,
 ) -> Float64[Matrix, "d d"]:
-    """Return the mean of the RoPE rotation matrices over these positions."""
+    """Return the mean of the RoPE rotation matrices over the given positions, multiplied by the attention factor."""
     angle = positions[:, None] * inv_freq
     cos, sin = factor * np.cos(angle).mean(axis=0), factor * np.sin(angle).mean(axis=0)
     R: Matrix = np.block([[np.diag(cos), np.diag(-sin)], [np.diag(sin), np.diag(cos)]])

@@ -1,4 +1,4 @@
-"""Block retention: a policy that keeps or evicts whole blocks, for paged caches whose slots cannot be moved."""
+"""Policies that keep or evict whole blocks of tokens, for paged caches in which a token cannot change its slot."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ __all__ = ["InBlocks", "in_blocks"]
 
 @dataclass(frozen=True)
 class InBlocks:
-    """Selector that selects whole blocks instead of the host's single tokens."""
+    """Selector that selects whole blocks of tokens instead of the single tokens that the host policy selects."""
 
     select: Callable[..., Selection]
     choose: Choice
@@ -26,11 +26,10 @@ class InBlocks:
 
 
 def in_blocks(host: Policy, b: int) -> Policy:
-    """Return the host policy with a selector that keeps whole blocks of b tokens. The rest of the host is unchanged.
+    """Return the host policy with a selector that keeps whole blocks of b tokens. The host's scores do not change.
 
-    Blocks are runs of b cached tokens, counted from the first cached token. If every eviction removes whole blocks,
-    each block is also a run of absolute positions. The reason is that all blocks before the last, open block are
-    complete.
+    Blocks are runs of b successive cached tokens, counted from the first cached token. If every eviction removes whole
+    blocks, the absolute positions in each block are also consecutive. Only the last block can have fewer than b tokens.
 
     Implements: PO-BLOCKS
 

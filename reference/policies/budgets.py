@@ -1,4 +1,4 @@
-"""Budgets: functions that divide a total of tokens among kept sets (groups). Groups are sorted by layer and head."""
+"""Budgets: functions that divide a total of tokens among kept sets (groups), which are sorted by layer, then head."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,9 @@ __all__ = [
 
 
 def even(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-    """Return equal shares. If the total is not a multiple of the number of groups, the first groups get one token more.
+    """Return equal shares of the total.
+
+    If the total is not a multiple of the number of groups, each of the first groups receives one token more.
 
     Implements: PO-WHOLE-SHARES
     """
@@ -34,7 +36,9 @@ class Above:
     tau: float
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Return for each group the number of tokens that are protected or score above tau, but at most an even share.
+        """Return for each group the number of tokens that are protected or have a score above tau.
+
+        The number is at most an even share of the total.
 
         Implements: PO-THRESHOLD
 
@@ -46,15 +50,15 @@ class Above:
 
 
 def everything(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-    """Return the number of all cached tokens as the budget of every group. The total is ignored."""
+    """Return the number of all cached tokens as the budget of every group. The argument `total` is ignored."""
     return np.full(len(scores.values), scores.offsets[-1], dtype=np.int64)
 
 
 def largest_remainder(targets: Sequence[Fraction]) -> Int64[IntVector, " g"]:
     """Round fractional targets to integers with the same sum, by the largest-remainder method.
 
-    Targets are rounded down. The missing tokens go to the targets with the largest remainders. On a tie the target with
-    the lower index gets the token.
+    Targets are rounded down. Then the targets with the largest remainders are raised by 1 until the sum is right. If
+    two remainders are equal, the target with the lower index is raised first.
 
     Implements: PO-WHOLE-SHARES
     """
@@ -66,15 +70,15 @@ def largest_remainder(targets: Sequence[Fraction]) -> Int64[IntVector, " g"]:
 
 
 def pyramid_targets(base: Fraction, past: int, L: int, beta: int) -> list[Fraction]:
-    """Return how many tokens before the window each of L layers keeps.
+    """Return for each of L layers how many tokens before the window the layer keeps.
 
-    The numbers are linear in the layer index and have the mean `base`. Layer 0 keeps the most tokens. The last layer
-    keeps base / beta tokens.
+    The numbers of tokens fall linearly with the layer index, and their mean is `base`. Layer 0 keeps the most tokens.
+    The last layer keeps base / beta tokens.
 
     Implements: PO-PYRAMID-BUDGET
 
-    Source: PyramidKV, Section 3.2. There are only `past` tokens before the window. If the numbers above would exceed
-    `past` in layer 0, layer 0 keeps `past` tokens, and the last layer keeps 2 base - past tokens. The mean is then
+    Source: PyramidKV, Section 3.2. Only `past` tokens precede the window. If layer 0 would keep more than `past`
+    tokens, layer 0 keeps `past` tokens and the last layer keeps 2 base - past tokens. The mean over the layers is then
     still `base`.
     """
     if L == 1 or base >= past:
@@ -91,7 +95,7 @@ class Pyramid:
     """PyramidKV's budgets: lower layers keep more tokens. The rounded budgets add up to the total exactly."""
 
     W: int
-    """Tokens of the window, which every group keeps in addition to the pyramid."""
+    """Number of tokens in the window. Every group keeps the window in addition to the tokens of the pyramid."""
     beta: int = 20
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
@@ -113,7 +117,9 @@ class Pyramid:
 
 
 def winners(values: Float64[Matrix, "h n"], k: int) -> Int64[IntVector, " h"]:
-    """Return how many of a layer's k highest scores each head has. Ties go to the lower head, then the lower position.
+    """Return for each head how many of a layer's k highest scores belong to the head.
+
+    If scores are equal, the lower head comes first, then the lower position.
 
     Implements: PO-ADAPTIVE-BUDGET
 
@@ -125,7 +131,10 @@ def winners(values: Float64[Matrix, "h n"], k: int) -> Int64[IntVector, " h"]:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Ada-KV's budgets: the fraction `safeguard` is split evenly, the rest by each head's number of best scores."""
+    """Ada-KV's budgets: each head receives an even part, and a part in proportion to the head's number of best scores.
+
+    The fraction `safeguard` of a layer's budget is split evenly over the heads.
+    """
 
     safeguard: Fraction | int
 
@@ -135,8 +144,8 @@ class Adaptive:
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
         """Return each head's budget: (1 - safeguard) * wins + safeguard * even share, rounded by largest remainder.
 
-        The wins of a head are the number of the layer's best scores that belong to the head. Protected tokens are
-        added.
+        The number `wins` of a head is the number of the layer's best scores that belong to the head. The number of
+        protected tokens is added to each budget.
 
         Implements: PO-ADAPTIVE-BUDGET
         """
@@ -152,7 +161,10 @@ class Adaptive:
 
 @dataclass(frozen=True)
 class Competition:
-    """Budgets of Ada-KV in kvpress: each head gets a quota. The rest goes to the best remaining scores of the layer."""
+    """Budgets of Ada-KV in kvpress: each head receives a quota of tokens.
+
+    The rest of a layer's budget goes to the best remaining scores of the layer.
+    """
 
     safeguard: Fraction | int
 
@@ -160,7 +172,7 @@ class Competition:
         _check_share(self.safeguard)
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Return head budgets. The quota of a head is floor(safeguard * even share), including the protected tokens.
+        """Return the budget of each head. A head's quota is floor(safeguard * even share), including protected tokens.
 
         Implements: PO-COMPETITION-BUDGET
         """
@@ -176,7 +188,9 @@ class Competition:
 
 
 def across_layers(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-    """Return budgets by a global ranking: a group's budget is the number of its tokens among the best of all layers.
+    """Return for each group the number of its tokens among the `total` best-scored tokens of all layers.
+
+    Protected tokens rank first.
 
     Implements: PO-GLOBAL-BUDGET
 
@@ -192,18 +206,18 @@ def _check_share(share: Fraction | int) -> None:
 
 
 def spread(total: int, parts: int) -> list[int]:
-    """Return even shares of a total. If the total is not a multiple of `parts`, the first shares are larger by 1."""
+    """Return even shares of a total. If `total` is not a multiple of `parts`, the first shares are larger by 1."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 def _layers(total: int, scores: Scores) -> list[tuple[Float64[Matrix, "h n"], int]]:
-    """Each layer's rows, and its even share of the total."""
+    """Return for each layer the score rows of the layer, and an even share of the total."""
     L = len(scores.values) // scores.heads
     return list(zip(np.split(scores.values, L), spread(total, L), strict=True))
 
 
 def _open(rows: Float64[Matrix, "h n"], share: int) -> tuple[int, int]:
-    """Tokens of a layer that the heads compete for, and the protected ones of each head."""
+    """Return for how many tokens the heads compete, and how many protected tokens each head has."""
     pinned = int(np.isnan(rows[0]).sum())
     free = share - pinned * len(rows)
     if free < 0:
@@ -221,7 +235,8 @@ def pyramidkv_official(capacity: int, W: int, L: int, n: int, beta: int = 20) ->
 
     Implements: PO-PYRAMID-OFFICIAL
 
-    Source: KVCache-Factory, `pyramidkv_utils.py`. If n is below 2 (capacity - W), every layer gets the capacity.
+    Source: KVCache-Factory, `pyramidkv_utils.py`. If n is below 2 (capacity - W), every layer keeps min(n, capacity)
+    tokens.
 
     Raises:
         SpecError: if L is below 2 (the official code divides by zero), or if the capacity is not above W.
@@ -243,7 +258,9 @@ def pyramidkv_official(capacity: int, W: int, L: int, n: int, beta: int = 20) ->
 
 
 def adakv_official(wins: Sequence[int], base: int, safeguard: Fraction) -> Int64[IntVector, " h"]:
-    """Return how many tokens before the window the official Ada-KV code keeps in each head. Halves are rounded to even.
+    """Return how many tokens before the window the official Ada-KV code keeps in each head.
+
+    Numbers that end in .5 are rounded to the even neighbour.
 
     Implements: PO-ADAKV-OFFICIAL
 

@@ -1,4 +1,4 @@
-"""Decoding with a policy: pure functions that decide which tokens to keep. The caller evicts the other tokens."""
+"""Pure functions that decide which tokens a policy keeps while decoding. The caller evicts all other tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ def start(policy: Policy, budget: Budget, observation: Observation) -> tuple[Ret
 
     Raises:
         SpecError: as in `retain`, or if the policy cannot evict while decoding. A policy cannot evict while decoding if
-            the scorer has no `step`, or if the groups keep different numbers of tokens.
+            its scorer has no method `step`, or if its groups keep different numbers of tokens.
     """
     scorer = _running(policy)
     protected = policy.protection(observation.seen)
@@ -50,9 +50,10 @@ def join(policy: Policy, parts: Sequence[Running]) -> Running:
 def advance(
     policy: Policy, budget: Budget, running: Running, observation: Observation,
 ) -> tuple[Retention | None, Running]:
-    """Run one decode step. Add the token at position seen - 1 to the cache. If the cadence is due, evict tokens.
+    """Run one decode step: add the token at position seen - 1. If an eviction is due, select the tokens to keep.
 
-    The cache in `observation` includes the new token. The first result is None if the cadence is not due.
+    The cache in `observation` includes the new token. The first result is None if the policy's cadence requires no
+    eviction after this token.
 
     Implements: PO-STEP
     """
@@ -66,7 +67,9 @@ def advance(
 def advance_turn(
     policy: Policy, budget: Budget, running: Running, observation: Observation, tokens: int,
 ) -> tuple[Retention, Running]:
-    """Add a later segment (the last `tokens` tokens) to the cache as in single steps, then decide which tokens to keep.
+    """Add a later segment (the last `tokens` tokens) to the state, then decide once which tokens to keep.
+
+    Each token of the segment changes the scorer's records as in a decode step.
 
     Implements: PO-TURN
     """
@@ -75,7 +78,9 @@ def advance_turn(
 
 
 def take_up(policy: Policy, budget: Budget, running: Running, observation: Observation, tokens: int) -> Running:
-    """Add the last `tokens` tokens to the cache and the scorer's records as in single steps, but evict no tokens.
+    """Add the last `tokens` tokens to the state without an eviction.
+
+    Each of these tokens changes the scorer's records as in a decode step.
 
     Implements: PO-READ
     """
@@ -88,14 +93,14 @@ def take_up(policy: Policy, budget: Budget, running: Running, observation: Obser
 
 
 def _live(running: Running, seen: int, tokens: int) -> IntMatrix:
-    """What is live with the new tokens."""
+    """Return the positions of all cached tokens, including the new tokens."""
     return np.column_stack([running.live, np.tile(np.arange(seen - tokens, seen), (len(running.live), 1))])
 
 
 def _grown(
     policy: Policy, budget: Budget, running: Running, observation: Observation, tokens: int,
 ) -> tuple[IntMatrix, Scores, int]:
-    """What is live with the new tokens, its scores, and the budget."""
+    """Return the positions and the scores of all cached tokens, including the new tokens, and the budget."""
     B, scorer = tokens_of(policy, budget, observation.seen), _running(policy)
     live = _live(running, observation.seen, tokens)
     return live, scorer.step(running.records, replace(shown_to(scorer.needs, observation), B=B)), B

@@ -1,4 +1,4 @@
-"""CAKE: a layer's budget depends on the entropy and the variance of the layer's attention from the last queries."""
+"""CAKE: a layer's budget depends on the entropy and the variance of the last queries' attention in this layer."""
 
 import math
 from collections.abc import Callable
@@ -22,11 +22,13 @@ __all__ = ["Cake", "Preferred", "cake", "cake_score", "layer_preference", "prefe
 
 
 def layer_preference(A: Float64[Cube, "H w past"], tau1: float, tau2: float) -> float:
-    """Return a layer's preference H^(1 / tau1) V^(1 / tau2). A is the window's attention on earlier keys.
+    """Return a layer's preference H^(1 / tau1) V^(1 / tau2).
+
+    A is the attention of the window's queries on earlier keys.
 
     H is the entropy of an attention row, summed over the queries and the query heads. V is the variance of a key's
-    weight over the window's queries, summed over the keys and the query heads. 0 log 0 counts as 0. The variance over a
-    single query is 0.
+    attention weight over the window's queries, summed over the keys and the query heads. In the entropy, 0 log 0 counts
+    as 0. If the window has a single query, the variance is 0.
 
     Implements: PO-CAKE
 
@@ -38,9 +40,9 @@ def layer_preference(A: Float64[Cube, "H w past"], tau1: float, tau2: float) -> 
 
 
 def cake_score(A: Float64[Cube, "H w past"], gamma: float, kernel: int, H_kv: int) -> Float64[Matrix, "H_kv past"]:
-    """Return mean + gamma * variance of each key's attention weight over the window's queries.
+    """Return for each key the mean + gamma * variance of its attention weight over the window's queries.
 
-    The result is average-pooled along the keys of each query head, then averaged over the query heads of each group.
+    This sum is average-pooled along the keys of each query head, then averaged over the query heads of each group.
 
     Implements: PO-CAKE
 
@@ -53,7 +55,7 @@ def cake_score(A: Float64[Cube, "H w past"], gamma: float, kernel: int, H_kv: in
 def cake_layer(
     view: LayerView, W: int, kernel: int, gamma: float, tau1: float, tau2: float,
 ) -> tuple[Float64[Matrix, "H_kv n"], Float64[Matrix, "one one"]]:
-    """Return a layer's scores and its preference, from the attention of the last W queries on the keys before them.
+    """Return the scores and the preference of a layer, computed from the last W queries' attention on earlier keys.
 
     Implements: PO-CAKE
     """
@@ -65,7 +67,7 @@ def cake_layer(
 
 @dataclass(frozen=True)
 class Cake:
-    """CAKE's scorer. All heads of a layer must store the same tokens, because the preference combines the heads."""
+    """CAKE's scorer. All heads of a layer must store the same tokens, because a layer has one preference."""
 
     W: int
     kernel: int
@@ -89,10 +91,10 @@ class Cake:
 
 
 def preferred_targets(preferences: list[Fraction], total: Fraction, most: int) -> list[Fraction]:
-    """Return the layers' shares of a total in proportion to their preferences, with at most `most` tokens per layer.
+    """Divide a total of tokens among layers in proportion to the layers' preferences, at most `most` tokens per layer.
 
-    Tokens above a layer's maximum go to the other layers, in proportion to their preferences. If all preferences are 0,
-    all shares are equal.
+    If a layer's share exceeds `most`, the excess is divided among the remaining layers, in proportion to the
+    preferences of the remaining layers. If all preferences are 0, all shares are equal.
 
     Implements: PO-PREFERENCE-BUDGET
     """
@@ -112,12 +114,12 @@ def preferred_targets(preferences: list[Fraction], total: Fraction, most: int) -
 
 @dataclass(frozen=True)
 class Preferred:
-    """Budgets in proportion to the layers' preferences, plus the window. The budgets add up to the total exactly."""
+    """CAKE's budgets: the window plus a share in proportion to the layer's preference. The budgets sum to the total."""
 
     W: int
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Return the budget of each layer and head. The layers split the total of each head index separately.
+        """Return the budget of each layer and head. The total is first divided among head indices, then among layers.
 
         Implements: PO-PREFERENCE-BUDGET
 
@@ -142,14 +144,16 @@ class Preferred:
     "tokens whose attention from the last queries has a high mean and variance; each layer has a separate budget",
 )
 def cake(W: int = 32, kernel: int = 5, gamma: float = 200.0, tau1: float = 1.0, tau2: float = 1.0) -> Policy:
-    """Return CAKE: each KV head fills its layer's share with the last W tokens and the best other tokens.
+    """Return CAKE: each KV head fills its layer's share with the last W tokens and the best-scored earlier tokens.
 
-    The policy evicts once, at the end of the prompt, so the cache grows while tokens are decoded. The official code
-    updates the shares after each layer of the prompt. The final shares are the same, but the official code rounds the
-    shares down. The official code spreads tokens above a layer's maximum evenly over other layers, and loses tokens
-    above the maximum of a second layer. The official code does not evict from prompts of at most B + W tokens. The
-    official code also evicts while decoding. The official code tunes tau1 and tau2 for each model and budget (0.4 to
-    2.3). The default in kvspec is 1.
+    The policy evicts once, at the end of the prompt, so the cache grows while tokens are decoded.
+
+    The official code updates the layers' shares each time that a layer has processed the prompt. The final shares are
+    the same as in kvspec, except that the official code rounds the shares down. If a share exceeds a layer's maximum,
+    the official code spreads the excess evenly over other layers. If the excess also exceeds a second layer's maximum,
+    the official code discards the rest. The official code does not evict from prompts of at most B + W tokens. The
+    official code also evicts while decoding. For each model and budget the official code has tuned values of tau1 and
+    tau2 (0.4 to 2.3). In kvspec the default of tau1 and tau2 is 1.
 
     Raises:
         SpecError: if the window or a temperature is not positive, if the kernel is even, or if gamma is negative.

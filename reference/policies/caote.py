@@ -19,12 +19,12 @@ __all__ = ["caote", "caote_error", "caote_score"]
 def caote_error(alpha: Float64[Matrix, "H_kv n"], v: Float64[Cube, "H_kv n d"]) -> Float64[Matrix, "H_kv n"]:
     """Return alpha_j / (1 - alpha_j) ||X - v_j||: the change of the attention output X if only token j is evicted.
 
-    The returned change is inf if alpha_j is 1.
+    alpha_j is the attention weight on token j. If alpha_j is 1, the returned change is inf.
 
     Implements: PO-CAOTE
 
-    Source: CAOTE, Theorem 3.2; CrystalCache, Eq. 7. alpha plus the weight of an attention sink sums to 1. The value
-    vector of an attention sink is 0.
+    Source: CAOTE, Theorem 3.2; CrystalCache, Eq. 7. The weights alpha and the weight of an attention sink together sum
+    to 1. An attention sink has the value vector 0.
     """
     X = (alpha[:, :, None] * v).sum(axis=1, keepdims=True)
     distance = np.sqrt(((X - v) ** 2).sum(axis=2))
@@ -34,7 +34,7 @@ def caote_error(alpha: Float64[Matrix, "H_kv n"], v: Float64[Cube, "H_kv n d"]) 
 
 
 def caote_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
-    """Return `caote_error` of each key. alpha is the attention of the last query, averaged over the group.
+    """Return the `caote_error` of each key. alpha is the attention of the last query, averaged over the query heads.
 
     Implements: PO-CAOTE
 
@@ -48,13 +48,14 @@ def caote_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
 
 @named("caote", "Goel et al., CAOTE (arXiv 2504.14051)", "tokens whose eviction would change the attention output most")
 def caote() -> Policy:
-    """Return CAOTE: at every step each KV head keeps the B tokens with the largest `caote_error`.
+    """Return CAOTE: at each decode step each KV head keeps the B tokens with the largest `caote_error`.
 
-    alpha is the attention of the last query, as in TOVA.
+    The weights alpha in `caote_error` are the attention of the last query, as in TOVA.
 
-    The paper adds the CAOTE error to several existing policies. If the existing policy is H2O or SnapKV, alpha is the
-    token's score divided by the sum of all scores. FastCAOTE in the paper uses the mean of the value vectors as X. The
-    paper has no rule for grouped-query attention: kvspec averages alpha over the group.
+    The paper combines the CAOTE error with several existing policies. With H2O or SnapKV, the paper's alpha is the
+    token's score divided by the sum of all scores. FastCAOTE, a variant in the paper, replaces the attention output X
+    by the mean of the value vectors. The paper does not treat grouped-query attention. kvspec averages alpha over the
+    query heads of a KV head.
     """
     return Policy(
         "caote", LayerScorer(Needs("all", 1, values=True), caote_score), even, top_units, SinkAndRecent(0, 0),

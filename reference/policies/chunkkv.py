@@ -1,4 +1,4 @@
-"""ChunkKV: chunks of consecutive tokens are kept or evicted together."""
+"""ChunkKV keeps or evicts whole chunks of consecutive tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,9 +21,9 @@ __all__ = ["Chunks", "chunk_offsets", "chunk_scores", "chunkkv", "chunkkv_descri
 
 
 def chunk_offsets(past: int, n: int, c: int) -> Int64[IntVector, " m_and_one"]:
-    """Return the chunk offsets: chunks of c tokens from position 0 to `past`, then one unit with the remaining tokens.
+    """Return the offsets of chunks of c tokens from position 0 to `past`, and of one unit with all later tokens.
 
-    The last chunk before `past` may be shorter.
+    The last chunk before `past` may have fewer than c tokens.
 
     Implements: PO-CHUNKKV
     """
@@ -43,7 +43,7 @@ def chunk_scores(members: Float64[Vector, " n"], offsets: Int64[IntVector, " m_a
 
 @dataclass(frozen=True)
 class Chunks:
-    """Scorer of chunks. Each run of N_reuse consecutive layers uses the scores of the first layer of the run."""
+    """Scorer of chunks. All layers in a run of N_reuse consecutive layers use the scores of the run's first layer."""
 
     needs: Needs
     members: Callable[[LayerView], Matrix]
@@ -53,7 +53,7 @@ class Chunks:
 
     @property
     def separable(self) -> bool:
-        """Return True if each layer computes separate scores, that is, if N_reuse is 1."""
+        """Return True if no layer reuses the scores of a different layer, that is, if N_reuse is 1."""
         return self.N_reuse == 1
 
     layerwise = separable
@@ -71,13 +71,13 @@ class Chunks:
 
 
 def window_members(view: LayerView, W: int) -> Float64[Matrix, "one n"]:
-    """Return the attention of the last W queries, summed over the queries and all heads of the layer."""
+    """Return the attention of the last W queries on each key, summed over these queries and all heads of the layer."""
     A = observed_attention(view, W)
     return with_window(A[:, :, : A.shape[2] - A.shape[1]].sum(axis=(0, 1))[None], A.shape[2])
 
 
 def all_members(view: LayerView, received: Received = received_attention) -> Float64[Matrix, "one n"]:
-    """Return the attention of all queries, summed over the queries and all heads of the layer."""
+    """Return the attention of all queries on each key, summed over the queries and all heads of the layer."""
     total: Matrix = received(view.q, view.k, view.scaling, view.softcap, view.sinks).sum(axis=0, keepdims=True)
     return total
 
@@ -89,14 +89,16 @@ def all_members(view: LayerView, received: Received = received_attention) -> Flo
 def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
     """Return ChunkKV: each layer keeps the last W tokens and the chunks with the largest sums of attention.
 
-    The budget B includes the window. To use all of B, the policy keeps only the best tokens of the last selected chunk.
-    Chunks begin at position 0 and end before the window. The sum of a shorter last chunk is not corrected for the
-    length of the chunk. The paper keeps only whole chunks. N_reuse > 1 is the paper's layer-wise index reuse. kvpress
-    has a version by the paper's author with c = 20 and without index reuse. The kvpress version averages the scores of
-    a chunk and counts the budget in chunks.
+    The budget B includes the window. If the last selected chunk does not fit into B, the policy keeps only the best
+    tokens of this chunk. Chunks begin at position 0 and end before the window. If the last chunk is shorter than c
+    tokens, its sum is not corrected for the length.
+
+    The paper keeps only whole chunks. With N_reuse > 1 the policy uses the paper's layer-wise index reuse. kvpress has
+    a version of ChunkKV by the paper's author, with c = 20 and without index reuse. The kvpress version averages the
+    token scores of a chunk. The kvpress version counts the budget in chunks.
 
     Raises:
-        SpecError: if a constant is not positive.
+        SpecError: if c, W or N_reuse is not positive.
     """
     check_positive("N_reuse", N_reuse)
     W = check_positive("W", W)
@@ -111,9 +113,10 @@ def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
     "chunks of tokens with the largest sums of attention from all queries", diverse=False, blocks=False,
 )
 def chunkkv_described(c: int = 10, backend: str | Backend = "numpy") -> Policy:
-    """Return ChunkKV as the CrystalCache paper describes it (Eq. 6): attention of all queries, and no window.
+    """Return ChunkKV as described in the CrystalCache paper (Eq. 6): scores from all queries' attention, and no window.
 
-    The scores are summed over the heads of a layer. The policy keeps only the best tokens of the last selected chunk.
+    The scores are summed over the heads of a layer. If the last selected chunk does not fit into the budget, the policy
+    keeps only the best tokens of this chunk.
 
     Implements: PO-CHUNKKV-DESCRIBED
 

@@ -1,4 +1,4 @@
-"""CriticalKV keeps half of the budget by attention, the rest by attention times the L1 norm of the projected value."""
+"""CriticalKV selects half of the tokens by attention, half by attention times the L1 norm of the projected value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -34,9 +34,10 @@ EPSILON = 1e-4
 def two_stages(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, share: Fraction, choose: Choice = best_tokens,
 ) -> Selection:
-    """Select per group the protected tokens, then tokens by their first score, then tokens by their second score.
+    """Select for each group the protected tokens, then tokens by first score, then tokens by second score.
 
-    The fraction `share` of the budget that remains after the protected tokens, rounded down, is for the first score.
+    Of the budget that remains after the protected tokens, the fraction `share`, rounded down, is selected by first
+    score.
 
     Implements: PO-TWO-STAGES
 
@@ -49,7 +50,9 @@ def two_stages(
 
 @dataclass(frozen=True)
 class TwoScores:
-    """Scorer that returns the host's scores for budgets and the first stage, and second scores for the second stage.
+    """Scorer that returns the host policy's scores for the first stage, and second scores for the second stage.
+
+    Budgets are computed from the host policy's scores.
 
     `W_o` maps the index of a layer to the layer's output projection (H, d, hidden).
     """
@@ -67,7 +70,7 @@ class TwoScores:
         return isinstance(self.host, LayerwiseScorer) and self.host.layerwise
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        """Return the host's scores, and second scores: (host score + EPSILON) times the L1 norm of W_o v.
+        """Return the host policy's scores, and second scores: (host score + EPSILON) times the L1 norm of W_o v.
 
         Implements: PO-CRITICALKV
 
@@ -86,7 +89,8 @@ class TwoScores:
 def with_critical_selection(host: Policy, W_o: Mapping[int, DeviceArray], share: Fraction = Fraction(1, 2)) -> Policy:
     """Return the host policy with CriticalKV's two-stage selection.
 
-    The host must keep the tokens with the best attention scores in each KV head, and evict only at the end of segments.
+    The host policy must keep the tokens with the best attention scores in each KV head. The host policy must evict only
+    at the end of segments.
 
     Raises:
         SpecError: if the host is unsuitable, or if the share is outside [0, 1]. The returned policy raises `SpecError`
@@ -112,8 +116,8 @@ def with_critical_selection(host: Policy, W_o: Mapping[int, DeviceArray], share:
 def criticalkv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7) -> Policy:
     """Return SnapKV with CriticalKV's two-stage selection.
 
-    The authors' code in kvpress counts the window as part of the first stage. If the window is larger than the first
-    stage, the kvpress code can evict tokens of the window.
+    The authors' code in kvpress counts the window as part of the first stage. If the window has more tokens than the
+    first stage selects, the kvpress code can evict tokens of the window.
 
     Raises:
         SpecError: if the window is not positive, or if the kernel is even.

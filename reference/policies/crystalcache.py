@@ -21,7 +21,7 @@ __all__ = ["CrystalRecords", "crystal_retention", "crystalcache"]
 
 @dataclass(frozen=True)
 class CrystalRecords:
-    """Results of the scorer's stages, from which `crystal_retention` builds the full result."""
+    """Results of stages S1 to S5, from which `crystal_retention` builds the full result of the prefill."""
 
     coattention: CoAttention
     impact: Vector
@@ -33,7 +33,7 @@ class CrystalRecords:
 
 @dataclass(frozen=True)
 class CrystalScorer:
-    """Scorer that runs S1 to S5 on the observed layer."""
+    """Scorer that runs CrystalCache's stages S1 to S5 on the observed layer."""
 
     stages: CrystalStages
     sentence_ends: frozenset[int]
@@ -86,7 +86,7 @@ def crystalcache(
 def crystal_retention(
     records: CrystalRecords, retention: Retention, ratio: Float64[Vector, " m"], B: int,
 ) -> CrystalRetention:
-    """Return the full result of the prefill, from the scorer's records and the selector's ratios r."""
+    """Return the full result of the prefill, from the scorer's records and the kept ratio r of each trunk."""
     return CrystalRetention(
         retention, ratio, records.scores, dissolved_D(records.graph.D, ratio), records.protected, B,
         records.coattention, records.impact, records.trunks, records.graph,

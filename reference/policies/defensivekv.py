@@ -26,9 +26,11 @@ COVERED = 0.9
 
 
 def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> Float64[Matrix, "H_kv past"]:
-    """Return each key's largest pooled weight over queries and group, but at least the mean of the head's maxima.
+    """Return each key's largest pooled attention weight over the queries and the query heads of a KV head.
 
-    Each attention row is average-pooled, then rescaled to the sum that the row had before pooling.
+    If the largest weight of a key is below the mean of these maxima over the keys, the mean is returned for that key.
+
+    Before the maximum, each attention row is average-pooled, then rescaled to the sum that the row had before pooling.
 
     Implements: PO-DEFENSIVEKV
 
@@ -43,7 +45,7 @@ def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> F
 
 
 def output_size(v: DeviceArray, W_o: DeviceArray) -> Float64[Matrix, "H_kv n"]:
-    """Return ||W_o v||_1, averaged over the query heads of the group. W_o has the shape (H, d, hidden).
+    """Return for each token ||W_o v||_1, averaged over the query heads of a KV head. W_o has the shape (H, d, hidden).
 
     Implements: PO-DEFENSIVEKV, PO-CRITICALKV
 
@@ -75,14 +77,18 @@ def output_share(v: Float64[Cube, "H_kv n d"], W_o: Float64[Cube, "H d hidden"])
 
 
 def first_stage(A: Float64[Cube, "H w past"], H_kv: int, W: int, most: int) -> list[IntVector]:
-    """Return for each KV head at most `most` keys with the largest mean attention, up to a bound on the sum of shares.
+    """Return for each KV head the keys with the largest mean attention.
+
+    At most `most` keys are returned for each head, and the sum of the keys' shares is bounded.
 
     The share of a key is its mean attention divided by the sum of mean attention over all keys before the window. The
-    bound is 0.9 minus the attention on the last W keys before the window, averaged over all heads and queries.
+    bound is 0.9 - a. To compute a, attention is summed over the last W keys before the window, then averaged over all
+    heads and queries.
 
     Implements: PO-DEFENSIVEKV
 
-    Source: DefensiveKV's official code. If a head has no attention before the window, the head gets no keys.
+    Source: DefensiveKV's official code. If the attention of a head before the window is 0, no key of the head is
+    returned.
     """
     mean = group_mean(A.mean(axis=1), H_kv)
     total = mean.sum(axis=1, keepdims=True)
@@ -95,7 +101,7 @@ def first_stage(A: Float64[Cube, "H w past"], H_kv: int, W: int, most: int) -> l
 
 
 def defensive_score(view: LayerView, W_o: DeviceArray, B: int, W: int, kernel: int) -> Float64[Matrix, "H_kv n"]:
-    """Return `defensive_maximum` * `output_share`. Keys of `first_stage` get the layer's largest score.
+    """Return `defensive_maximum` times `output_share`. Keys of `first_stage` have the layer's largest score instead.
 
     Implements: PO-DEFENSIVEKV
     """
@@ -143,11 +149,11 @@ class Defensive:
     of_model=frozenset({"W_o"}),
 )
 def defensivekv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 5) -> Policy:
-    """Return DefensiveKV: each layer keeps the last W tokens, and the best other tokens among all its KV heads.
+    """Return DefensiveKV: each layer keeps the last W tokens and the best-scored earlier tokens among all its KV heads.
 
-    In the layer-wise form of the official code, the layers also compete for the budget. With a budget below W the
-    official code marks nearly every token. kvspec does not implement Eq. 8 of the CrystalCache paper: the paper does
-    not define the risk that the equation subtracts.
+    In the layer-wise form of the official code, the layers also compete for the budget. If the budget is below W, the
+    first stage of the official code selects nearly every token. kvspec does not implement Eq. 8 of the CrystalCache
+    paper, because the paper does not define the risk that Eq. 8 subtracts.
 
     Raises:
         SpecError: if the window is not positive, or if the kernel is even.

@@ -21,47 +21,47 @@ __all__ = ["MEANINGS", "PolicyDescription", "describe_policy", "field_meanings",
 
 
 MEANINGS: Mapping[str, str] = {
-    "N_future": "number of positions after the prompt over which the rotation is averaged",
+    "N_future": "number of positions after the prompt over which the RoPE rotation is averaged",
     "N_recent": "number of last tokens that are always kept",
-    "N_reuse": "number of successive layers that keep the chunks of the first of these layers",
+    "N_reuse": "number of consecutive layers that keep the same chunks; the first of these layers selects the chunks",
     "N_sink": "number of first tokens that are always kept",
     "W": "number of last tokens that are always kept; policies like SnapKV use the queries of these tokens for scores",
-    "anchor": "pattern that blocks are compared with: alternating, mean, zeros or ones",
-    "backend": "code that scores tokens: numpy, numba, torch or triton; policy_from_name takes the fastest",
-    "beta": "the last layer keeps 1 / beta of the mean budget, beyond the window",
+    "anchor": "bit pattern with which blocks are compared: alternating, mean, zeros or ones",
+    "backend": "library that scores tokens: numpy, numba, torch or triton; policy_from_name chooses the fastest",
+    "beta": "the last layer keeps the window, and 1 / beta of the mean budget beyond the window",
     "block": "number of tokens in a block",
     "c": "number of tokens in a chunk",
     "calibration": "file that `kvspec calibrate` writes for your model",
     "chunk": "number of prompt tokens that the model repeats in one forward pass",
-    "diversity": "weight of the similarity to kept tokens; lambda in the paper",
+    "diversity": "weight of a token's similarity to kept tokens; called lambda in the paper",
     "every": "number of tokens between two evictions",
     "fusion": "how the attention of the last queries is combined: sum or max",
-    "gamma": "weight of the variance of attention; the mean has weight 1",
+    "gamma": "weight of the variance of attention in a score; the mean of attention has weight 1",
     "kernel": "number of adjacent tokens over which each score is pooled; odd",
-    "kvcrush.share": "share of the kept blocks that represent evicted blocks, from 0 to 1",
-    "lag": "number of tokens in a partition",
-    "lam": "weight of attention; redundancy has weight 1 - lam",
-    "overlap": "number of last tokens of a chunk that the request for the next chunk quotes",
+    "kvcrush.share": "fraction of the kept blocks that represent evicted blocks, from 0 to 1",
+    "lag": "number of tokens in each partition of the prompt",
+    "lam": "weight of attention in a score; redundancy has weight 1 - lam",
+    "overlap": "number of tokens at the end of a chunk that the request for the next chunk quotes",
     "pin_prompt": "number of first tokens that are never evicted",
     "rule": "alpha lowers scores of tokens similar to kept tokens; variant_b raises scores of tokens near the mean",
     "safeguard": "fraction of a layer's budget that is divided evenly among the heads, from 0 to 1",
     "seed": "seed of the random sample",
     "sentence_ends": "ids of tokens that end a sentence: kvspec.sentence_ends(tokenizer)",
-    "signature": "values that represent a token: flat (all heads of all layers), layer or head",
-    "slack": "number of tokens above the budget at which an eviction starts",
-    "tau1": "temperature of the entropy of attention, in the budget of a layer",
-    "tau2": "temperature of the variance of attention, in the budget of a layer",
-    "template": "token ids of the requests to repeat the prompt: kvspec.repeat_template(tokenizer)",
-    "vase.share": "share of the budget for tokens with the widest values, from 0 to 1",
+    "signature": "values that represent a token: flat (all heads of all layers), layer (all heads of a layer) or head",
+    "slack": "number of tokens above the budget that triggers an eviction",
+    "tau1": "temperature of the attention entropy in the formula for the budget of a layer",
+    "tau2": "temperature of the attention variance in the formula for the budget of a layer",
+    "template": "token ids that ask the model to repeat the prompt: kvspec.repeat_template(tokenizer)",
+    "vase.share": "fraction of the budget for sinks and tokens with the widest value ranges, from 0 to 1",
 }
-"""Meaning of each constant, by name, or by `policy.name` if the meaning differs between policies.
+"""Meaning of each constant. A key is the constant's name, or `policy.name` if the meaning differs between policies.
 
 Fields of a policy's `parameters` are documented in the class of `parameters`.
 """
 
 
 def field_meanings(record: type) -> dict[str, str]:
-    """Return the docstring of each field of a class on one line, and the values of a Literal."""
+    """Return for each field of a class the docstring on one line. If the field is a Literal, its values are added."""
     (definition,) = ast.parse(dedent(inspect.getsource(record))).body
     assert isinstance(definition, ast.ClassDef)
     choices = {
@@ -159,20 +159,20 @@ def describe_policy(name: str) -> PolicyDescription:
 
 
 def _meaning(row: NamedPolicy, constant: str) -> str:
-    """What a constant means for a policy; "" if nothing documents it."""
+    """Return the meaning of a policy's constant, or "" if the constant is not documented."""
     parameters = signature(row.make).parameters.get("parameters")
     own = {} if parameters is None else field_meanings(type(parameters.default))
     return own.get(constant) or MEANINGS.get(f"{row.make.__name__}.{constant}") or MEANINGS.get(constant, "")
 
 
 def _goes_on(policy: Policy) -> bool:
-    """Whether its kept sets can be decided again after they have come to differ."""
+    """Return True if the policy can evict again after its sets of kept tokens have become different."""
     scorer = policy.scorer
     return policy.granularity is Granularity.MODEL or (isinstance(scorer, SeparableScorer) and scorer.separable)
 
 
 def example_policy(name: str) -> Policy:
-    """The policy with its defaults, for a model of one layer, two KV heads and d = 4."""
+    """Return the policy with default constants, for a model with one layer, two KV heads and d = 4."""
     row, identity = POLICIES[name.removeprefix(DIVERSE)], Identity("example", np.ones(2), 1.0)
     calibration = Calibration(identity, (0,), np.zeros((1, 2, 4)), np.zeros((1, 2, 2)), np.ones((1, 2)))
     stand_ins: dict[str, Any] = {

@@ -41,7 +41,7 @@ GRANULARITIES: Mapping[str, tuple[Granularity, ...]] = {
 
 @dataclass(frozen=True)
 class SignedRecords:
-    """Records of the host's scorer, and a signature for each token of each group."""
+    """Records of the host policy's scorer, and a signature for each token of each group."""
 
     host: object
     signatures: Float64[Cube, "g n d"]
@@ -49,7 +49,7 @@ class SignedRecords:
 
 @dataclass(frozen=True)
 class Signed:
-    """Scorer that adds token signatures to the host's scores."""
+    """Scorer that adds token signatures to the scores of the host policy."""
 
     host: Scorer
     mode: Signature
@@ -60,12 +60,12 @@ class Signed:
 
     @property
     def separable(self) -> bool:
-        """Return True if the host is separable and the mode is "head". Other modes average over the heads."""
+        """Return True if the host is separable and the mode is "head". All other modes average values over heads."""
         return self.mode == "head" and isinstance(self.host, SeparableScorer) and self.host.separable
 
     @property
     def layerwise(self) -> bool:
-        """Return True if the host is layerwise and the mode is not "flat". Mode "flat" averages over layers."""
+        """Return True if the host is layerwise and the mode is not "flat". Mode "flat" averages values over layers."""
         return self.mode != "flat" and isinstance(self.host, LayerwiseScorer) and self.host.layerwise
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
@@ -74,7 +74,7 @@ class Signed:
         return replace(scores, signatures=signatures(_values(observation.layers), self.mode))
 
     def shown(self, observation: Observation) -> Observation:
-        """Return the observation with only the tensors that the host needs."""
+        """Return the observation with only the layers that the host policy needs."""
         layers = list(observation.layers.items())
         shown = {"none": [], "observed": layers[self.host.needs.observed :][:1], "all": layers}[self.host.needs.layers]
         return replace(observation, layers=dict(shown))
@@ -82,7 +82,7 @@ class Signed:
 
 @dataclass(frozen=True)
 class RunningSigned(Signed):
-    """`Signed` for decoding. A signature is computed once, when all layers and heads still hold the token."""
+    """Scorer `Signed` for decoding. A token's signature is computed once, before any layer or head evicts the token."""
 
     host: RunningScorer
 
@@ -91,7 +91,7 @@ class RunningSigned(Signed):
         return replace(scores, carry=SignedRecords(scores.carry, _signatures(scores)))
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """Return scores and signatures after a step. The new tokens are the last slots of every layer and head.
+        """Return scores and signatures after a decode step. The new tokens are the last slots of every layer and head.
 
         Implements: DV-POLICY
         """
@@ -131,7 +131,7 @@ def _signatures(scores: Scores) -> Float64[Cube, "s n d"]:
 
 @dataclass(frozen=True)
 class Diverse:
-    """Selector that keeps each group's protected tokens, then greedily adds the largest (score - lam * redundancy).
+    """Selector that keeps protected tokens, then repeatedly adds the token with the largest score - lam * redundancy.
 
     The redundancy of a token is the largest cosine similarity of its signature to the signature of a kept token.
     """
@@ -160,7 +160,7 @@ class Diverse:
 
 @dataclass(frozen=True)
 class TowardMean:
-    """Selector: per group the largest (score + lam * cosine with the mean signature), whatever is already kept."""
+    """Selector of the tokens with the largest score + lam * c, where c is the cosine with the mean signature."""
 
     lam: float
 
@@ -176,24 +176,26 @@ class TowardMean:
 def diverse(
     host: Policy, lam: float = 0.5, mode: str = "flat", backend: str | Backend = "numpy",
 ) -> Policy:
-    """Return the host policy with set-conditioned selection. The host's scores, budgets and cadence do not change.
+    """Return the host policy with set-conditioned selection. The scores, budgets and cadence do not change.
 
     In the paper the host is TriAttention in its global mode, and a token has one signature for the whole cache (mode
-    "flat"). Mode "layer" needs a separate kept set for each layer. Mode "head" needs a separate kept set for each KV
-    head.
+    "flat"). Mode "layer" requires that the host keeps a separate set of tokens for each layer or KV head. Mode "head"
+    requires that the host keeps a separate set of tokens for each KV head.
 
     Implements: DV-POLICY
 
     Raises:
-        SpecError: if lam is negative or not finite, if the host does not keep the best single tokens, or if the mode is
-            finer than the host's kept sets.
+        SpecError: if lam is negative or not finite, or if the host does not keep the best single tokens. The error is
+            also raised if the mode requires more separate sets of tokens than the host keeps.
         BackendUnavailable: if the backend cannot run here, or lacks the stage family `diversity`.
     """
     return _signed(host, mode, "diverse", Diverse(resolve(backend).require_diversity(), lam))
 
 
 def toward_mean_values(host: Policy, lam: float = 0.5, mode: str = "flat") -> Policy:
-    """Return the host with `variant_b`, which favours values near the mean direction. The paper rejects `variant_b`.
+    """Return the host with the rule `variant_b`, which favours tokens whose values are near the mean direction.
+
+    The paper Set-Conditioned Diversity rejects `variant_b`.
 
     Implements: DV-VARIANT-B
 
@@ -219,7 +221,9 @@ def _signed(host: Policy, mode: str, name: str, selector: Selector) -> Policy:
 
 
 def scheduled(B: int, rounds: int, tilt: int) -> Int64[IntVector, " rounds"]:
-    """Return `schedule`: budgets that fall from B + tilt to B - tilt, with mean B. The paper rejects `schedule`.
+    """Return the paper's `schedule`: budgets of successive rounds that fall from B + tilt to B - tilt, with mean B.
+
+    The paper Set-Conditioned Diversity rejects `schedule`.
 
     Implements: DV-SCHEDULE
 

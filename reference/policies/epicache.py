@@ -18,11 +18,12 @@ __all__ = ["epicache", "epicache_score"]
 
 
 def epicache_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
-    """Return each cached key's largest attention weight over the queries of the patched prompt and over the group.
+    """Return each cached key's largest attention weight over the query heads and the queries of the patched prompt.
 
     Implements: PO-EPICACHE
 
-    Source: EpiCache's official code. The softmax is over the cached keys only, and every query attends to all of them.
+    Source: EpiCache's official code. The softmax is over the cached keys only, and every query attends to all cached
+    keys.
     """
     q, k = wide(view.q), wide(view.k)
     n = k.shape[1]
@@ -34,9 +35,9 @@ def epicache_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
 def epicache() -> Policy:
     """Return EpiCache: each layer keeps the tokens with the best scores among all KV heads of the layer.
 
-    q must be the queries of the patched prompt. The patched prompt itself is not cached. The policy does not build,
-    embed or choose episodes, because these steps need the dialogue. EpiCache chooses episodes by embeddings. The
-    CrystalCache paper writes that EpiCache chooses episodes by attention.
+    The observation's queries q must be the queries of the patched prompt. The patched prompt itself is not cached. The
+    policy does not build, embed or choose episodes, because these steps need the dialogue. EpiCache chooses episodes by
+    embeddings. The CrystalCache paper writes that EpiCache chooses episodes by attention.
     """
     return Policy(
         "epicache", LayerScorer(Needs("all", None), epicache_score), Competition(Fraction(0)), top_units,

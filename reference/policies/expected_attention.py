@@ -1,4 +1,4 @@
-"""Expected Attention: the expected attention of future queries, which are modelled as Gaussian."""
+"""Expected Attention: a key's score is the attention expected from future queries, which are modelled as Gaussian."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def query_statistics(q: Float64[Cube, "H m d"]) -> tuple[Float64[Matrix, "H d"],
 def expected_logits(
     mean: Float64[Matrix, "H d"], covariance: Float64[Cube, "H d d"], k: Float64[Cube, "H n d"], scaling: float,
 ) -> Float64[Matrix, "H n"]:
-    """Return log E[exp(scaling q.k)] for a Gaussian q.
+    """Return log E[exp(scaling q.k)] for each key k and a Gaussian query q.
 
     Implements: PO-EXPECTED-ATTENTION
 
@@ -54,10 +54,10 @@ def expected_weights(
     q: DeviceArray, k: DeviceArray, v: DeviceArray, at: Int64[IntVector, " m"], ahead: Int64[IntVector, " N_future"],
     inv_freq: Float64[Vector, " half"], factor: float, scaling: float, sinks: DeviceArray | None = None,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return the softmax of the expected logits, averaged over the group, times the norm of each key's value.
+    """Return the softmax of the expected logits, averaged over query heads, then multiplied by the norm of each value.
 
-    This function is the stage `expected_attention`. Query heads are processed one by one, so the data of a head fits in
-    the CPU cache.
+    This function is the reference of the backend stage `expected_attention`. Query heads are processed one by one, so
+    the data of a head fits in the CPU cache.
 
     Implements: PO-EXPECTED-ATTENTION
     """
@@ -80,7 +80,11 @@ Weigh = Callable[
 
 @dataclass(frozen=True)
 class ExpectedAttention:
-    """Scorer of Expected Attention. The scorer needs the model's RoPE frequencies for past and future positions."""
+    """Scorer of Expected Attention.
+
+    The model's RoPE frequencies are used to undo the rotations of past positions and to average the rotations over
+    future positions.
+    """
 
     inv_freq: Vector
     factor: float
@@ -95,7 +99,7 @@ class ExpectedAttention:
         return stacked(observation, [self.of_layer(view, observation.seen) for view in observation.layers.values()])
 
     def of_layer(self, view: LayerView, seen: int) -> Float64[Matrix, "H_kv n"]:
-        """Return each key's expected attention weight, averaged over the group, times the norm of the key's value.
+        """Return each key's expected attention weight, averaged over query heads, then multiplied by the value's norm.
 
         The first N_sink tokens are excluded from the keys and from the queries. The queries belong to the last tokens
         before position `seen`.
@@ -128,13 +132,14 @@ def expected_attention(
     """Return Expected Attention: each KV head keeps the first N_sink tokens and the other tokens with the best scores.
 
     The policy follows the authors' code in kvpress. The paper uses the norm of the value after the output projection,
-    but the code uses the norm of the value. Code and paper ignore the variance that RoPE adds over future positions.
+    but the code uses the norm of the value before this projection. The code and the paper ignore the variance that RoPE
+    adds over future positions.
 
     Args:
         inv_freq: inverse frequencies of the model's RoPE, one per pair of channels.
-        factor: attention factor of the rotary tables: 1 except with YaRN and similar scalings.
+        factor: attention factor of the RoPE tables. The factor is 1 except with YaRN and similar scalings.
         N_sink: number of first tokens that are always kept, and excluded from the statistics.
-        N_future: number of positions after the prompt over which the rotation is averaged.
+        N_future: number of positions after the prompt over which the RoPE rotation is averaged.
 
     Raises:
         SpecError: if N_sink is negative, if N_future or factor is not positive, or if the backend is unknown.

@@ -1,4 +1,4 @@
-"""FullCache keeps every token. FullCache is the upper bound of every comparison."""
+"""FullCache keeps every token. FullCache serves as the upper bound in comparisons."""
 
 from reference.policies.budgets import everything
 from reference.policies.named import named

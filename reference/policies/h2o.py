@@ -22,7 +22,7 @@ __all__ = ["HeavyHitters", "h2o", "h2o_described", "h2o_score"]
 
 
 def h2o_score(view: LayerView, received: Received = received_attention) -> Float64[Matrix, "H_kv n"]:
-    """Return the attention that each key receives, summed over all queries and over the group.
+    """Return for each KV head the attention that each key receives, summed over all queries and all query heads.
 
     Implements: PO-H2O-DESCRIBED
 
@@ -33,7 +33,7 @@ def h2o_score(view: LayerView, received: Received = received_attention) -> Float
 
 @dataclass(frozen=True)
 class HeavyHitters:
-    """Scorer that accumulates the attention on each cached token. The sum of an evicted token is discarded."""
+    """Scorer that sums the attention that each cached token receives. The sum of an evicted token is discarded."""
 
     needs: Needs = Needs("all", None)
     score: Score = h2o_score
@@ -70,10 +70,10 @@ def h2o(backend: str | Backend = "numpy") -> Policy:
     """Return H2O: at every decode step each KV head keeps the B / 2 newest tokens and the heavy hitters.
 
     The policy follows the real-drop version of the official repository. The repository has three more versions: a
-    simulation by masks with one slot less, a one-pass version that uses future queries, and a version for FlexGen.
+    simulation by masks with one slot fewer, a one-pass version with future queries, and a version for FlexGen. H2O in
     KVCache-Factory evicts once, after the prompt. ObservedAttention in kvpress averages the attention over the queries
-    that attend to a key, and has no window. The paper's models have no grouped-query attention; kvspec sums the
-    attention over the group.
+    that attend to a key, and has no window. The paper's models have no grouped-query attention. kvspec sums the
+    attention over the query heads of a KV head.
 
     Raises:
         SpecError: if the backend is unknown.
@@ -96,7 +96,7 @@ def h2o(backend: str | Backend = "numpy") -> Policy:
     "h2o-described", "Lin, CrystalCache, Eq. 5", "the last W tokens and the tokens with the largest sums of attention"
 )
 def h2o_described(W: int = 128, backend: str | Backend = "numpy") -> Policy:
-    """Return H2O as the CrystalCache paper describes it (Eq. 5): heavy hitters and a recent window of W tokens.
+    """Return H2O as described in the CrystalCache paper (Eq. 5): heavy hitters and a recent window of W tokens.
 
     The policy evicts once, at the end of the prompt. The budget B includes the window. The paper gives no value for W,
     so kvspec chose the default.

@@ -1,4 +1,4 @@
-"""KeyDiff: keys that point away from the mean direction are kept."""
+"""KeyDiff keeps keys that point away from the mean direction of all keys."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ __all__ = ["keydiff", "keydiff_score"]
 
 
 def keydiff_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
-    """Return minus the cosine similarity of each key to the mean unit key. If the mean is zero, the scores are 0.
+    """Return minus the cosine similarity of each key to the mean unit key. If the mean is 0, all scores are 0.
 
     Implements: PO-KEYDIFF
 
@@ -39,7 +39,7 @@ def keydiff() -> Policy:
 
     The policy evicts once, at the end of the prompt. The paper evicts after each block of 128 tokens of the prompt. To
     evict after each block, pass the blocks as segments. EpiCache has a version of KeyDiff with one anchor for all
-    heads. A KeyDiff runtime by Qualcomm does not normalise the keys.
+    heads. Qualcomm's implementation of KeyDiff does not normalise the keys.
     """
     return Policy(
         "keydiff", LayerScorer(Needs("all", 0), keydiff_score), even, top_units, SinkAndRecent(0, 0),

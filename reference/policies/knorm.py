@@ -1,4 +1,4 @@
-"""Knorm: keys with small norms are kept."""
+"""Knorm keeps keys with small norms."""
 
 import numpy as np
 

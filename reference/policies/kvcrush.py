@@ -1,4 +1,4 @@
-"""KVCrush keeps most blocks by score, and some blocks as representatives of the evicted blocks."""
+"""KVCrush selects most of the kept blocks by score. The remaining kept blocks represent the evicted blocks."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -23,14 +23,15 @@ ANCHORS = ("alternating", "mean", "zeros", "ones")
 def anchor_distances(
     values: Float64[Matrix, "h n"], protected: Bool[BoolVector, " n"], b: int, anchor: str,
 ) -> Int64[IntVector, " m"]:
-    """Return the Hamming distance between each full block and the anchor. Protected blocks have distance 0.
+    """Return the Hamming distance between each full block and the anchor. Blocks with protected tokens have distance 0.
 
-    A token has one bit per head. The bit is 1 if the token's score is in the better half of the head's scores.
+    A token has one bit per head. A token's bit for a head is 1 if the token's score is in the better half of the head's
+    scores.
 
     Implements: PO-REPRESENTATIVES
 
-    Source: KVCrush's official code, steps 1 to 3. As in the vLLM pull request, a distance uses the bits of all heads of
-    the layer.
+    Source: KVCrush's official code, steps 1 to 3. A distance uses the bits of all heads of the layer, as in the pull
+    request that adds KVCrush to vLLM.
     """
     h, m = len(values), values.shape[1] // b
     free = ~protected[: m * b].reshape(m, b).any(axis=1)
@@ -52,10 +53,11 @@ def representatives(
     totals: Float64[Matrix, "g m"], places: Int64[IntVector, " g"], held: Bool[BoolMatrix, "g m"], /,
     distances: Int64[IntMatrix, "g m"], share: Fraction,
 ) -> Selection:
-    """Select per group the protected blocks, the blocks with the best total scores, and representatives of the rest.
+    """Select for each group the protected blocks, the blocks with the best total scores, and representative blocks.
 
     A group with p protected blocks selects share * (places - p) representatives, rounded down. The blocks that are not
-    selected by score are sorted by distance and split into equal runs. The first block of each run is a representative.
+    selected by score are sorted by their distance to the anchor, then split into runs of equal length. The first block
+    of each run is a representative.
 
     Implements: PO-REPRESENTATIVES
 
@@ -74,7 +76,7 @@ def representatives(
 def scored_or_representative(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, b: int, share: Fraction, anchor: str,
 ) -> Selection:
-    """Select blocks with `representatives`. All kept sets of a layer use the layer's `anchor_distances`.
+    """Select blocks with `representatives`. All groups of a layer use the same `anchor_distances`.
 
     Implements: PO-REPRESENTATIVES
     """
@@ -89,7 +91,7 @@ def with_representatives(
 ) -> Policy:
     """Return the host policy with KVCrush's selection of blocks.
 
-    The fraction `share` of the selected blocks that are not protected are representatives. The host must keep the
+    Of the kept blocks without protected tokens, the fraction `share` are representatives. The host policy must keep the
     single tokens with the best scores, and evict only at the end of segments.
 
     Raises:
@@ -120,11 +122,11 @@ def kvcrush(
     W: int = 32, kernel: int = 7, block: int = 16, share: Fraction | float = Fraction(1, 4),
     anchor: str = "alternating",
 ) -> Policy:
-    """Return KVCrush: SnapKV's scores and window, but the policy selects whole blocks.
+    """Return KVCrush: a policy that selects whole blocks by SnapKV's scores, and keeps SnapKV's window.
 
     OpenVINO GenAI keeps the same blocks in all heads of a layer, by scores summed over the heads. OpenVINO GenAI keeps
-    representatives in addition to the budget, but only if at least as many blocks are evicted. The pull request that
-    adds KVCrush to vLLM uses the same representatives for all heads.
+    representatives in addition to the budget, but only if the number of evicted blocks is at least the number of
+    representatives. The pull request that adds KVCrush to vLLM uses the same representatives for all heads.
 
     Implements: PO-KVCRUSH
 

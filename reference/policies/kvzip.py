@@ -26,11 +26,11 @@ Largest = Callable[[DeviceArray, DeviceArray, Vector, float, float | None, Devic
 def rehearsal_chunks(
     token_ids: Int64[IntVector, " n"], rehearsal: Rehearsal,
 ) -> list[tuple[int, int, Int64[IntVector, " r"]]]:
-    """Return each chunk's start and stop, and the r ids that the model reads after the prompt to repeat the chunk.
+    """Return for each chunk the start, the stop, and the r token ids that the model processes to repeat the chunk.
 
     Implements: PO-REHEARSAL
 
-    Source: KVzip, Section 3.4 and Figure 7. The ids have the same order of parts as in the official code.
+    Source: KVzip, Section 3.4 and Figure 7. The parts of the r token ids have the same order as in the official code.
     """
     assert rehearsal.template is not None
     first, later, answer = rehearsal.template
@@ -52,9 +52,12 @@ def _repeats(view: LayerView) -> tuple[Repeat, ...]:
 def _attended(
     view: LayerView, repeats: Iterable[Repeat], N_sink: int, largest: Largest,
 ) -> Iterator[tuple[slice, Float64[Cube, "H one m"]]]:
-    """Yield each chunk, and for its tokens the largest attention weight / query norm from the repeat of the chunk.
+    """Yield for each chunk its slice, and for each of its tokens the largest attention weight / query norm.
 
-    The softmax denominator includes the sinks and, causally, the repeat; it excludes the rest of the prompt.
+    The attention comes from the queries that repeat the chunk.
+
+    The softmax denominator includes the sinks, the chunk and (causally) the repeated tokens, but not the rest of the
+    prompt.
     """
     k = np.asarray(view.k)
     for repeat in repeats:
@@ -66,7 +69,7 @@ def _attended(
 def kvzip_score(
     view: LayerView, N_sink: int, largest: Largest = largest_attention,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return the largest attention weight on each token, over the group and all queries that repeat the token's chunk.
+    """Return each token's largest attention weight over all query heads and all queries that repeat the token's chunk.
 
     Tokens outside all chunks have the score NaN.
 
@@ -87,7 +90,7 @@ def kvzip_score(
 def kvzip_plus_score(
     view: LayerView, N_sink: int, W_o: DeviceArray, largest: Largest = largest_attention,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return KVzip's score with each weight multiplied by ||W_o v_i||_2 and divided by the norm of the hidden state.
+    """Return KVzip's score, with each weight multiplied by ||W_o v_i||_2 and divided by the norm of the hidden state.
 
     W_o (H, d, hidden) is the layer's output projection, with one matrix for each query head. The hidden state is the
     input from which the layer computed the query.
@@ -139,13 +142,13 @@ def kvzip(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,
     overlap: int = 8, backend: str | Backend = "numpy",
 ) -> Policy:
-    """Return KVzip: keep the first N_sink, the last N_recent, and the best other tokens among all layers and heads.
+    """Return KVzip: keep the first N_sink, the last N_recent, and the best-scored other tokens of all layers and heads.
 
-    The official code sets N_sink to the length of the system prompt, and reads text after the context only after
-    eviction. The official code keeps the tokens with scores above a threshold, and keeps less than the budget.
-    kvpress has 4 sinks and chunks of 2048 tokens. kvpress evicts tokens between sinks and context first, and rounds the
-    budget once for all heads. The official code and kvpress compute in the model's dtype, and their templates use
-    different words.
+    The official code sets N_sink to the length of the system prompt. The official code evicts before it processes text
+    after the context. The official code keeps the tokens with scores above a threshold, and keeps fewer tokens than the
+    budget allows. KVzip in kvpress has 4 sinks and chunks of 2048 tokens. kvpress evicts tokens between the sinks and
+    the context first. kvpress rounds the budget once for all heads together. The official code and kvpress compute in
+    the model's dtype. The templates of the official code and of kvpress use different words.
 
     Raises:
         SpecError: if there is no template, if a constant is too small, or if the backend is unknown.
@@ -168,7 +171,9 @@ def kvzip_uniform(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,
     overlap: int = 8, backend: str | Backend = "numpy",
 ) -> Policy:
-    """Return KVzip with the same number of tokens in each head. In kvpress (`layerwise`) heads of a layer compete.
+    """Return KVzip with the same number of tokens in each head.
+
+    With `layerwise` in kvpress, the heads of a layer compete for the layer's budget.
 
     Raises:
         SpecError: as in `kvzip`.
@@ -186,7 +191,7 @@ def kvzip_plus(
     W_o: Mapping[int, DeviceArray], template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0,
     chunk: int = 2000, overlap: int = 8, backend: str | Backend = "numpy",
 ) -> Policy:
-    """Return KVzip+: KVzip with scores multiplied by the norm of the projected value.
+    """Return KVzip+: KVzip with each token's score multiplied by the norm of the token's projected value.
 
     Raises:
         SpecError: as in `kvzip`.

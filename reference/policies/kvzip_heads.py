@@ -20,7 +20,7 @@ __all__ = ["FullHeads", "head_scores", "kvzip_heads"]
 
 
 def head_scores(contexts: Sequence[Float64[Matrix, "g _"]]) -> Float64[Vector, " g"]:
-    """Return each head's largest KVzip score in a context, averaged over the contexts.
+    """Return for each head the largest KVzip score in each context, averaged over the contexts.
 
     Tokens outside all chunks have the score NaN and are ignored.
 
@@ -39,7 +39,10 @@ def head_scores(contexts: Sequence[Float64[Matrix, "g _"]]) -> Float64[Vector, "
 
 @dataclass(frozen=True)
 class FullHeads:
-    """Budgets with full heads: as many of the best heads as fit keep all tokens. The other heads share the rest."""
+    """Budgets with full heads: as many of the best heads as the total allows keep all tokens.
+
+    All other heads share the remaining tokens equally.
+    """
 
     scores: Float64[Vector, " heads"]
     window: int
@@ -50,10 +53,10 @@ class FullHeads:
 
         Implements: PO-FULL-HEADS
 
-        Source: full and streaming heads as in DuoAttention. The arithmetic is defined by kvspec.
+        Source: full and streaming heads as in DuoAttention. The exact numbers of tokens are defined by kvspec.
 
         Raises:
-            SpecError: if the number of heads differs from the number in the calibration.
+            SpecError: if the number of heads in the cache differs from the number of heads in the calibration.
         """
         groups, n = len(scores.values), int(scores.offsets[-1])
         if len(self.scores) != groups:
@@ -77,13 +80,14 @@ class FullHeads:
     of_model=frozenset({"served"}), diverse=False,
 )
 def kvzip_heads(calibration: Calibration, served: Identity, N_sink: int = 64, N_recent: int = 256) -> Policy:
-    """Return static head budgets: heads with the best KVzip head scores keep all tokens, as full heads of DuoAttention.
+    """Return static head budgets: heads with the best KVzip head scores keep all tokens.
 
-    The other heads keep first and recent tokens, like streaming heads in DuoAttention. The official KVzip code gives
-    all tokens of the context the score of the head, and keeps tokens with scores above a threshold. In the official
-    code a head that is not full keeps no token of the context. The total in the official code can differ from the
-    budget by the tokens of one head. Streaming heads in DuoAttention also evict a token at each decode step. In kvspec
-    the cache grows while tokens are decoded.
+    These heads correspond to the full heads in DuoAttention. All other heads keep first and recent tokens, like
+    streaming heads in DuoAttention. In the official KVzip code every token of the context has the score of its head,
+    and tokens with scores above a threshold are kept. In the official code a head that is not full keeps no token of
+    the context. In the official code the total number of kept tokens can differ from the budget by the tokens of one
+    head. Streaming heads in DuoAttention also evict a token at each decode step. In kvspec the cache grows while tokens
+    are decoded.
 
     Implements: PO-KVZIP-HEADS
 

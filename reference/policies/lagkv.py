@@ -1,4 +1,4 @@
-"""LagKV: a token's key and value are scored against the next partition of the cache. No attention is needed."""
+"""LagKV compares a token's key and value with the next partition of the cache. LagKV needs no attention weights."""
 
 from functools import partial
 
@@ -19,10 +19,11 @@ __all__ = ["lagkv", "lagkv_information", "lagkv_score"]
 
 
 def lagkv_information(x: Float64[Cube, "H n d"], lag: int) -> Float64[Matrix, "rows lag"]:
-    """Return the softmax over the spreads of the `lag` tokens in each partition. The last partition is excluded.
+    """Return for each partition except the last the softmax over the spreads of the `lag` tokens in the partition.
 
-    Each channel of a token is min-max scaled by its range in the next partition. The scaled value is 0 if the channel
-    is constant in the next partition. The spread is the standard deviation of the scaled channels (divisor d - 1).
+    Each channel of a token is min-max scaled by the channel's range in the next partition. The scaled value is 0 if the
+    channel is constant in the next partition. The spread of a token is the standard deviation of the token's scaled
+    channels (divisor d - 1).
 
     Implements: PO-LAGKV
 
@@ -38,13 +39,14 @@ def lagkv_information(x: Float64[Cube, "H n d"], lag: int) -> Float64[Matrix, "r
 
 
 def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Float64[Matrix, "H_kv n"]:
-    """Return the score of each token: its rank inside its partition, negated.
+    """Return the score of each token: minus the token's rank inside its partition.
 
-    Tokens of the last whole partition and all later tokens have positive scores, the newest the highest.
+    Tokens of the last whole partition and all later tokens have positive scores. The newest token has the highest
+    score.
 
     Implements: PO-LAGKV
 
-    Source: LagKV, Section 3. Keys and values have equal weight. Of two tied tokens the earlier ranks first.
+    Source: LagKV, Section 3. Keys and values have equal weight. If two tokens are tied, the earlier token ranks first.
 
     Raises:
         SpecError: if the values were not captured, or if keys or values have only one channel.
@@ -74,11 +76,12 @@ def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Float64[Matrix, "H_kv
 def lagkv(N_sink: int = 4, lag: int = 128) -> Policy:
     """Return LagKV, a policy that keeps the sinks, the newest tokens, and equal shares of all other partitions.
 
-    The newest tokens are the last whole partition and all tokens after it. The budget includes sinks and newest tokens.
-    If not all newest tokens fit, the policy keeps the last ones. The default constants are those of kvpress. The
-    official class has 16 sinks and partitions of 1024 tokens. The official class keeps int(ratio * lag) tokens of each
-    partition, and divides by 0 if a channel is constant. While decoding, the official class compresses each new
-    partition once. In kvspec the decision at the end of a later turn is about all cached tokens.
+    The newest tokens are the last whole partition and all tokens after this partition. The budget includes the sinks
+    and the newest tokens. If the newest tokens do not all fit into the budget, the policy keeps the last of the newest
+    tokens. The default constants are the defaults of kvpress. The official class has 16 sinks and partitions of 1024
+    tokens. The official class keeps int(ratio * lag) tokens of each partition, and divides by 0 if a channel is
+    constant. While decoding, the official class compresses each new partition once. In kvspec the policy scores all
+    cached tokens again at the end of each later turn.
 
     Raises:
         SpecError: if N_sink is negative, or if lag is not positive.

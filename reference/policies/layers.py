@@ -1,4 +1,4 @@
-"""Layer-by-layer eviction: a layer evicts right after its attention if the policy decides each layer separately."""
+"""Layer-by-layer eviction: if a policy decides each layer separately, a layer evicts right after its attention."""
 
 from dataclasses import dataclass, replace
 
@@ -14,9 +14,9 @@ __all__ = ["is_layerwise", "policy_of_layer"]
 
 
 def is_layerwise(policy: Policy) -> bool:
-    """Return True if the kept sets of each layer depend only on the queries, keys and values of the same layer.
+    """Return True if the kept tokens of each layer depend only on the queries, keys and values of the same layer.
 
-    The result is False if the policy's budgets function is not defined in `reference.policies`.
+    The result is also False if the policy's budgets function is not defined in `reference.policies`.
     """
     scorer, needs, budgets = policy.scorer, policy.scorer.needs, policy.budgets
     if policy.granularity is Granularity.MODEL or needs.layers != "all" or needs.rehearsal is not None:
@@ -40,7 +40,7 @@ def policy_of_layer(policy: Policy, at: int, L: int) -> Policy:
 
 @dataclass(frozen=True)
 class _OfLayer:
-    """Budgets of one layer, if budgets depend on the numbers of layers, heads and tokens but on no score."""
+    """Budgets of one layer, for budgets that depend on the numbers of layers, heads and tokens, but not on scores."""
 
     budgets: Budgets
     at: int

@@ -20,8 +20,8 @@ __all__ = ["morphkv", "morphkv_score"]
 def morphkv_score(view: LayerView, W: int, fusion: str) -> Float64[Matrix, "H_kv n"]:
     """Return the attention that each key before the window receives from the last W queries.
 
-    The attention is summed over the queries (`fusion` "sum") or its maximum is taken ("max"). The result is averaged
-    over the query heads of a group. Tokens of the window have the score NaN.
+    For each key, the sum (`fusion` "sum") or the maximum ("max") over the queries is computed. The sum or maximum is
+    then averaged over the query heads of a KV head. Tokens of the window have the score NaN.
 
     Implements: PO-MORPHKV
 
@@ -40,9 +40,10 @@ def morphkv_score(view: LayerView, W: int, fusion: str) -> Float64[Matrix, "H_kv
 def morphkv(W: int = 32, fusion: str = "sum") -> Policy:
     """Return MorphKV: at each decode step each KV head keeps the last W tokens and the best-scored earlier tokens.
 
-    The policy stores the last W queries, and recomputes their attention on the cached keys at each step. Some versions
-    of the official code also recompute the attention; other versions store the old weights. One version merges evicted
-    tokens into a mean. kvspec, not the paper, chose the mean over a group and the default of W.
+    The policy stores the last W queries, and recomputes the attention of these queries at each step. Some versions of
+    the official code also recompute the attention; other versions store the old attention weights. One version of the
+    official code merges evicted tokens into a mean. The mean over query heads and the default of W are choices of
+    kvspec, not of the paper.
 
     Raises:
         SpecError: if the window is not positive, or if the fusion is neither "sum" nor "max".

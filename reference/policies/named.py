@@ -1,4 +1,4 @@
-"""The decorator `@named` gives a policy's maker function a name. The module `names.py` lists the named policies."""
+"""The decorator `@named` names a function that makes a policy. The module `names.py` lists the named policies."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -16,32 +16,38 @@ Maker = TypeVar("Maker", bound=Callable[..., Policy])
 class NamedPolicy:
     """A named policy: its maker function, the constants that the name fixes, and the constants read from the model.
 
-    The table in spec/policies.md has a row of promises for each named policy.
+    A table in spec/policies.md lists what each named policy guarantees.
     """
 
     paper: str
-    """Publication that describes the policy. "" if the policy has no publication."""
+    """Publication that describes the policy, or "" if there is no publication."""
     keeps: str
     """Noun phrase that describes which tokens the policy keeps."""
     make: Callable[..., Policy]
     decided: Mapping[str, Any]
     of_model: frozenset[str]
     diverse: bool
-    """True if a variant with set-conditioned selection (`diverse-NAME`) exists. The variant needs token scores."""
+    """True if a variant with set-conditioned selection (`diverse-NAME`) exists.
+
+    The variant needs scores of single tokens.
+    """
     blocks: bool
-    """True if the constant `block` makes the policy keep whole blocks."""
+    """True if the policy accepts the constant `block`, which makes the policy keep whole blocks."""
     family: str
     """Stage family that the policy needs from the backend."""
 
     @property
     def constants(self) -> frozenset[str]:
-        """Return the names of the constants that a caller can set: the maker's arguments and fields of `parameters`."""
+        """Return the names of the constants that a caller can set: maker arguments and fields of `parameters`."""
         taken = frozenset(signature(self.make).parameters) - frozenset(self.decided) - self.of_model
         return taken | frozenset(self.parameters)
 
     @property
     def parameters(self) -> dict[str, object]:
-        """Return the fields of the maker's argument `parameters`, with defaults. {} if the maker lacks the argument."""
+        """Return the fields of the maker's argument `parameters`, with defaults.
+
+        If the maker has no such argument, the result is {}.
+        """
         given = signature(self.make).parameters.get("parameters")
         return {} if given is None else {one.name: getattr(given.default, one.name) for one in fields(given.default)}
 

@@ -23,7 +23,10 @@ __all__ = [
 
 
 def with_twins(policy: Policy, backend: Backend) -> Policy:
-    """Return the policy with the backend's score functions. Functions that the backend lacks are not replaced."""
+    """Return the policy with its score functions replaced by the backend's functions of equal name.
+
+    Functions that the backend lacks are not replaced.
+    """
     scorer = _with_twins(policy.scorer, backend)
     return policy if scorer is policy.scorer else replace(policy, scorer=scorer)
 
@@ -48,7 +51,7 @@ def _with_twins(part: Any, backend: Backend) -> Any:
 ENTRY_POINTS = "kvspec.policies"
 
 DIVERSE = "diverse-"
-"""Prefix of the name of a policy with set-conditioned selection. Such a policy also has the constants _DIVERSITY."""
+"""Prefix of the name of a policy with set-conditioned selection. Such a policy also has the constants in _DIVERSITY."""
 
 _DIVERSITY = frozenset({"diversity", "signature", "rule", "backend"})
 
@@ -56,7 +59,7 @@ _RULES = ("alpha", "variant_b")
 """Selectors of the paper Set-Conditioned Diversity: the proposed selector, and a rejected variant."""
 
 BLOCK = "block"
-"""Name of the block-size constant. If a caller sets it, a token-level policy keeps whole blocks (PO-BLOCKS)."""
+"""Name of the block-size constant. If this constant is set, a token-level policy keeps whole blocks (PO-BLOCKS)."""
 
 BACKEND = "backend"
 """Name of the constant that selects the backend for the scores of a policy."""
@@ -68,7 +71,7 @@ _FIRST = ("crystalcache", "streamingllm", "fullcache")
 
 
 def _found() -> Mapping[str, NamedPolicy]:
-    """Return the named policies of all modules of this package: the policies in _FIRST, then the others by name."""
+    """Return the named policies of all modules of this package: the policies in _FIRST, then all others by name."""
     for module in iter_modules(policies.__path__):
         if module.name not in _READERS:
             import_module(f"{policies.__name__}.{module.name}")
@@ -76,12 +79,12 @@ def _found() -> Mapping[str, NamedPolicy]:
 
 
 POLICIES = _found()
-"""All named policies. EpiCache has no name here, because it scores by queries that are not the prompt's queries.
+"""All named policies. EpiCache is not in this table, because EpiCache needs queries of a patched prompt.
 
 A policy lacks a `diverse-` variant if it keeps chunks or trunks, because only tokens have a signature. CriticalKV,
-KVCrush and VaSE lack the variant because they select in two stages. H2O lacks the variant because its newest half
-is not a protection (use `diverse-h2o-described`). The full cache and full heads lack the variant because they select
-no tokens.
+KVCrush and VaSE lack the variant because they select in two stages. H2O lacks the variant because the newest half of
+H2O's budget is not a protection (use `diverse-h2o-described`). `fullcache` and `kvzip-heads` lack the variant because
+these policies do not score tokens.
 """
 
 NAMES = (*POLICIES, *(DIVERSE + name for name, policy in POLICIES.items() if policy.diverse))
@@ -92,7 +95,8 @@ def check_name(name: str, argument: str = "name") -> str:
     """Return `name` if it is a built-in name or the name of a user's own policy.
 
     Raises:
-        SpecError: if the name is unknown, and as in `own_policy`. The message contains `argument` and similar names.
+        SpecError: if the name is unknown, and as in `own_policy`. The message contains `argument` and names similar to
+            `name`.
     """
     if name not in NAMES:
         bare, bracket, _ = name.partition("(")

@@ -1,4 +1,4 @@
-"""NestedKV: keeps keys that differ from mean keys of the prompt. The heads of a layer compete for its budget."""
+"""NestedKV keeps keys that differ from mean keys of the prompt. The heads of a layer compete for the layer's budget."""
 
 import math
 from dataclasses import replace
@@ -62,12 +62,13 @@ def nestedkv_score(
     family="nestedkv",
 )
 def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy") -> Policy:
-    """Return NestedKV: each layer keeps its H_kv B best-scored (head, token) pairs. Each head keeps at least a quota.
+    """Return NestedKV: each layer keeps its H_kv B best-scored (head, token) pairs. Each head keeps a quota.
 
-    The policy decides once, at the end of the prompt. All statistics include the sinks. Sinks are always kept, and
-    count in the budget and in the quota. A layer keeps exactly H_kv B tokens, so a budget B below N_sink raises an
-    error. The authors' code is not public. The paper's experiments use kvpress, which masks tokens instead of evicting
-    them. The quota is the safeguard of Ada-KV in kvpress.
+    The policy decides once, at the end of the prompt. The quota is the smallest number of tokens that each head keeps.
+    All statistics include the sinks. The sinks are always kept, and the budget and the quota include the sinks. A layer
+    keeps exactly H_kv B tokens, so a budget B below N_sink raises an error. The authors' code is not public. The
+    paper's experiments use kvpress, which masks tokens instead of evicting them. The quota is computed like the
+    safeguard of Ada-KV in kvpress.
 
     Implements: NK-NESTEDKV
 
@@ -121,7 +122,7 @@ def nestedkv_without_adaptive(
 
 @named("nestedkv-without-both", "NestedKV, ablation", "the same tokens as keydiff")
 def nestedkv_without_both() -> Policy:
-    """Return KeyDiff: KeyDiff is NestedKV with both ablations. The paper prints equal results for the two policies.
+    """Return KeyDiff, which equals NestedKV with both ablations. The paper prints equal results for the two policies.
 
     Implements: NK-ABLATIONS
 

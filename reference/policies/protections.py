@@ -54,6 +54,9 @@ class Places:
 
 
 def protecting(policy: Policy, positions: Sequence[int]) -> Policy:
-    """Return the policy with more protected positions (absolute). Their number is added to the policy's floor."""
+    """Return the policy with additional protected tokens at the absolute positions `positions`.
+
+    The number of added positions is added to the policy's floor.
+    """
     places = tuple(sorted({int(position) for position in positions}))
     return replace(policy, protection=Places(policy.protection, places), floor=policy.floor + len(places))

@@ -20,10 +20,12 @@ __all__ = ["pyramidkv", "pyramidkv_described"]
 def pyramidkv(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
     """Return PyramidKV: SnapKV with larger budgets in lower layers. The mean budget of the layers is exactly B.
 
-    The last layer keeps the window and (B - W) / beta more tokens (in short prompts the number is larger). The official
-    code rounds the step between layers down, so the layers keep more than the budget (`budgets.pyramidkv_official`).
-    The official code uses equal budgets for prompts below 2 (B - W) tokens. In kvpress each layer is rounded
-    separately, and budgets are equal if the last layer would have fewer than W tokens.
+    The last layer keeps the window and (B - W) / beta more tokens. If the prompt is short, the last layer keeps more
+    than (B - W) / beta tokens in addition to the window. The official code rounds down the step between the budgets of
+    successive layers. The layers of the official code therefore keep more tokens than the budget (see
+    `budgets.pyramidkv_official`). The official code uses equal budgets for prompts below 2 (B - W) tokens. In kvpress
+    the budget of each layer is rounded separately. In kvpress all layers have equal budgets if the last layer would
+    otherwise keep fewer than W tokens.
 
     Implements: PO-PYRAMIDKV
 

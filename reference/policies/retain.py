@@ -20,16 +20,16 @@ __all__ = ["chosen", "retain", "retain_each", "retain_turn", "shown_to", "tokens
 
 @dataclass(frozen=True)
 class _Absent:
-    """Placeholder for a tensor that the policy's `needs` do not declare. Reading it raises SpecError."""
+    """Placeholder for a tensor that the policy's `needs` do not declare. Reading the placeholder raises SpecError."""
 
     what: str
     remedy: str
 
     def missed(self, *_: object, **__: object) -> NoReturn:
-        """Raise the error for a read of the missing tensor.
+        """Raise the error for reading a tensor that is not declared.
 
         Raises:
-            SpecError: always. The message names the need to declare.
+            SpecError: always. The message says how to declare the tensor in `Needs`.
         """
         raise SpecError(self.what, None, f"is not declared, but the scorer reads it; declare Needs({self.remedy})")
 
@@ -53,7 +53,7 @@ _IDS = _Absent("token_ids", "..., token_ids=True")
 def shown_to(needs: Needs, observation: Observation) -> Observation:
     """Return the observation with only the tensors that `needs` declares.
 
-    If the observation lacks a declared tensor, this function does not raise. The scorer raises the error.
+    If the observation lacks a declared tensor, the scorer raises the error, not this function.
     """
     layers: Any = _LAYERS
     if needs.layers != "none":
@@ -69,7 +69,9 @@ def _view(needs: Needs, view: LayerView) -> LayerView:
 def retain(
     policy: Policy, budget: Budget, observation: Observation,
 ) -> tuple[Retention, CrystalRetention | None]:
-    """Return the positions of one sequence that the policy keeps, and CrystalCache's records (None for other policies).
+    """Return the positions of the tokens that the policy keeps, and CrystalCache's full result.
+
+    The second result is None for all policies except CrystalCache.
 
     The function calls the policy's protection, scorer, budgets and selector, in this order.
 
@@ -85,7 +87,10 @@ def retain(
 def retain_each(
     policy: Policy, budgets: Sequence[Budget], observation: Observation,
 ) -> list[tuple[Retention, CrystalRetention | None]]:
-    """Return the result of `retain` for each budget. The scorer is called once, unless scores depend on the budget.
+    """Return the result of `retain` for each budget.
+
+    The scorer is called once for all budgets. If the scores depend on the budget, the scorer is called once for each
+    budget.
 
     Raises:
         SpecError: as in `retain`.
@@ -110,12 +115,12 @@ def _retained(
 
 
 def tokens_of(policy: Policy, budget: Budget, seen: int) -> int:
-    """Return B, the number of tokens that a group keeps on average: the larger of the budget and the policy's floor."""
+    """Return B, the number of tokens that a group keeps on average: the budget, but at least the policy's floor."""
     return max(policy.floor, budget.tokens(seen))
 
 
 def chosen(policy: Policy, B: int, scores: Scores, protected: BoolVector) -> Selection:
-    """Return the selection for a mean of B tokens per group. Units with a protected token get the score NaN."""
+    """Select the tokens to keep, on average B tokens per group. Units with a protected token receive the score NaN."""
     pinned = touched_units(protected, scores.offsets)
     if pinned.any():
         scores = replace(scores, values=np.where(pinned, np.nan, scores.values))
@@ -131,17 +136,18 @@ def retain_turn(
     policy: Policy, budget: Budget, live: Sequence[Int64[IntVector, " _"]], shown: Sequence[Observation],
     heads: int = 1,
 ) -> Retention:
-    """Return the positions that each kept set keeps at the end of a later segment.
+    """Return for each kept set the positions that are kept at the end of a later segment.
 
-    Budget and protection refer to all tokens seen. The scorer reads the queries of the segment, and treats the cached
-    tokens as a complete sequence.
+    The budget and the protection are computed from all tokens seen, including evicted tokens. The scorer reads the
+    queries of the segment, and treats the cached tokens as a complete sequence.
 
     Implements: PO-TURN
 
     Args:
-        live: absolute positions of the cached tokens of each kept set, ascending, including the segment.
-        shown: a list of one observation if all kept sets store the same tokens. For a separable scorer, a list with an
-            observation per kept set. Such an observation has only the layer (and head) of one kept set.
+        live: for each kept set, the absolute positions of the cached tokens in ascending order, including the tokens of
+            the segment.
+        shown: observations. If all kept sets store the same tokens, the list has one observation. For a separable
+            scorer, the list has one observation per kept set, with only the layer (and head) of this kept set.
         heads: number of kept sets per layer.
 
     Raises:

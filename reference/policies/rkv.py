@@ -1,4 +1,4 @@
-"""R-KV: decode-time eviction by the attention on a key (importance) and its similarity to other keys (redundancy)."""
+"""R-KV: decode-time eviction by a key's attention (importance) and the key's similarity to other keys (redundancy)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +26,10 @@ SIMILAR = 0.5
 
 
 def rkv_importance(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv past"]:
-    """Return the importance: the mean attention of the last W queries on each key before the window, max-pooled.
+    """Return the importance of each key before the window: the mean attention of the last W queries, max-pooled.
 
-    A logit of a KV head is the maximum over its query heads. The mean is over the W queries.
+    The logit of a KV head is the largest logit of its query heads. The softmax weights are averaged over the W queries,
+    then max-pooled along the keys.
 
     Implements: PO-RKV
 
@@ -48,10 +49,10 @@ def rkv_importance(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_k
 
 
 def rkv_redundancy(k: Float64[Matrix, "n d"]) -> Float64[Matrix, "one n"]:
-    """Return the redundancy: the softmax of each key's mean cosine with the other keys.
+    """Return the redundancy of each key: the softmax, over the keys, of each key's mean cosine with all other keys.
 
-    Before the mean, one cosine of each row is set to 0: the last cosine above 1/2 (in float32). If a row has no cosine
-    above 1/2, its column 0 is set to 0.
+    Before the mean, the last cosine above 1/2 (compared in float32) in each row is set to 0. If a row has no cosine
+    above 1/2, the cosine in column 0 of the row is set to 0.
 
     Implements: PO-RKV
 
@@ -138,13 +139,13 @@ class QueryCache:
 def rkv(W: int = 8, kernel: int = 7, lam: float = 0.1, every: int = 128) -> Policy:
     """Return R-KV: each KV head keeps the last W tokens and the best-scored earlier tokens.
 
-    The policy decides when the number of tokens seen is a multiple of `every`. lambda = 0.1 is the paper's value; the
-    official class has 0.07. The official code decides one forward pass later than kvspec. The official code counts
-    tokens across samples unless its counter is reset. If a row of cosines has none above 1/2, the official code
-    and kvspec set column 0 of the row to 0.
+    The policy evicts each time the number of tokens seen is a multiple of `every`. lambda = 0.1 is the paper's value;
+    the official class has lambda = 0.07. The official code evicts one forward pass later than kvspec. The official code
+    continues to count tokens across samples unless the counter is reset. If a row of cosines has no cosine above 1/2,
+    the official code and kvspec set column 0 of the row to 0.
 
     Raises:
-        SpecError: if a constant is not positive, if the kernel is even, or if lambda is outside [0, 1].
+        SpecError: if W, `kernel` or `every` is not positive, if the kernel is even, or if lambda is outside [0, 1].
     """
     if not 0 <= lam <= 1:
         raise SpecError("lam", lam, "must lie in [0, 1]")

@@ -1,4 +1,4 @@
-"""This module makes a policy from a scoring function, and reads and writes weights of a learned linear score."""
+"""Functions that make a policy from a scoring function, and that store the weights of a learned linear score."""
 
 import math
 from collections.abc import Callable
@@ -20,12 +20,15 @@ __all__ = ["EVERYTHING", "LinearScores", "policy_from_score", "read_scores", "wr
 
 
 EVERYTHING = Needs("all", None, values=True, token_ids=True)
-"""Needs of a score that reads every tensor. All tensors stay in memory until the prompt has been processed."""
+"""`Needs` of a scoring function that reads every tensor.
+
+All tensors stay in memory until the prompt has been processed.
+"""
 NOTHING = SinkAndRecent(0, 0)
 _PROMISES = Promises(
     budget_exact="yes", protection_holds="yes", no_op_at_full_budget="yes", higher_score_never_loses="yes"
 )
-"""Promises that hold for every scoring function without a threshold. The function's author can promise more."""
+"""Guarantees of every policy from a scoring function without a threshold. The function's author can guarantee more."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def policy_from_score(
     granularity: Granularity = Granularity.HEAD, protection: SinkAndRecent = NOTHING,
     threshold: float | None = None, separable: bool = False,
 ) -> Policy:
-    """Make a policy that keeps the tokens with the highest scores. If two scores are equal, the earlier token is kept.
+    """Make a policy that keeps the tokens with the highest scores. If two tokens tie, the earlier token is kept.
 
         def knorm(observation):
             return np.concatenate([-np.linalg.norm(view.k, axis=2) for view in observation.layers.values()])
@@ -101,7 +104,7 @@ _FIELDS = ("w_k", "w_v", "b")
 
 @dataclass(frozen=True)
 class LinearScores:
-    """Linear scoring function for `policy_from_score`, with weights w_k (G, d), w_v (G, d), b (G,) of G kept sets."""
+    """Linear scoring function for `policy_from_score`, with weights w_k (G, d), w_v (G, d), b (G,) for G kept sets."""
 
     w_k: Matrix
     w_v: Matrix

@@ -24,7 +24,7 @@ Received = Callable[[DeviceArray, DeviceArray, float, float | None, DeviceArray 
 class LayerScorer:
     """Scorer of single tokens. `score` returns the scores of a layer: a row per KV head, or one row for all heads.
 
-    The scorer has no records. While decoding, each decision computes the scores of all cached tokens again.
+    The scorer stores no records. While decoding, the scores of all cached tokens are computed again for each eviction.
     """
 
     needs: Needs

@@ -43,7 +43,7 @@ def top_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> S
 def best_tokens(
     values: Float64[Matrix, "g n"], shares: Int64[IntVector, " g"], pinned: Bool[BoolMatrix, "g n"],
 ) -> Selection:
-    """Select for each group its pinned tokens, then the best-scored other tokens.
+    """Select for each group the pinned tokens, then the best-scored other tokens up to the group's share.
 
     This function is the reference of the backend stage `best_tokens`.
 
@@ -67,9 +67,9 @@ def staged(
     scores: Scores, first: Int64[IntVector, " g"], budgets: Int64[IntVector, " g"], protected: BoolVector,
     choose: Choice = best_tokens,
 ) -> Selection:
-    """Select for each group `first` tokens by score, then more tokens by second score up to the budget.
+    """Select for each group `first` tokens by first score, then more tokens by second score, up to the budget.
 
-    Protected tokens are included in `first`.
+    The number `first` includes the protected tokens.
 
     Implements: PO-TWO-STAGES, PO-VASE
     """
@@ -160,8 +160,8 @@ def _fill(
 class Dissolve:
     """Selector of CrystalCache (Algorithm 1, branch dissolution): evicts the trunks with the lowest scores.
 
-    The last trunk can lose only part of its tokens. The records of the selection are a `Dissolution`, computed for
-    D = 0. A scorer that stores D updates D from the kept ratio r by Eq. 34.
+    Of the last evicted trunk, only some tokens may be evicted. The records of the selection are a `Dissolution`,
+    computed with D = 0. A scorer that stores D updates D from the kept ratio r by Eq. 34.
     """
 
     stages: CrystalStages

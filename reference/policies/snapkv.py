@@ -1,4 +1,4 @@
-"""SnapKV: keeps the tokens that the last queries of the prompt attend to. Attention is pooled along the keys."""
+"""SnapKV keeps the tokens that the last queries of the prompt attend to. Attention is pooled along the keys."""
 
 from functools import partial
 
@@ -18,7 +18,8 @@ __all__ = ["snapkv", "snapkv_score"]
 def snapkv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv n"]:
     """Return the attention that each key before the window receives from the last W queries.
 
-    Weights are summed over the queries, max-pooled along the keys, then averaged over the query heads of a group.
+    Attention weights are summed over the queries, max-pooled along the keys, then averaged over the query heads of a
+    group.
 
     Implements: PO-SNAPKV
 
@@ -34,12 +35,15 @@ def snapkv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv 
     "the last W tokens, and the tokens that the last W queries attend to most; selected once for each prompt",
 )
 def snapkv(W: int = 32, kernel: int = 7) -> Policy:
-    """Return SnapKV: each KV head keeps the last W tokens and the best-scored earlier tokens. B includes the window.
+    """Return SnapKV: each KV head keeps the last W tokens and the best-scored earlier tokens.
+
+    The budget B includes the last W tokens (the window).
 
     The defaults of W and kernel, and max pooling, are from the authors' LongBench experiments. The official class has
-    the defaults W = 64 and average pooling over 5 keys. The official class has a kept set per query head, and so needs
-    G times the memory. The class in kvpress has the official defaults, and averages attention over the window. R-KV's
-    version of SnapKV excludes the window from the softmax. kvspec has the form in the CrystalCache paper.
+    the defaults W = 64 and average pooling over 5 keys. The official class has a separate kept set for each query head.
+    With G query heads per KV head, the cache of the official class is G times as large. The class in kvpress has the
+    official defaults, and averages attention over the window. R-KV's version of SnapKV excludes the window from the
+    softmax. kvspec implements SnapKV as described in the CrystalCache paper.
 
     Raises:
         SpecError: if the window is not positive, or if the kernel is even.

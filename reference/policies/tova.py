@@ -1,4 +1,4 @@
-"""TOVA: at each decode step a layer keeps the tokens that the last query attends to. All heads share a kept set."""
+"""TOVA: at each decode step a layer keeps the tokens that the last query attends to, the same tokens in all heads."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""TriAttention: scores tokens by calibrated query statistics. 128 tokens above the budget trigger eviction."""
+"""TriAttention scores tokens by calibrated query statistics, and evicts at 128 tokens above the budget."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def largest_z_scores(
     k: DeviceArray, t: int, mean: Float64[Matrix, "H d"], magnitude: Float64[Matrix, "H half"],
     inv_freq: Float64[Vector, " half"], factor: float, pinned: int,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return the score of each key: its largest z-score over the query heads of its KV head. Pinned tokens get NaN.
+    """Return the score of each key: the largest z-score over the query heads of a KV head. Pinned tokens have NaN.
 
     Implements: TA-SCORE, TA-RANKING
     """
@@ -42,7 +42,7 @@ def largest_z_scores(
 
 @dataclass(frozen=True)
 class TriAttention:
-    """Scorer that uses calibrated query statistics. The scorer reads only cached keys; it has no records."""
+    """Scorer that uses calibrated query statistics. The scorer reads only cached keys and stores no records."""
 
     calibration: Calibration
     mode: Mode
@@ -65,7 +65,7 @@ class TriAttention:
         return self.step(None, observation)
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """Return a row of scores per kept set: the largest z-scores of the KV heads, combined by mode.
+        """Return one row of scores per kept set: the KV heads' largest z-scores, combined according to the mode.
 
         The first `pin_prompt` slots are the pinned tokens.
 
@@ -124,24 +124,26 @@ class TriAttention:
 def triattention(
     calibration: Calibration, served: Identity, mode: str = "global", pin_prompt: int = 0, slack: int = 128,
 ) -> Policy:
-    """Return TriAttention: each kept set is reduced to B tokens after the prompt, then after every `slack` more tokens.
+    """Return TriAttention: each kept set is reduced to B tokens after the prompt, and again after every `slack` tokens.
 
     `mode="global"` is the baseline 1d in the paper Set-Conditioned Diversity. In the official code the default mode is
-    "head". The official code breaks ties by noise of up to 1e-6; kvspec keeps the lower position. The official code
-    never decides at the end of a prompt. Some ports protect the last 128 tokens, or use the sample standard deviation.
+    "head". The official code breaks ties by noise of up to 1e-6. If tokens tie, kvspec keeps the token at the lower
+    position. The official code never evicts at the end of a prompt. Some ports of TriAttention protect the last 128
+    tokens, or use the sample standard deviation.
 
     Implements: TA-POLICY
 
     Args:
         calibration: calibration of the served model.
         served: identity of the served model and its RoPE.
-        mode: part of the model that has a separate kept set: "global" (the whole model), "head" (the KV heads with the
-            same index in all layers), or "layer and head" (each KV head of each layer).
+        mode: part of the model that has a separate kept set. With "global" the whole model has one kept set. With
+            "head" the KV heads with the same index in all layers share one kept set. With "layer and head" each KV head
+            of each layer has a separate kept set.
         pin_prompt: number of first tokens that are never evicted. B includes these tokens.
-        slack: after a decode step the policy decides if a kept set has at least this many tokens more than B.
+        slack: after a decode step, the policy evicts if a kept set has at least `slack` tokens more than B.
 
     Raises:
-        SpecError: if the calibration is of a different model or RoPE, or lacks query statistics. The error is also
+        SpecError: if the calibration is for a different model or RoPE, or lacks query statistics. The error is also
             raised if the mode is unknown, or if pin_prompt or slack is out of range.
     """
     calibration.check(served)

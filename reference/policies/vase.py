@@ -1,4 +1,4 @@
-"""VaSE: keeps tokens whose values have a wide range, and a random sample of other tokens, weighted by attention."""
+"""VaSE keeps tokens whose values have a wide range, and a random sample of other tokens, weighted by attention."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ def uniform_numbers(seed: int, group: int, seen: int, n: int) -> Float64[Vector,
 
 
 def exponential_numbers(seed: int, first: int, seen: int, at: Int64[IntMatrix, "g n"]) -> Float64[Matrix, "g n"]:
-    """Return exponential random numbers -log(u), u uniform, for the positions `at` of each kept set.
+    """Return an exponential random number -log(u) for each position in `at`, where u is a uniform random number.
 
     `first` is the index of the first kept set.
 
@@ -87,7 +87,7 @@ def ranges_first(
 ) -> Selection:
     """Select for each group the protected tokens, then tokens by value range, then a random sample up to the budget.
 
-    The sinks and the tokens by range together fill the fraction `share` of the budget.
+    The sinks and the tokens selected by value range together fill the fraction `share` of the budget.
 
     Implements: PO-VASE
 
@@ -100,7 +100,7 @@ def ranges_first(
 
 @dataclass(frozen=True)
 class Sampled:
-    """Scorer of VaSE. The first score is the value range, the second is attention / exponential random number.
+    """Scorer of VaSE. A first score is a value range. A second score is attention / exponential random number.
 
     The tokens with the largest second scores are a random sample, weighted by attention. The scorer stores the last W
     queries of each layer and the positions of the cached tokens.
@@ -163,15 +163,16 @@ class Sampled:
 def vase(
     W: int = 64, kernel: int = 5, N_sink: int = 4, share: Fraction = Fraction(1, 4), seed: int = 0,
 ) -> Policy:
-    """Return VaSE: each KV head keeps sinks, the last W tokens, tokens with wide values, and a sample of the rest.
+    """Return VaSE: each KV head keeps sinks, the last W tokens, tokens with wide value ranges, and a random sample.
 
-    While decoding, the policy decides when the number of tokens seen is a multiple of W. The official code does not
-    evict from prompts, and decides by the number of cached tokens instead of tokens seen. The official code always
-    keeps 1024 tokens by range (for a budget of 4096). The official code samples with the device's random generator.
+    While decoding, the policy evicts each time the number of tokens seen is a multiple of W. The official code does not
+    evict from prompts. The official code decides when to evict by the number of cached tokens, not by the number of
+    tokens seen. The official code always selects 1024 tokens by value range (for a budget of 4096). The official code
+    samples with the device's random generator.
 
     Raises:
-        SpecError: if the window is not positive, if the kernel is even, if the share is outside [0, 1], or if the seed
-            does not fit 64 bits.
+        SpecError: if the window is not positive, the kernel is even, the share is outside [0, 1], or the seed does not
+            fit 64 bits.
     """
     if not 0 <= share <= 1:
         raise SpecError("share", share, "must lie in [0, 1]")

@@ -1,4 +1,4 @@
-"""VATP: a score is the score of a host policy (such as H2O) times the L1 norm of the token's value."""
+"""VATP: a token's score is the token's score in a host policy (such as H2O) times the L1 norm of the token's value."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ class ValueWeighted:
 
     @property
     def separable(self) -> bool:
-        """Return True if the host policy's scorer is separable: each value norm depends only on one token."""
+        """Return True if the host policy's scorer is separable. A value norm depends on only one token."""
         return isinstance(self.host, SeparableScorer) and self.host.separable
 
     @property
@@ -69,7 +69,7 @@ class ValueWeighted:
     def read(self, observation: Observation) -> tuple[Any, Float64[Matrix, "g n"]]:
         """Return the host scorer and the norms of the values.
 
-        If the host computes scores by layer, its scores and the norms are copied to the CPU in one transfer.
+        If the host computes scores by layer, the scores and the norms are copied to the CPU in one transfer.
 
         Raises:
             SpecError: if the values were not captured.
@@ -95,7 +95,7 @@ def _weighed(scores: Scores, sizes: Float64[Matrix, "g n"]) -> Scores:
 
 @dataclass(frozen=True)
 class RunningValueWeighted(ValueWeighted):
-    """Scorer `ValueWeighted` for policies that decide while decoding."""
+    """Scorer `ValueWeighted` for policies that evict while decoding."""
 
     host: RunningScorer
 
@@ -112,13 +112,15 @@ class RunningValueWeighted(ValueWeighted):
 
 
 def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:
-    """Return the host policy with scores multiplied by value norms. The host must have a kept set per KV head.
+    """Return the host policy with scores multiplied by value norms.
 
-    Attention sinks have large attention but small values, so their product is small. The first N_sink tokens are
-    therefore always kept.
+    The host policy must have a separate kept set for each KV head.
+
+    Attention sinks receive large attention but have small values, so the product of attention and value norm is small.
+    To keep the attention sinks, the policy never evicts the first N_sink tokens.
 
     Raises:
-        SpecError: if the host has a kept set for several heads together, or if N_sink is negative. The returned policy
+        SpecError: if several heads of the host policy share one kept set, or if N_sink is negative. The returned policy
             raises the error if a score is negative.
     """
     if host.granularity is not Granularity.HEAD:
@@ -136,11 +138,11 @@ def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:
     "tokens with the largest product of H2O score and norm of the value", diverse=False,
 )
 def vatp(N_sink: int = 4, backend: str | Backend = "numpy") -> Policy:
-    """Return VATP with H2O as host. The policy decides at each decode step, and raises B to at least 2 N_sink.
+    """Return VATP with H2O as host. The policy evicts at each decode step, and raises B to at least 2 N_sink.
 
     The official code has no default for N_sink, and masks tokens instead of evicting them. The default N_sink = 4 is
-    StreamingLLM's. With Scissorhands as host, the official code sums attention over the last 400 queries,
-    and divides by 400 even if there are fewer queries.
+    the value of StreamingLLM. With Scissorhands as host, the official code sums attention over the last 400 queries.
+    The official code divides this sum by 400, even if there are fewer queries.
 
     Raises:
         SpecError: if N_sink is negative, or if the backend is unknown.
