@@ -282,8 +282,8 @@ class RetainedCache(StatefulCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens that the cache has seen. If `tokens_to_remove` is -3, three tokens are removed.
 
-        If the state of the policy includes a removed token, the state is deleted. The next eviction then raises
-        `SpecError`, because the policy needs the deleted state.
+        If the state of the policy includes a removed token, the state is deleted. If the state is deleted, the next
+        eviction raises `SpecError`.
 
         Raises:
             SpecError: if a layer cannot remove tokens, such as a recurrent layer, or a sliding-window layer that has

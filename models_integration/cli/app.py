@@ -96,8 +96,8 @@ def compare(
     policies: Annotated[
         str,
         typer.Option(help="Comma-separated policies (`kvspec policies` lists the names). Write snapkv(W=16) to set a"
-                     " constant. Write diverse-NAME to add set-conditioned selection. Write h2o@prompt to evict after"
-                     f" the prompt only. {_YOURS}"),
+                     " constant. Write diverse-NAME to add set-conditioned selection. Write h2o@prompt to let h2o evict"
+                     f" after the prompt only. {_YOURS}"),
     ] = "crystalcache,streamingllm,fullcache",
     budgets: Annotated[
         str, typer.Option(help="Comma-separated budgets: fractions of the prompt (0.3, 30%) or token counts (512).")
@@ -106,7 +106,7 @@ def compare(
     samples: Annotated[int, typer.Option(help="Number of samples per combination of task, length and seed.")] = 20,
     seed: Seeds = "42", placement: Placements = "after",
     controls: Annotated[
-        bool, typer.Option(help="Also run controls. A control keeps tokens with which the model must succeed or fail.")
+        bool, typer.Option(help="Also run controls: sets of kept tokens, with which the model must succeed or fail.")
     ] = True,
     calibration: Annotated[
         Path | None, typer.Option(help="Calibration file of the model, written by kvspec calibrate.")
@@ -300,7 +300,7 @@ def report(
 
 @app.command()
 def calibrate(
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), .pt file or .tsv file.")],
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), .pt or .tsv file.")],
     out: Annotated[Path, typer.Option(help="Calibration file to write.")] = Path("calibration.npz"),
     tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the text to use.")] = 4096,
     threshold: Annotated[
@@ -354,7 +354,7 @@ def keep(
         str, typer.Option(help="Policy that needs no layer after the first layer, such as crystalcache(alpha=0.5).")
     ] = "crystalcache",
     form: Annotated[
-        str, typer.Option("--format", help="Output format: json, or ranges (one range per line, without the end).")
+        str, typer.Option("--format", help="Output format: json, or ranges (one range per line, end excluded).")
     ] = "ranges",
     model: Annotated[
         str, typer.Option(help="Model: 'pocket', 'chat', 'smollm2', or a folder with safetensors files.")

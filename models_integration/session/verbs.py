@@ -63,8 +63,7 @@ def observe(
             `replace(EVERYTHING, rehearsal=method.policy.scorer.needs.rehearsal)`.
 
     Returns:
-        The captured tensors. The attribute `cache` is the full cache, and `logits` are the logits of the token after
-        each prompt.
+        The captured tensors. The attribute `cache` is the full cache, and `logits` are the logits after each prompt.
 
     Raises:
         SpecError: if kvspec does not support the model or the prompt.

@@ -72,14 +72,15 @@ def policy_from_score(
 
     Args:
         score: function that takes a `spec.policy.Observation` and returns scores, an array (sets of kept tokens,
-            tokens). The sets are ordered by layer, then by KV head. The policy is named after the function.
+            tokens). The sets of kept tokens are ordered by layer, then by KV head. The policy is named after the
+            function.
         needs: tensors that `score` uses. If `score` uses an undeclared tensor, `SpecError` is raised. Fewer captured
             tensors take less time and memory.
         granularity: part of the model that has a separate set of kept tokens: the whole model, a layer, or a KV head of
             a layer.
         protection: first and last tokens that are never evicted. If the budget is smaller than the number of protected
             tokens, all protected tokens are kept.
-        threshold: largest score that is evicted. All unprotected tokens with this score or a lower score are evicted,
+        threshold: largest score that is evicted. All unprotected tokens with a score up to `threshold` are evicted,
             even if fewer tokens than the budget remain.
         separable: True if the scores of each layer and KV head depend only on tensors of this layer and KV head. If
             `separable` is True, the policy also evicts at the end of later turns.
