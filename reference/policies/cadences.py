@@ -53,7 +53,7 @@ def advance(
     """Run one decode step: add the token at position seen - 1. If an eviction is due, select the tokens to keep.
 
     The cache in `observation` includes the new token. The first result is None if the policy's cadence requires no
-    eviction after this token.
+    eviction after the new token.
 
     Implements: PO-STEP
     """
@@ -80,7 +80,7 @@ def advance_turn(
 def take_up(policy: Policy, budget: Budget, running: Running, observation: Observation, tokens: int) -> Running:
     """Add the last `tokens` tokens to the state without an eviction.
 
-    Each of these tokens changes the scorer's records as in a decode step.
+    Each added token changes the scorer's records as in a decode step.
 
     Implements: PO-READ
     """

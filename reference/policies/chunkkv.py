@@ -91,7 +91,7 @@ def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
 
     The budget B includes the window. If the last selected chunk does not fit into B, the policy keeps only the best
     tokens of this chunk. Chunks begin at position 0 and end before the window. If the last chunk is shorter than c
-    tokens, its sum is not corrected for the length.
+    tokens, the chunk's sum is not corrected for the length.
 
     The paper keeps only whole chunks. With N_reuse > 1 the policy uses the paper's layer-wise index reuse. kvpress has
     a version of ChunkKV by the paper's author, with c = 20 and without index reuse. The kvpress version averages the

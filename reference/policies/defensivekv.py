@@ -28,7 +28,7 @@ COVERED = 0.9
 def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> Float64[Matrix, "H_kv past"]:
     """Return each key's largest pooled attention weight over the queries and the query heads of a KV head.
 
-    If the largest weight of a key is below the mean of these maxima over the keys, the mean is returned for that key.
+    Each result is at least the mean over all keys of the keys' largest pooled weights.
 
     Before the maximum, each attention row is average-pooled, then rescaled to the sum that the row had before pooling.
 

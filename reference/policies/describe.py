@@ -61,7 +61,7 @@ Fields of a policy's `parameters` are documented in the class of `parameters`.
 
 
 def field_meanings(record: type) -> dict[str, str]:
-    """Return for each field of a class the docstring on one line. If the field is a Literal, its values are added."""
+    """Return each field's docstring on one line. If the type of a field is a Literal, the allowed values are added."""
     (definition,) = ast.parse(dedent(inspect.getsource(record))).body
     assert isinstance(definition, ast.ClassDef)
     choices = {

@@ -25,8 +25,8 @@ def anchor_distances(
 ) -> Int64[IntVector, " m"]:
     """Return the Hamming distance between each full block and the anchor. Blocks with protected tokens have distance 0.
 
-    A token has one bit per head. A token's bit for a head is 1 if the token's score is in the better half of the head's
-    scores.
+    For the distance, a token has one bit per head. A token's bit for a head is 1 if the token's score is in the better
+    half of the head's scores.
 
     Implements: PO-REPRESENTATIVES
 

@@ -82,12 +82,12 @@ class FullHeads:
 def kvzip_heads(calibration: Calibration, served: Identity, N_sink: int = 64, N_recent: int = 256) -> Policy:
     """Return static head budgets: heads with the best KVzip head scores keep all tokens.
 
-    These heads correspond to the full heads in DuoAttention. All other heads keep first and recent tokens, like
-    streaming heads in DuoAttention. In the official KVzip code every token of the context has the score of its head,
-    and tokens with scores above a threshold are kept. In the official code a head that is not full keeps no token of
-    the context. In the official code the total number of kept tokens can differ from the budget by the tokens of one
-    head. Streaming heads in DuoAttention also evict a token at each decode step. In kvspec the cache grows while tokens
-    are decoded.
+    The heads that keep all tokens correspond to the full heads in DuoAttention. All other heads keep first and recent
+    tokens, like streaming heads in DuoAttention. In the official KVzip code every token of the context has the score of
+    its head, and tokens with scores above a threshold are kept. In the official code a head that is not full keeps no
+    token of the context. In the official code the total number of kept tokens can differ from the budget by the tokens
+    of one head. Streaming heads in DuoAttention also evict a token at each decode step. In kvspec the cache grows while
+    tokens are decoded.
 
     Implements: PO-KVZIP-HEADS
 

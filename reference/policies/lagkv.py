@@ -76,12 +76,12 @@ def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Float64[Matrix, "H_kv
 def lagkv(N_sink: int = 4, lag: int = 128) -> Policy:
     """Return LagKV, a policy that keeps the sinks, the newest tokens, and equal shares of all other partitions.
 
-    The newest tokens are the last whole partition and all tokens after this partition. The budget includes the sinks
-    and the newest tokens. If the newest tokens do not all fit into the budget, the policy keeps the last of the newest
-    tokens. The default constants are the defaults of kvpress. The official class has 16 sinks and partitions of 1024
-    tokens. The official class keeps int(ratio * lag) tokens of each partition, and divides by 0 if a channel is
-    constant. While decoding, the official class compresses each new partition once. In kvspec the policy scores all
-    cached tokens again at the end of each later turn.
+    The newest tokens are the last whole partition and all later tokens. The budget includes the sinks and the newest
+    tokens. If the newest tokens do not all fit into the budget, the policy keeps the last of the newest tokens. The
+    default constants are the defaults of kvpress. The official class has 16 sinks and partitions of 1024 tokens. The
+    official class keeps int(ratio * lag) tokens of each partition, and divides by 0 if a channel is constant. While
+    decoding, the official class compresses each new partition once. In kvspec the policy scores all cached tokens again
+    at the end of each later turn.
 
     Raises:
         SpecError: if N_sink is negative, or if lag is not positive.

@@ -1,4 +1,4 @@
-"""Layer-by-layer eviction: if a policy decides each layer separately, a layer evicts right after its attention."""
+"""Layer-by-layer eviction: if a policy decides layers separately, each layer evicts right after its attention step."""
 
 from dataclasses import dataclass, replace
 

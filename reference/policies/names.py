@@ -51,7 +51,7 @@ def _with_twins(part: Any, backend: Backend) -> Any:
 ENTRY_POINTS = "kvspec.policies"
 
 DIVERSE = "diverse-"
-"""Prefix of the name of a policy with set-conditioned selection. Such a policy also has the constants in _DIVERSITY."""
+"""Prefix of the name of a policy with set-conditioned selection. The prefix adds the constants in _DIVERSITY."""
 
 _DIVERSITY = frozenset({"diversity", "signature", "rule", "backend"})
 
@@ -82,9 +82,9 @@ POLICIES = _found()
 """All named policies. EpiCache is not in this table, because EpiCache needs queries of a patched prompt.
 
 A policy lacks a `diverse-` variant if it keeps chunks or trunks, because only tokens have a signature. CriticalKV,
-KVCrush and VaSE lack the variant because they select in two stages. H2O lacks the variant because the newest half of
-H2O's budget is not a protection (use `diverse-h2o-described`). `fullcache` and `kvzip-heads` lack the variant because
-these policies do not score tokens.
+KVCrush and VaSE lack a `diverse-` variant because these policies select in two stages. H2O lacks a `diverse-` variant
+because the newest half of H2O's budget is not a protection (use `diverse-h2o-described`). `fullcache` and `kvzip-heads`
+lack a `diverse-` variant because these policies do not score tokens.
 """
 
 NAMES = (*POLICIES, *(DIVERSE + name for name, policy in POLICIES.items() if policy.diverse))

@@ -136,7 +136,7 @@ def retain_turn(
     policy: Policy, budget: Budget, live: Sequence[Int64[IntVector, " _"]], shown: Sequence[Observation],
     heads: int = 1,
 ) -> Retention:
-    """Return for each kept set the positions that are kept at the end of a later segment.
+    """Return for each set of kept tokens the positions that are kept at the end of a later segment.
 
     The budget and the protection are computed from all tokens seen, including evicted tokens. The scorer reads the
     queries of the segment, and treats the cached tokens as a complete sequence.
@@ -144,8 +144,8 @@ def retain_turn(
     Implements: PO-TURN
 
     Args:
-        live: for each kept set, the absolute positions of the cached tokens in ascending order, including the tokens of
-            the segment.
+        live: for each set of kept tokens, the absolute positions of the cached tokens in ascending order, including the
+            tokens of the segment.
         shown: observations. If all kept sets store the same tokens, the list has one observation. For a separable
             scorer, the list has one observation per kept set, with only the layer (and head) of this kept set.
         heads: number of kept sets per layer.

@@ -136,9 +136,9 @@ def triattention(
     Args:
         calibration: calibration of the served model.
         served: identity of the served model and its RoPE.
-        mode: part of the model that has a separate kept set. With "global" the whole model has one kept set. With
-            "head" the KV heads with the same index in all layers share one kept set. With "layer and head" each KV head
-            of each layer has a separate kept set.
+        mode: part of the model that has a separate kept set. With "global" the whole model has one set of kept tokens.
+            With "head" the KV heads with the same index in all layers share one kept set. With "layer and head" each KV
+            head of each layer has a separate kept set.
         pin_prompt: number of first tokens that are never evicted. B includes these tokens.
         slack: after a decode step, the policy evicts if a kept set has at least `slack` tokens more than B.
 

@@ -55,7 +55,7 @@ class ValueWeighted:
 
     @property
     def separable(self) -> bool:
-        """Return True if the host policy's scorer is separable. A value norm depends on only one token."""
+        """Return True if the host policy's scorer is separable. A value norm depends on a single token."""
         return isinstance(self.host, SeparableScorer) and self.host.separable
 
     @property
@@ -142,7 +142,7 @@ def vatp(N_sink: int = 4, backend: str | Backend = "numpy") -> Policy:
 
     The official code has no default for N_sink, and masks tokens instead of evicting them. The default N_sink = 4 is
     the value of StreamingLLM. With Scissorhands as host, the official code sums attention over the last 400 queries.
-    The official code divides this sum by 400, even if there are fewer queries.
+    The official code divides the sum of attention by 400, even if there are fewer queries.
 
     Raises:
         SpecError: if N_sink is negative, or if the backend is unknown.
