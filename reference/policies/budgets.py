@@ -230,8 +230,8 @@ def _open(rows: Float64[Matrix, "h n"], share: int) -> tuple[int, int]:
 def pyramidkv_official(capacity: int, W: int, L: int, n: int, beta: int = 20) -> Int64[IntVector, " L"]:
     """Return how many tokens the official PyramidKV code keeps in each layer, including the window.
 
-    The official code rounds the step between layers down to an integer, so the sum over the layers exceeds
-    L * capacity.
+    The official code rounds the step between layers down to an integer, so the sum over the layers can exceed L *
+    capacity.
 
     Implements: PO-PYRAMID-OFFICIAL
 

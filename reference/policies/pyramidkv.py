@@ -22,7 +22,7 @@ def pyramidkv(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
 
     The last layer keeps the window and (B - W) / beta more tokens. If the prompt is short, the last layer keeps more
     than (B - W) / beta tokens in addition to the window. The official code rounds down the step between the budgets of
-    successive layers. The layers of the official code therefore keep more tokens than the budget (see
+    successive layers. The layers of the official code can therefore keep more tokens than the budget (see
     `budgets.pyramidkv_official`). The official code uses equal budgets for prompts below 2 (B - W) tokens. In kvpress
     the budget of each layer is rounded separately. In kvpress all layers have equal budgets if the last layer would
     otherwise keep fewer than W tokens.
