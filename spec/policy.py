@@ -145,8 +145,8 @@ class Observation:
 class Scores:
     """Priorities of units (tokens, chunks or trunks). The units with the highest priorities are kept first.
 
-    Unit u consists of the positions offsets[u] to offsets[u + 1] - 1. A unit whose priority is NaN is kept last,
-    unless the unit is protected.
+    Unit u consists of the positions offsets[u] to offsets[u + 1] - 1. A unit whose priority is NaN ranks
+    lowest, unless the unit is protected.
     """
 
     values: Float64[Matrix, "g m"]

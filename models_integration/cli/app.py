@@ -317,7 +317,7 @@ def calibrate(
 
     To calibrate for a study, run `kvspec calibrate rules.toml`. Then write calibration = "calibration.npz" in the rules
     file. For a rules file, only the first context of the dev part is used, and the calibration file stores a hash of
-    this context. `kvspec study` raises an error if a calibration file was made from a context of the confirm part.
+    this context. `kvspec study` raises an error if a calibration file was made from a confirming context.
 
     The command also converts TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv). A .pt or .tsv
     file does not name a model, so kvspec cannot check whether the file belongs to your model. If --out ends in .pt, the

@@ -185,8 +185,8 @@ def diverse(
     Implements: DV-POLICY
 
     Raises:
-        SpecError: if lam is negative or not finite, or if the host does not keep the best single tokens. The error is
-            also raised if the mode requires more separate sets of tokens than the host keeps.
+        SpecError: if lam is negative or not finite, or if the host does not keep the tokens with the
+            best scores. The error is also raised if the mode requires more separate sets of tokens than the host keeps.
         BackendUnavailable: if the backend cannot run here, or lacks the stage family `diversity`.
     """
     return _signed(host, mode, "diverse", Diverse(resolve(backend).require_diversity(), lam))

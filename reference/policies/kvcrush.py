@@ -1,4 +1,4 @@
-"""KVCrush selects most of the kept blocks by score. The remaining kept blocks represent the evicted blocks."""
+"""KVCrush selects most of the kept blocks by score. The other kept blocks represent the evicted blocks."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -91,8 +91,8 @@ def with_representatives(
 ) -> Policy:
     """Return the host policy with KVCrush's selection of blocks.
 
-    Of the kept blocks without protected tokens, the fraction `share` are representatives. The host policy must keep the
-    single tokens with the best scores, and evict only at the end of segments.
+    Of the kept blocks without protected tokens, the fraction `share` are representatives. The host policy must select
+    individual tokens by their scores, and evict only at the end of segments.
 
     Raises:
         SpecError: if the host is unsuitable, if block is below 1, if the share is outside [0, 1], or if the anchor is

@@ -71,9 +71,9 @@ def policy_from_score(
         POLICY = kvspec.policy_from_score(knorm, needs=Needs("all"))
 
     Args:
-        score: function that takes a `spec.policy.Observation` and returns scores, an array (sets of kept tokens,
-            tokens). The sets of kept tokens are ordered by layer, then by KV head. The policy is named after the
-            function.
+        score: function that takes a `spec.policy.Observation` and returns an array of scores. The shape of the array is
+            (number of sets of kept tokens, number of tokens). The sets of kept tokens are ordered by layer, then by KV
+            head. The policy is named after the function.
         needs: tensors that `score` uses. If `score` uses an undeclared tensor, `SpecError` is raised. Fewer captured
             tensors take less time and memory.
         granularity: part of the model that has a separate set of kept tokens: the whole model, a layer, or a KV head of

@@ -1,4 +1,4 @@
-"""VaSE keeps tokens whose values have a wide range, and a random sample of other tokens, weighted by attention."""
+"""VaSE keeps tokens whose values have a wide range, and draws other tokens at random, in proportion to attention."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -63,7 +63,7 @@ READINGS: dict[str, tuple[str, str]] = {
     FLAT: ("every layer has round(n (1 - r)) tokens unless the share of the last layer holds the window",
            "there is no fallback"),
     INNER: ("the score is the pooled score of SnapKV's press, also for tokens of the window",
-            "the score is the plain sum of attention, for tokens before the window"),
+            "tokens before the window are scored by the plain sum of their attention"),
     IN_CHUNKS: ("chunks are ranked by their mean, and max(1, int(chunks (1 - r))) whole chunks are kept",
                 "chunks are ranked by their sum, and B tokens are kept"),
     QUOTA: ("each head keeps a fifth of its budget, and the best tokens of the layer get the rest",
