@@ -63,7 +63,7 @@ def test_every_place_names_the_same_pythons() -> None:
     assert told["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
     assert claimed == list(noxfile.PYTHONS[: len(claimed)])
     guide = Path(ROOT, "docs/guide/quickstart.md").read_text(encoding="utf-8")
-    assert f"supports Python {', '.join(claimed[:-1])} and {claimed[-1]}:" in guide
+    assert f"supports Python {', '.join(claimed[:-1])} and {claimed[-1]}." in guide
     assert "python_version" not in Path(ROOT, "constraints.txt").read_text(encoding="utf-8")
 
 

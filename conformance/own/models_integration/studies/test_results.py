@@ -312,4 +312,7 @@ def test_figures_in_sentences_are_those_of_the_rows() -> None:
         counts = [n, right(study, "after", "fullcache", "1.0"), *of_policies]
         assert f"| {size} tokens, {budget} | {' | '.join(map(str, counts))} |" in guide
     chunks, snap = (right("rules", "in_prompt", name, "0.3") for name in ("chunkkv", "snapkv"))
-    assert f"ChunkKV answers {chunks} of 243 questions at budget 0.3, SnapKV {snap}, and" in " ".join(guide.split())
+    said = " ".join(guide.split())
+    assert f"answered {chunks} of 243 questions right with ChunkKV at budget 0.3." in said
+    full = right("rules", "in_prompt", "fullcache", "1.0")
+    assert f"With SnapKV the model answered {snap} of these questions right, and with the full cache {full}." in said
