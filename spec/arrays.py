@@ -1,6 +1,6 @@
 """Array types for function signatures, such as `Float64[Matrix, "n d"]`.
 
-mypy checks the rank and the dtype, which the alias `Matrix` defines. In tests, jaxtyping checks the axes `"n d"`.
+mypy checks the rank and the dtype that the alias `Matrix` defines. In tests, jaxtyping checks the axes `"n d"`.
 """
 
 from typing import TYPE_CHECKING, Any, TypeAlias

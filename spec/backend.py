@@ -1,6 +1,6 @@
-"""Backends. A backend is a frozen record of optional stage families; `resolve` finds a backend by name.
+"""Backends. A `Backend` contains the stages that a backend implements. `resolve` returns the backend with a given name.
 
-The section "Calls" of spec/implementing.md contains the rules for all stages: layouts, results, memory and threads.
+The section "Calls" of spec/implementing.md specifies array layouts, results, memory and threads for all stages.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,18 +43,19 @@ class CrystalStages(Protocol):
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
         scaling: float, softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None, /,
     ) -> CoAttention:
-        """Stage S1: return salience and neighbours of each token from the attention of one layer.
+        """Stage S1: compute the salience and the neighbours of each token from the attention of one layer.
 
         k (H_kv, live, d) contains the keys of the cached tokens, and `positions` (live,) the positions of these
         tokens. q (H, n, d) contains the queries of the last n cached tokens.
 
         lse (H, n) is the natural logarithm of the sum of exp(logit) over the keys that a query attends to, including
-        the query's own key. The logits in lse are scaled and soft-capped. A backend may use the given lse to save work,
-        or compute lse again; the result is the same. The caller must pass an lse of the same q, k, scaling, softcap and
-        mask. Otherwise all weights of a row are scaled by a wrong factor, and no check can detect the wrong factor.
+        the query's own key. The logits in lse are scaled and soft-capped. A backend may use the given lse or compute
+        lse again. Both ways give the same result. The caller must compute the given lse from the q, k, scaling, softcap
+        and mask of this call. If lse belongs to different inputs, the attention weights of a row are scaled by a wrong
+        factor, and no check detects the error.
 
-        sinks (H,) contains one learned logit for each query head, which is neither scaled nor soft-capped. The softmax
-        denominator of every query includes exp(sink). A sink of this kind is not a token. lse excludes the sinks.
+        sinks (H,) contains one learned logit for each query head. The logit is neither scaled nor soft-capped, and
+        belongs to no token. The softmax denominator of every query includes exp(sink). lse excludes the sinks.
 
         Raises:
             SpecError: if q, k, lse or sinks have a wrong shape, type or value.
@@ -98,7 +99,7 @@ class BreathStages(Protocol):
     """Stages of CrystalCache for decoding and for later segments. The stages change no argument in place."""
 
     def inverse_key_norms(self, k: DeviceArray, /) -> Vector:
-        """Return for each token the mean of 1 / ||k|| over the KV heads, (n,), for keys k (H_kv, n, d).
+        """Return the mean of 1 / ||k|| over the KV heads for each token, (n,). The keys are k (H_kv, n, d).
 
         The mean is inf if a key of the token is zero.
 
@@ -108,11 +109,11 @@ class BreathStages(Protocol):
         ...
 
     def impact(self, salience: Vector, counts: IntVector, parameters: CrystalCacheParameters, /) -> Vector:
-        """Stage S3 with given counts: return M_i (n,) of tokens whose ids have occurred `counts` (n,) times so far."""
+        """Stage S3: return the impact M_i of each token, (n,), whose id has occurred `counts` (n,) times so far."""
         ...
 
     def decay(self, D: Vector, trunk_impact: Vector, parameters: CrystalCacheParameters, /) -> Vector:
-        """Return the D of each trunk, (m,), after the decay of one decode step (Eq. 36)."""
+        """Return D of each trunk, (m,), after the decay of one decode step (Eq. 36)."""
         ...
 
     def activation(self, live: LiveTrunks, parameters: CrystalCacheParameters, /) -> BoolVector:
@@ -122,7 +123,7 @@ class BreathStages(Protocol):
     def resonance(
         self, D: Vector, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /,
     ) -> Vector:
-        """Return the D of each trunk, (m,), after every active trunk has sent a pulse (Equations 37 and 38)."""
+        """Return D of each trunk, (m,), after every active trunk has sent a pulse (Equations 37 and 38)."""
         ...
 
     def hebbian(self, W: TrunkWeights, active: BoolVector, parameters: CrystalCacheParameters, /) -> TrunkWeights:
@@ -133,15 +134,15 @@ class BreathStages(Protocol):
         self, coattention: CoAttention, bounds: IntVector, sizes: IntVector, W: TrunkWeights,
         parameters: CrystalCacheParameters, /,
     ) -> TrunkWeights:
-        """Stage S4 for a later segment: return W with rows for the segment's trunks added at the end.
+        """Stage S4 for a later segment: return W with one more row at the end for each trunk of the segment.
 
-        `bounds` (m + 1,) contains the first live position of each trunk, older trunks first, and then the position
-        after the last token. `sizes` (m,) contains the number of live tokens of each trunk.
+        `bounds` (m + 1,) contains the first live position of each trunk, oldest trunk first. The last entry of `bounds`
+        is the position after the last token. `sizes` (m,) contains the number of live tokens of each trunk.
         """
         ...
 
     def segment_crystallization(self, degree: Vector, old: int, parameters: CrystalCacheParameters, /) -> Vector:
-        """Return D of the trunks after the first `old` trunks, from the degrees (m,) of all trunks (Eq. 27)."""
+        """Return D (Eq. 27) of all trunks except the first `old` trunks. `degree` (m,) contains all trunks' degrees."""
         ...
 
 
@@ -150,7 +151,7 @@ class DiversityStages(Protocol):
     """Set-conditioned selection. The stage takes and returns arrays, and changes no argument in place."""
 
     def diverse(self, s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float, /) -> IntVector:
-        """Return the k tokens that Algorithm 1 selects from scores s (n,) and signatures V (n, d), ascending.
+        """Return ascending indices of the k tokens that Algorithm 1 selects. s (n,) are scores, V (n, d) signatures.
 
         The k tokens always include the tokens for which `retained` (n,) is True.
 
@@ -168,8 +169,8 @@ class NestedKVStages(Protocol):
     def anomaly_score(self, k: DeviceArray, parameters: NestedKVParameters, /) -> Matrix:
         """Return the score a* (H_kv, n), in [0, 1], of one layer's keys k (H_kv, n, d).
 
-        The score is defined by Equations 3 to 15 and Appendix A. The first tokens of the prompt (attention sinks) are
-        scored as all tokens are.
+        The score is defined by Equations 3 to 15 and Appendix A. The formula is the same for the first tokens of the
+        prompt (attention sinks) and for all later tokens.
 
         Raises:
             SpecError: if the keys have a wrong shape, type or value, or if a key is zero.
@@ -185,10 +186,10 @@ class PolicyStages(Protocol):
         self, q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None,
         sinks: DeviceArray | None = None, /,
     ) -> Matrix:
-        """Return for each key the sum of the attention weights from all queries of all heads of the group, (H_kv, n).
+        """Return each key's attention weight, (H_kv, n), summed over queries and over the query heads of the KV head.
 
         k (H_kv, n, d) contains the keys of n tokens, and q (H, m, d) the queries of the last m tokens. Attention is
-        causal. sinks (H,) has the meaning that is described in `CrystalStages.coattention`.
+        causal. For sinks (H,) see `CrystalStages.coattention`.
         """
         ...
 
@@ -196,11 +197,11 @@ class PolicyStages(Protocol):
         self, q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None,
         sinks: DeviceArray | None = None, /,
     ) -> Matrix:
-        """Return for each key the maximum over the queries of (attention weight / norm of the query's token), (H, n).
+        """Divide each attention weight by the norm of the query's token. Return each key's largest quotient, (H, n).
 
         k (H_kv, n, d) contains the keys of n tokens, and q (H, m, d) the queries of the last m tokens. Attention is
-        causal. norms (m,) contains the positive norms of the last m tokens. sinks (H,) has the meaning that is
-        described in `CrystalStages.coattention`.
+        causal. norms (m,) contains the positive norms of the last m tokens. For sinks (H,) see
+        `CrystalStages.coattention`.
         """
         ...
 
@@ -208,12 +209,12 @@ class PolicyStages(Protocol):
         self, q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector,
         factor: float, scaling: float, sinks: DeviceArray | None = None, /,
     ) -> Matrix:
-        """Return for each token the expected attention weight of the key times the norm of the value, (H_kv, n).
+        """Return the expected attention weight of each token's key times the norm of the token's value, (H_kv, n).
 
-        The expected weight is averaged over the query heads of the group before the multiplication. q (H, m, d)
-        contains queries after RoPE at the positions `at` (m,). RoPE rotates the pairs of channels (i, i + d / 2) with
-        the frequencies `inv_freq` (d / 2,) and the attention factor `factor`. Future queries are rotated by the mean
-        rotation over the positions `ahead`. k and v are (H_kv, n, d). sinks (H,) has the meaning that is described in
+        The expected weight is first averaged over the query heads of the KV head, then multiplied by the norm. q
+        (H, m, d) contains queries after RoPE at the positions `at` (m,). RoPE rotates the pairs of channels
+        (i, i + d / 2) with the frequencies `inv_freq` (d / 2,) and the attention factor `factor`. Future queries are
+        rotated by the mean rotation over the positions `ahead`. k and v are (H_kv, n, d). For sinks (H,) see
         `CrystalStages.coattention`.
         """
         ...
@@ -229,7 +230,7 @@ class PolicyStages(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend: a name, and the stage families that the backend implements. A missing family is None."""
+    """A backend: a name, and one field for each family of stages. The field is None if the backend lacks the family."""
 
     name: str
     crystal: CrystalStages | None = None
@@ -243,26 +244,27 @@ class Backend:
     If `takes` is None, the stages accept only NumPy arrays.
     """
     scores: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
-    """Score functions of published policies, by name. The reference has a function with the same name and arguments."""
+    """Score functions of published policies, by name. A reference function has the same name and arguments."""
     tensors: Mapping[str, Callable[..., DeviceArray]] = field(default_factory=dict, hash=False)
     """Functions whose result stays on the device. The functions never copy values to the host.
 
-    - Score functions of one layer, with the names in `scores`.
+    - Functions that score one layer. The names are names of `scores`.
     - `top_units(score (g, n), shares (g,), protected (g, n))` returns a mask of the kept tokens.
-    - `fill_units` has two more arguments after `score`: the chunk size, and the number of tokens that are in chunks.
-    - `Adaptive` and `Competition` take a score (NaN for protected tokens), the number of tokens to divide, the number
-      of protected tokens in each set, and the safeguard. `Adaptive` and `Competition` return the share of each set."""
+    - `fill_units(score, c, past, shares, protected)` also returns such a mask. Chunks of c tokens cover `past` tokens.
+    - `Adaptive` and `Competition` take a score (NaN for protected tokens), the number of tokens to divide among the
+      sets, the number of protected tokens in each set, and the safeguard. Both functions return the share of each
+      set."""
 
     def require_crystal(self) -> CrystalStages:
         """Return the CrystalCache stages.
 
         Raises:
-            BackendUnavailable: if the backend lacks the CrystalCache stages. The message lists the families that exist.
+            BackendUnavailable: if the backend lacks the CrystalCache stages. The message lists the backend's families.
         """
         return self._having("crystal", self.crystal)
 
     def require_breath(self) -> BreathStages:
-        """Return the stages for decoding and later segments. Raises BackendUnavailable if there are none."""
+        """Return the stages for decoding and segments. Raises BackendUnavailable if the backend lacks the stages."""
         return self._having("breath", self.breath)
 
     def require_diversity(self) -> DiversityStages:

@@ -17,7 +17,7 @@ _FORMS = "a float in (0, 1], text such as '0.3' or '30%' (a fraction), or an int
 _LARGEST = 2**63 - 1  # counts are int64 in every backend
 _TOKENS = f"a number of tokens must lie in [1, {_LARGEST}]"
 _SHARE = "a fraction must lie in (0, 1]"
-_LONGEST = 64  # characters of a text
+_LONGEST = 64  # characters of a budget given as text
 # The grammar of CC-BUDGET-FORMS.
 _COUNT = re.compile(r"[0-9]+")
 _FRACTION = re.compile(r"([0-9]+\.[0-9]*|\.[0-9]+)%?|[0-9]+%")

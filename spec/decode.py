@@ -34,11 +34,11 @@ class LiveTrunks:
     """Absolute positions of the live tokens, ascending."""
     offsets: Int64[IntVector, " m_and_one"]
     impact: Float64[Vector, " live"]
-    """Impact M_i of each live token, computed at the time when the token joined a trunk."""
+    """Impact M_i of each live token, computed when the token joined a trunk."""
     inverse_norms: Float64[Vector, " live"]
     """Mean of 1 / ||k|| over the KV heads of the observed layer, for each live token. inf if a key is zero."""
     trunk_impact: Float64[Vector, " m"]
-    """Impact Mbar of each trunk, which is computed once, when the trunk is made (Eq. 23)."""
+    """Impact Mbar of each trunk (Eq. 23), computed once, when the trunk is made."""
 
     @property
     def sizes(self) -> Int64[IntVector, " m"]:
@@ -86,7 +86,7 @@ class DecodeState:
 
 
 def check_state(state: DecodeState) -> None:
-    """Check that a state is consistent, as every state that kvspec returns is.
+    """Check that a state is consistent. Every state that kvspec returns is consistent.
 
     Raises:
         SpecError: if a field of the state is invalid. The message names the first invalid field.

@@ -16,7 +16,7 @@ class SpecError(ValueError):
         super().__init__(f"{argument} = {value!r}: {bound}")
 
     def __reduce__(self) -> tuple[type["SpecError"], tuple[str, object, str]]:
-        # ValueError would be rebuilt from its one message; workers that pickle errors need all three.
+        # By default, pickle rebuilds a ValueError from the message alone. A SpecError needs all three arguments.
         return (SpecError, (self.argument, self.value, self.bound))
 
 

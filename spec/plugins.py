@@ -1,4 +1,4 @@
-"""Plugins: objects that are loaded from a user's module, by `module:ATTRIBUTE` or by the name of an entry point."""
+"""Plugins: objects that kvspec loads from a user's module, given `module:ATTRIBUTE` or the name of an entry point."""
 
 import hashlib
 import sys
@@ -64,7 +64,7 @@ def load(target: str) -> Plugin:
         return Plugin(getattr(module, attribute), _digest(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise ImportError(str(error)) from error
-    except Exception as error:  # of a module that is not ours
+    except Exception as error:  # the import can raise anything
         raise ImportError(f"{type(error).__name__}: {error}") from error
 
 
@@ -83,7 +83,7 @@ def load_own(target: str) -> Plugin:
 
 
 def find_plugin(argument: str, name: str, group: str, built_in: Collection[str] = ()) -> Plugin:
-    """Load the object with the given name. The function takes the same arguments as `target_of`.
+    """Load the object with the given name. The arguments have the same meaning as in `target_of`.
 
     Raises:
         SpecError: if there is no entry point with this name, or if the object cannot be loaded.
@@ -97,6 +97,6 @@ def find_plugin(argument: str, name: str, group: str, built_in: Collection[str] 
 
 @cache
 def _digest(module: ModuleType) -> str:
-    """Return the hash of the module's file, computed once, because the file may change after the module is loaded."""
+    """Return the hash of the module's file at the first call. The file may change after the module is loaded."""
     file = getattr(module, "__file__", None)
     return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:8]

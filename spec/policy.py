@@ -26,7 +26,7 @@ DeviceArray: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Settings for KVzip, which asks the model after the prompt to repeat the prompt chunk by chunk.
+    """Settings for KVzip. After the prompt, KVzip asks the model to repeat the prompt chunk by chunk.
 
     Raises:
         SpecError: if the template does not have three parts, if an id is below 0, or if a number is out of range.
@@ -64,10 +64,10 @@ class Needs:
     Attributes:
         layers: full-attention layers whose keys and queries the score uses: "none", "observed" (one layer) or "all".
         query_rows: number of queries at the end of the prompt that the score uses. None means all queries.
-        observed: index of the observed layer in the full-attention layers if `layers` is "observed". -1 is the last.
-        values: True if the score uses the cached values.
-        token_ids: True if the score uses the ids of the prompt tokens.
-        takes: function that returns True if the score accepts a given tensor without a copy to the host. None if the
+        observed: if `layers` is "observed", index of that layer among the full-attention layers. -1 is the last layer.
+        values: True if the score uses the cached values. token_ids: True if the score uses the ids of the prompt
+        tokens. takes: function that returns True if the score accepts a given tensor without a copy to the host. None
+        if the
             score accepts only NumPy arrays.
         budget: True if the scores depend on the budget.
         rehearsal: settings for KVzip's repetition of the prompt. None if the model does not repeat the prompt.
@@ -129,7 +129,7 @@ class Observation:
     seen: int
     """Number of tokens processed so far. The absolute positions of the tokens are 0 to seen - 1."""
     groups: int
-    """Number of separate sets of kept tokens (groups) that the policy decides."""
+    """Number of groups. Each group has a separate set of kept tokens."""
     token_ids: Int64[IntVector, " n"] | None
     layers: Mapping[int, LayerView]
     """Attention inputs by layer index, ascending. Groups are also in ascending order of layers."""
@@ -138,7 +138,7 @@ class Observation:
     positions: Int64[IntVector, " n"] | None = None
     """Absolute positions of the n cached tokens. None means that no token was evicted and that n equals `seen`."""
     first: int = 0
-    """Index of the first group of this observation among all groups of the policy, if layers are decided one by one."""
+    """If layers are decided one by one: index of this observation's first group among all groups of the policy."""
 
 
 @dataclass(frozen=True)
@@ -154,15 +154,15 @@ class Scores:
     members: Float64[Matrix, "g n"] | None = None
     """Priorities of single tokens, for a selector that can keep a part of a unit."""
     carry: object = None
-    """Records of the scorer, which budgets and selectors do not change."""
+    """Records of the scorer. Budgets and selectors do not change these records."""
     heads: int = 1
     """Number of groups per layer: the number of KV heads if each KV head has a separate set of kept tokens, else 1."""
     signatures: Float64[Cube, "s n d"] | None = None
-    """Signatures of tokens, for a selector that compares tokens. Group g of G groups uses signatures[g * s // G]."""
+    """Token signatures, for a selector that compares tokens. Group g of all G groups uses signatures[g * s // G]."""
     second: Float64[Matrix, "g m"] | None = None
     """Priorities for the second stage of a two-stage selector."""
     preferences: Float64[Vector, " L"] | None = None
-    """Weight of each layer, for budgets that divide the total among the layers by weight."""
+    """Weight of each layer, for budgets that divide the total in proportion to the weights."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Cadence:
                 raise SpecError(name, value, "must be at least 1")
 
     def due(self, seen: int, live: int, B: int) -> bool:
-        """Return True if the policy evicts now, after `seen` tokens, if a group has `live` tokens and the budget B."""
+        """Return True if the policy evicts after `seen` tokens from a group that has `live` tokens and the budget B."""
         return self.every is not None and seen % self.every == 0 and live - B >= self.excess
 
 
@@ -342,6 +342,6 @@ class Policy:
     cadence: Cadence = SEGMENT_END
     granularity: Granularity = Granularity.MODEL
     floor: int = 0
-    """Smallest budget in tokens. A smaller budget is raised to `floor`, as in Equation 30 to sink + recent."""
+    """Smallest budget in tokens. A smaller budget is raised to `floor`. In Equation 30 the floor is sink + recent."""
     promises: Promises = NOTHING_PROMISED
     """What this combination of parts guarantees. A combination with a different part may guarantee less."""

@@ -1,4 +1,4 @@
-"""Properties that the published policies guarantee, read from the table in policies.md, which is the only source."""
+"""Properties that the published policies guarantee. The only source is the table in policies.md."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -13,7 +13,7 @@ PAGE = Path(__file__).with_name("policies.md")
 
 @cache
 def promise_table() -> Mapping[str, Mapping[str, str]]:
-    """Return the table in policies.md: for each policy and column `yes`, `no: REASON` or `N/A: REASON`.
+    """Return the table in policies.md by policy and column. Each cell is `yes`, `no: REASON` or `N/A: REASON`.
 
     If policies.md is missing, the result is {}.
     """
@@ -33,7 +33,7 @@ def field_of(column: str) -> str:
 
 
 def promises_of(name: str) -> Promises:
-    """Return what a policy guarantees by the table in policies.md. A policy without a row guarantees nothing."""
+    """Return what a policy guarantees according to policies.md. A policy without a table row guarantees nothing."""
     row = promise_table().get(name)
     if row is None:
         return NOTHING_PROMISED

@@ -36,13 +36,13 @@ class CoAttention:
     cross_weight: Float64[Matrix, "n k_cross"]
 
     def edges(self) -> Edges:
-        """Return the edge set E: edges inside chunks (intra), then edges to earlier chunks (cross); see Equation 15.
+        """Return the edge set E (Eq. 15): first edges inside chunks (intra), then edges to earlier chunks (cross).
 
         Implements: CC-EDGES
 
         The owner of an edge is the token whose list of neighbours contains the edge. Both kinds of edges are sorted by
-        owner, then by rank in the list. An intra edge is stored as (owner, neighbour). A cross edge is
-        stored as (neighbour, owner), so the earlier token comes first.
+        owner, then by rank in the list. An intra edge is stored as (owner, neighbour). A cross edge is stored as
+        (neighbour, owner), because the neighbour is the earlier token.
         """
         owner, rank = np.nonzero(self.intra >= 0)
         late, late_rank = np.nonzero(self.cross >= 0)
@@ -70,7 +70,7 @@ class Trunks:
 
 @dataclass(frozen=True)
 class TrunkGraph:
-    """Result of stage S4: symmetric trunk graph in CSR form, degree and D of each trunk (Equations 26 and 27).
+    """Result of stage S4: the symmetric trunk graph in CSR form, and degree and D of each trunk (Equations 26 and 27).
 
     Columns ascend in each row of the CSR matrix.
     """
@@ -100,9 +100,9 @@ class CrystalRetention:
 
     retention: Retention
     ratio: Float64[Vector, " m"]
-    """Fraction r of each trunk's tokens that is kept, which is 1 for a protected trunk (Eq. 32)."""
+    """Fraction r of each trunk's tokens that is kept (Eq. 32). The fraction of a protected trunk is 1."""
     scores: Float64[Vector, " m"]
-    """Score of each trunk, which is NaN for a protected trunk (Eq. 29)."""
+    """Score of each trunk (Eq. 29). The score of a protected trunk is NaN."""
     D: Float64[Vector, " m"]
     """Crystallization D of each trunk after the eviction (Eq. 34)."""
     protected: BoolVector
@@ -122,7 +122,7 @@ class CrystalRetention:
 
     @property
     def over_budget(self) -> int:
-        """Return how many more tokens than the budget B are kept.
+        """Return by how many tokens the number of kept tokens exceeds the budget B.
 
         The result is 0 unless the protected trunks alone contain more than B tokens.
         """

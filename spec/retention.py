@@ -13,7 +13,7 @@ __all__ = ["Granularity", "Retention"]
 
 
 class Granularity(Enum):
-    """Part of the model with a separate set of kept tokens: the model, each layer, or each KV head of each layer."""
+    """Part of the model that has a separate set of kept tokens: the whole model, a layer, or a KV head of a layer."""
 
     MODEL = "model"
     LAYER = "layer"
@@ -84,7 +84,7 @@ def _check_offsets(offsets: Int64[IntVector, " groups_and_one"], total: int) -> 
 def _check_kept(
     positions: Int64[IntVector, " kept"], offsets: Int64[IntVector, " groups_and_one"], seen: int,
 ) -> None:
-    # All groups at once: a cache that decides in its steps has one for each layer and head in every step.
+    # All groups are checked at once for speed: decode-time eviction can build a group per layer and head in every step.
     falls = np.concatenate([[False], positions[1:] <= positions[:-1], [False]])
     falls[offsets] = False
     first, end = offsets[:-1], offsets[1:]

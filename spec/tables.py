@@ -22,7 +22,7 @@ RESULT_KEY = [
 
 
 class ResultTable(pa.DataFrameModel):
-    """Schema of a table of results, with one row for each cell of an evaluation.
+    """Schema of a table of evaluation results. One row has the result of one policy at one task, length and budget.
 
     `mean_cache` and `peak_cache` are numbers of tokens per layer and KV head.
 
@@ -49,7 +49,7 @@ class ResultTable(pa.DataFrameModel):
     control: bool
 
     class Config:
-        """Pandera settings: extra columns are errors, and two rows for the same cell of an evaluation are an error."""
+        """Pandera settings: an extra column is an error, and two rows with equal values in RESULT_KEY are an error."""
 
         strict = True
         unique = RESULT_KEY

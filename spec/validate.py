@@ -101,7 +101,7 @@ def check_keys(k: np.ndarray[Any, Any]) -> None:
 
 
 def check_lse(lse: np.ndarray[Any, Any] | None, q: np.ndarray[Any, Any]) -> None:
-    """Check that lse (H, n) is None, or has the shape that q (H, n, d) requires, a floating dtype and finite values.
+    """Check that lse is None, or has the shape (H, n) of q (H, n, d), a floating dtype and finite values.
 
     Raises:
         SpecError: if a condition fails.
@@ -159,7 +159,7 @@ def _check_kind(name: str, array: Any, floating: bool) -> None:
 
 
 def check_token_ids(token_ids: object, tokens: int, vocabulary: int | None = None) -> IntVector:
-    """Return the token ids of one sequence as int64 (n,). n must equal `tokens`, which is the number of keys.
+    """Return the token ids of one sequence as int64 (n,). n must equal the number of keys, `tokens`.
 
     Raises:
         SpecError: if the rank, dtype or length is wrong, if an id is outside [0, vocabulary), or if n is below 2.
@@ -190,7 +190,7 @@ def check_sentence_ends(sentence_ends: object) -> frozenset[int]:
         SpecError: if `sentence_ends` is empty, or is not a collection of token ids.
     """
     if isinstance(sentence_ends, (str, bytes)) or not isinstance(sentence_ends, Iterable):
-        # A tokenizer's repr is pages long.
+        # For a tokenizer the message contains the type, because the repr is pages long.
         shown = sentence_ends if isinstance(sentence_ends, (str, bytes, int)) else type(sentence_ends).__name__
         raise SpecError(
             "sentence_ends", shown, "must be a set of token ids; kvspec.sentence_ends(tokenizer) makes the set"

@@ -23,11 +23,11 @@ BreathProtection = Literal["none", "sink+recent"]
 
 _AT_LEAST_ONE = ("C", "T_max", "T_breath")
 _AT_LEAST_ZERO = ("k_intra", "k_cross", "k_heads", "N_sink", "W_recent", "N_min", "max_hops")
-# Sums of these with token counts stay inside int64 in every backend.
+# An int parameter plus a number of tokens fits in int64 in every backend.
 _LARGEST = 2**31 - 1
 _NON_NEGATIVE = ("tau_intra", "tau_cross", "tau_merge", "tau_edge", "M_min", "alpha", "theta_act", "tau_pulse")
 _POSITIVE = ("M_max", "s", "epsilon", "D_c")
-# Shares: above 1 a decay would grow, or overshoot what it moves towards.
+# A fraction above 1 would let a decayed value grow, or move a value past the target.
 _AT_MOST_ONE = ("beta_0", "gamma_hop", "alpha_res", "eta_Hebb", "gamma_decay", "renewal", "coverage")
 _FORMS = {
     "heads": get_args(HeadsForm), "impact": get_args(ImpactForm), "rarity": get_args(RarityForm),
@@ -63,27 +63,27 @@ class CrystalCacheParameters:
     k_intra: int = 8
     """Largest number of neighbours that a token has in the same chunk (Eq. 13)."""
     tau_intra: float = 0.3
-    """Cosine above which two tokens of the same chunk are neighbours (Eq. 13)."""
+    """Two tokens of the same chunk are neighbours if their cosine exceeds this number (Eq. 13)."""
     k_cross: int = 4
     """Largest number of neighbours that a token has in earlier chunks (Eq. 14)."""
     tau_cross: float = 0.02
-    """Attention weight, averaged over the heads, above which a token of an earlier chunk is a neighbour (Eq. 14)."""
+    """A token of an earlier chunk is a neighbour if the weight, averaged over heads, exceeds this number (Eq. 14)."""
     M_min: float = 0.1
     """Lower bound to which salience and impact are clipped (Equations 11 and 22)."""
     M_max: float = 20.0
     """Upper bound to which salience and impact are clipped (Equations 11 and 22)."""
     tau_merge: float = 0.3
-    """Mean weight of the edges between two neighbouring sentences above which the sentences are merged (Eq. 19)."""
+    """Two neighbouring sentences are merged if the mean weight of their common edges exceeds this number (Eq. 19)."""
     T_max: int = 32
     """Largest number of tokens in a trunk (Equation 19 and Step 3)."""
     tau_edge: float = 0.05
-    """Weight above which an edge between two trunks is kept in the trunk graph (Eq. 25)."""
+    """The trunk graph keeps an edge between two trunks if the weight of the edge exceeds this number (Eq. 25)."""
     s: float = 5.0
     """Steepness of the logistic function that gives D (Eq. 27)."""
     epsilon: float = 1e-8
     """Small positive constant epsilon of Equations 12, 27 and 28."""
     alpha: float = 1.0
-    """Factor of the normalised impact in the score of a trunk, in which D has the factor 1 (Eq. 29)."""
+    """Factor of the normalised impact in the score of a trunk (Eq. 29). D has the factor 1."""
     N_sink: int = 4
     """Number of tokens at the start of the sequence that are protected (Eq. 30)."""
     W_recent: int = 128
@@ -91,21 +91,21 @@ class CrystalCacheParameters:
     N_min: int = 3
     """Smallest number of tokens that a partly evicted trunk keeps (Equations 32 and 33)."""
     impact: ImpactForm = "mixture"
-    """Formula of M_i: Equation 22 (`mixture`), no rarity (`salience`), M_i = 1 (`uniform`), or the essay (`unit`)."""
+    """Formula of M_i: Eq. 22 (`mixture`), only salience (`salience`), M_i = 1 (`uniform`), or the essay's (`unit`)."""
     graph: GraphForm = "degree"
     """Formula of D: `degree` is Equation 27, and `zero` is the ablation D = 0."""
     heads: HeadsForm = "sum"
-    """How the attention of the k_heads heads is combined: `sum` in Equation 11, or `mean` in the essay."""
+    """How the attention of the k_heads heads is combined: `sum` as in Equation 11, or `mean` as in the essay."""
     trunk_impact: TrunkImpactForm = "mean"
     """Formula of a trunk's impact: `mean` is Equation 23, and `unit` is the essay's formula with values in [0, 1]."""
     allocation: AllocationForm = "cut"
-    """How S6 divides the budget among trunks: `cut` by Equation 32, or `tiers` by the essay's tiers of scores."""
+    """How S6 divides the budget among trunks: `cut` uses Equation 32, and `tiers` the essay's tiers of scores."""
     renewal: float = 0.0
     """Fraction of 1 - D, in [0, 1], that is added to D of an active trunk at a breath. The essay uses 0.3."""
     rarity: RarityForm = "logarithm"
     """Formula of the rarity U_i: Equation 21 (`logarithm`), or one of two variants for the paper's question F5."""
     merge: MergeForm = "fixed"
-    """Threshold for merging two sentences: `fixed` is tau_merge, and `median` is the segment's median strength (F4)."""
+    """Threshold for merging two sentences: `fixed` is tau_merge, and `median` the median of all strengths (F4)."""
     coverage: float = 0.0
     """Fraction of the unprotected budget, in [0, 1], that is spent on evenly spaced tokens of evicted trunks (F3)."""
     T_breath: int = 64
@@ -113,9 +113,9 @@ class CrystalCacheParameters:
     beta_0: float = 0.05
     """Largest fraction of D that one decode step subtracts from D (Eq. 36)."""
     D_c: float = 2.0
-    """Number by which D times impact is divided in the exponent of the decay (Eq. 36)."""
+    """Constant D_c in the exponent of the decay, which is -(D times impact / D_c) (Eq. 36)."""
     theta_act: float = 0.3
-    """Normalised inverse key norm above which a token is active (Section 3.8(a))."""
+    """A token is active if the normalised inverse key norm exceeds this number (Section 3.8(a))."""
     max_hops: int = 2
     """Largest number of edges along which a pulse travels (Eq. 37)."""
     gamma_hop: float = 0.5
@@ -165,11 +165,11 @@ class CrystalCacheParameters:
 
 PAPER = CrystalCacheParameters()
 
-# The author's essay. Its salience has no clip: a mean of column sums over C queries lies in [0, C].
+# Values of the author's essay. M_max = C has no effect: a mean of column sums over C queries is at most C.
 ESSAY = replace(
     PAPER, C=128, k_cross=0, s=2.0, M_min=0.0, M_max=128.0, heads="mean", impact="unit", trunk_impact="unit",
     allocation="tiers", renewal=0.3, breath_protection="sink+recent",
 )
 
-# Small enough that a few dozen tokens cross chunks, fill trunks and overflow the protected set.
+# Small values for tests: a prompt of a few dozen tokens has several chunks, full trunks and too many protected tokens.
 TINY = CrystalCacheParameters(C=8, k_intra=3, k_cross=2, T_max=5, N_sink=2, W_recent=3)

@@ -21,7 +21,7 @@ class NestedKVParameters:
     w0: tuple[float, float, float] = (0.4, 0.4, 0.2)
     """Positive prior weights of the stable, the episodic and the current memory (Eq. 11)."""
     blocks: int = 32
-    """Number of blocks into which a prompt is divided, if each block then has from b_min to b_max tokens (Eq. 6)."""
+    """Number of blocks into which a prompt is divided, unless a block would then violate b_min or b_max (Eq. 6)."""
     b_min: int = 128
     """Smallest number of tokens in a block (Eq. 6)."""
     b_max: int = 256

@@ -1,4 +1,4 @@
-"""Read all vectors and check PO-KNORM, with Python's standard library: `python read.py vectors/*.json`."""
+"""Read all vectors and check PO-KNORM with Python's standard library. Usage: `python read.py vectors/*.json`."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ M = 2**64 - 1
 
 
 def word(seed: int, t: int) -> int:
-    """Word t of a seed: SplitMix64."""
+    """Return word t of the SplitMix64 generator with this seed."""
     z = seed + t * 0x9E3779B97F4A7C15 & M
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & M
     z = (z ^ z >> 27) * 0x94D049BB133111EB & M
@@ -18,7 +18,7 @@ def word(seed: int, t: int) -> int:
 
 
 def floats(x: Any) -> Any:
-    """An input of floats: text, lists of it, or the compact form `choice`."""
+    """Convert an input of floats: text, nested lists of text, or the compact form `choice`."""
     if isinstance(x, str):
         return float.fromhex(x)
     if isinstance(x, list):
@@ -31,7 +31,7 @@ def floats(x: Any) -> Any:
 
 
 def knorm(heads: Any, B: int) -> list[list[int]]:
-    """PO-KNORM: the B smallest keys of each head; of equal keys the lower position."""
+    """Return the positions of the B smallest keys of each head (PO-KNORM). At ties the lower position wins."""
     squares = [[sum(x * x for x in key) for key in head] for head in heads]
     return [sorted(sorted(range(len(row)), key=lambda at: row[at])[:B]) for row in squares]
 
