@@ -46,7 +46,7 @@ class _CrystalStages:
         self, q: DeviceArray, k: DeviceArray, positions: IntVector, parameters: CrystalCacheParameters,
         scaling: float, softcap: float | None, lse: DeviceArray | None = None, sinks: DeviceArray | None = None, /,
     ) -> CoAttention:
-        """Compute S1 by its definition. The softmax sums are computed from the keys; a given lse is only checked."""
+        """Compute S1 as defined. The softmax sums are computed from the keys. A given lse is checked but not used."""
         check_attention_inputs(q, k)
         check_lse(lse, q)
         check_sinks(sinks, q)
@@ -129,7 +129,7 @@ class _DiversityStages:
 
 
 class _NestedKVStages:
-    """NestedKV's score, computed by the functions that implement its items."""
+    """NestedKV's score, computed by the functions that implement the items of the specification."""
 
     def anomaly_score(self, k: DeviceArray, parameters: NestedKVParameters, /) -> Matrix:
         check_keys(k)

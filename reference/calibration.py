@@ -29,7 +29,7 @@ class Identity:
     """Unique name of the model. Two models that differ in weights or computation must have different names."""
     inv_freq: Float64[Vector, " half"]
     factor: float = 1.0
-    """Factor on the cosines and sines of RoPE. The factor is 1 unless the model uses RoPE scaling such as YaRN."""
+    """Factor that multiplies RoPE's cosines and sines. The factor is 1 without RoPE scaling (such as YaRN)."""
 
     @property
     def rope(self) -> str:
@@ -40,7 +40,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Statistics per full-attention layer and query head: mean query before RoPE, and mean norm of each rotary pair."""
+    """Statistics of each full-attention layer and query head: mean query before RoPE, mean norm of each rotary pair."""
 
     identity: Identity
     layers: tuple[int, ...]
@@ -77,7 +77,7 @@ class Calibration:
         return hashlib.sha256(b"".join(parts)).hexdigest()[:8]
 
     def check(self, served: Identity) -> None:
-        """Check that the calibration belongs to the served model.
+        """Check that the calibration was computed for the served model.
 
         Implements: TA-CALIBRATION
 
@@ -98,7 +98,7 @@ class Calibration:
 
 
 def save_calibration(calibration: Calibration, file: str | PathLike[str] | BufferedIOBase) -> None:
-    """Write the calibration to an .npz archive, which contains the float64 arrays and a JSON header.
+    """Write the calibration to an .npz archive: the float64 arrays and a JSON header.
 
     If `file` is a path, an existing file is overwritten in place. If another process may be reading the file, save to a
     BytesIO first, then replace the file.

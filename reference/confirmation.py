@@ -43,7 +43,7 @@ def split_of(unique_id: str) -> Literal["dev", "confirm"]:
 
 
 def choose_lambda(differences: Mapping[float, Sequence[float]]) -> float:
-    """Return the smallest lambda whose mean accuracy difference is at most 0.005 below the largest such mean.
+    """Return the smallest lambda whose mean accuracy difference is at most 0.005 below the largest mean.
 
     Args:
         differences: for each lambda, one value per cell (model and budget): accuracy with the penalty minus accuracy
@@ -91,7 +91,7 @@ def paired_difference(
 
 
 def branch_of(first: Sequence[Cell], second: Sequence[Cell]) -> Branch:
-    """Return the branch (A, B or C) of the pre-registered decision rule that the results of two models select.
+    """Apply the pre-registered decision rule to the results of two models, and return its branch: A, B or C.
 
     The paper developed its method on the first model. The second model tests whether the method transfers.
 
@@ -107,7 +107,7 @@ def branch_of(first: Sequence[Cell], second: Sequence[Cell]) -> Branch:
     Source: Section 4.2, "Decision rule".
 
     Raises:
-        SpecError: if a model has no cell, so `first` or `second` is empty.
+        SpecError: if `first` or `second` is empty.
     """
     for name, cells in (("first", first), ("second", second)):
         if not cells:

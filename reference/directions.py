@@ -1,4 +1,4 @@
-"""Directions of keys, which NestedKV and KeyDiff compare."""
+"""Unit keys. NestedKV and KeyDiff compare only the directions of keys."""
 
 import numpy as np
 
@@ -13,9 +13,9 @@ def unit_keys(k: Float64[Cube, "H_kv n d"]) -> Float64[Cube, "H_kv n d"]:
 
     Implements: NK-UNIT-KEYS
 
-    Source: NestedKV, Section 2.1 (below Eq. 3); KeyDiff, Section 3. Each key is first scaled by a power of two, which
-    causes no rounding error. The largest absolute channel of a scaled key is in [0.5, 1), so no square overflows. The
-    sum of squares does not depend on the memory layout of k.
+    Source: NestedKV, Section 2.1 (below Eq. 3); KeyDiff, Section 3. Each key is first scaled by a power of two, without
+    rounding error. The largest absolute channel of a scaled key is in [0.5, 1), so no square overflows. The sum of
+    squares does not depend on the memory layout of k.
 
     Raises:
         SpecError: if a key is zero, because a zero key has no direction.

@@ -69,7 +69,7 @@ def _mean(parts: Sequence[Matrix]) -> Float64[Matrix, "n d"]:
 
 
 def cosines(V: Float64[Matrix, "n d"]) -> Float64[Matrix, "n n"]:
-    """Return the cosines of all pairs of signatures: the inner products, because each signature has length 1.
+    """Return the cosines of all pairs of signatures. Each signature has length 1, so a cosine is an inner product.
 
     Implements: DV-COSINE
 
@@ -91,7 +91,7 @@ def diverse(
     Source: Set-Conditioned Diversity, Eq. 2 and 3, Algorithm 1.
 
     Raises:
-        SpecError: for each invalid argument that `spec.backend.DiversityStages.diverse` lists.
+        SpecError: in all cases that `spec.backend.DiversityStages.diverse` lists.
     """
     check_diversity(s, V, retained, k, lam)
     worth, sims, S = np.where(np.isnan(s), -np.inf, s), cosines(V), retained.copy()

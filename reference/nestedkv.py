@@ -1,4 +1,4 @@
-"""NestedKV's anomaly score, which is high for keys that differ from the memories of the prompt (Eq. 3-15, Appendix A).
+"""NestedKV's anomaly score. Keys that differ from the prompt's memories have high scores (Eq. 3-15, Appendix A).
 
 The score uses the keys as cached: after RoPE, and after key normalisation if the model normalises keys. A memory is a
 mean of unit keys. Arrays contain the three memories (the paper's time scales) in the order stable, episodic, current.
@@ -20,9 +20,9 @@ __all__ = [
 ]
 
 NEGLIGIBLE = 2.0**-16
-"""Largest range of values, or length of a memory, that is float32 rounding error and counts as zero."""
+"""Ranges of values and lengths of memories up to this number are float32 rounding errors, and count as zero."""
 LARGEST_EXPONENT = 700.0
-"""Largest exponent passed to exp, which overflows at 709. If necessary, all exponents of a head are reduced equally."""
+"""Limit of exponents, because exp overflows at 709. Above this limit, all exponents of a head are reduced equally."""
 
 
 def stable_memory(unit: Float64[Cube, "H_kv n d"]) -> Float64[Cube, "H_kv 1 d"]:
@@ -128,7 +128,7 @@ def gap(a: Float64[Cube, "3 H_kv n"], p: Fraction) -> Float64[Matrix, "3 H_kv"]:
 def blend(
     a: Float64[Cube, "3 H_kv n"], delta: Float64[Matrix, "3 H_kv"], parameters: NestedKVParameters,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return a_blend: the mean of the three anomalies, weighted in each head in proportion to w0 exp(beta Delta).
+    """Return a_blend: a weighted mean of the three anomalies. A head's weights are proportional to w0 exp(beta Delta).
 
     Implements: NK-BLEND
 
@@ -144,8 +144,8 @@ def blend(
 def rectified_surprise(a: Float64[Cube, "3 H_kv n"]) -> Float64[Matrix, "H_kv n"]:
     """Return the rectified surprise s of each token.
 
-    The surprise of a token is first the population standard deviation of its three anomalies, then min-max normalised
-    per head. The rectified surprise s is max(0, surprise - mean surprise of the head).
+    The surprise of a token is the population standard deviation of the token's three anomalies, min-max normalised per
+    head. The rectified surprise s is max(0, surprise - mean surprise of the head).
 
     Implements: NK-SURPRISE
 

@@ -9,5 +9,5 @@ __all__ = ["left_to_right_sum"]
 
 
 def left_to_right_sum(values: Float64[Vector, " n"]) -> float:
-    """Return values[0] + values[1] + ..., rounded after each addition, unlike the results of np.sum and math.fsum."""
+    """Return values[0] + values[1] + ..., rounded after each addition. np.sum and math.fsum round differently."""
     return reduce(add, values.tolist(), 0.0)

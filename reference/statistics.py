@@ -43,7 +43,7 @@ def mcnemar(b: int, c: int) -> float:
 
 
 def mcnemar_mid_p(b: int, c: int) -> float:
-    """Return the mid-p value of McNemar's test, which counts only half the probability of the observed outcome.
+    """Return the mid-p value of McNemar's test. Only half the probability of the observed outcome is counted.
 
     McNemar's mid-p test is less conservative than McNemar's exact test.
 
@@ -148,7 +148,7 @@ def sign_flip(differences: Float64[Vector, " n"]) -> float:
 def bootstrap(
     differences: Float64[Vector, " n"], drawn: Int64[IntMatrix, "resamples n"], confidence: float = 0.95,
 ) -> Interval:
-    """Return the percentile interval of the paired bootstrap, which resamples the differences of single queries.
+    """Return the percentile interval of the paired bootstrap. Each resampled unit is the difference of one query.
 
     Implements: IN-BOOTSTRAP
 
@@ -244,7 +244,7 @@ def mcnemar_power(n: int, discordance: float, difference: float, alpha: float = 
 
 
 def _rejecting(m: int, alpha: Fraction) -> int:
-    """Return how many values 0, 1, 2, ... of min(wins, losses) give p <= alpha for m discordant pairs and alpha < 1."""
+    """Return the number of values of min(wins, losses) with p <= alpha, for m discordant pairs and alpha < 1."""
     tail, k = 0, 0
     while 2 * (tail := tail + math.comb(m, k)) <= alpha * 2**m:
         k += 1

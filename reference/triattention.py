@@ -1,4 +1,4 @@
-"""TriAttention: scores of cached keys for future queries, which are described by the statistics of a calibration."""
+"""TriAttention: scores of cached keys for future queries. A calibration's statistics describe the future queries."""
 
 from typing import Literal, TypeAlias
 
@@ -38,7 +38,7 @@ def distance_score(
     c: Float64[Matrix, "n d"], t: int, mean: Float64[Matrix, "G d"], magnitude: Float64[Matrix, "G half"],
     inv_freq: Float64[Vector, " half"], factor: float,
 ) -> Float64[Matrix, "G n"]:
-    """Return the score of each cached key c for each query head of one KV head, averaged over future queries.
+    """Return each cached key's score for each query head of one KV head. The score is a mean over future queries.
 
     The future queries have the positions t + 1, t + 2, t + 4, ..., t + 2^16. The score does not need the position of a
     key, because RoPE has already rotated the cached key. The score is linear in the rotations by the offsets 1, 2, 4,
@@ -51,7 +51,7 @@ def distance_score(
     half = len(inv_freq)
     key, query = c[:, :half] - 1j * c[:, half:], mean[:, :half] + 1j * mean[:, half:]
     turn = np.exp(1j * inv_freq * t) * np.exp(1j * inv_freq * np.array(OFFSETS)[:, None]).mean(axis=0)
-    # Each head has a separate product: the rounding of a joint product would depend on the number of heads.
+    # Each head is multiplied separately. The rounding of a joint product would depend on the number of heads.
     trigonometric = np.stack([(key @ (turn * q)).real for q in query])
     rest = np.stack([np.abs(key) @ (size - np.abs(q)) for q, size in zip(query, magnitude, strict=True)])
     score: Matrix = factor * (trigonometric + rest)

@@ -17,7 +17,7 @@ def inverse_key_norms(k: Float[RawCube, "H_kv n d"]) -> Float64[Vector, " n"]:
     Implements: CC-KEY-NORM
 
     Source: Section 3.8(a). The array k contains the keys of the observed layer. RoPE does not change the norm of a key.
-    If a squared channel would overflow or underflow float64, the key is first scaled by a power of two, which causes no
+    If a squared channel would overflow or underflow float64, the key is first scaled by a power of two, without
     rounding error.
     """
     wide = k.astype(np.float64)

@@ -45,11 +45,11 @@ def protected_trunks_of(live: LiveTrunks, seen: int, N_sink: int, W_recent: int)
 def breath_protection(state: DecodeState, parameters: CrystalCacheParameters) -> Bool[BoolVector, " m"]:
     """Return a mask of the trunks that a breath (decode-time eviction) must not evict.
 
-    The mask marks the trunks with sink or recent tokens, or no trunk if the parameter `breath_protection` is "none".
+    If `breath_protection` is "none", no trunk is marked. Otherwise all trunks with sink or recent tokens are marked.
 
     Implements: CC-BREATH-PROTECTED
 
-    Source: Section 3.8(d), "the protected set is empty". The essay, in contrast, protects sink and recent tokens.
+    Source: Section 3.8(d), "the protected set is empty". In contrast, the essay protects sink and recent tokens.
     """
     if parameters.breath_protection == "none":
         return np.zeros(len(state.D), dtype=np.bool_)

@@ -1,7 +1,7 @@
 """S1: salience and neighbours of each token, computed from the attention of the observed layer (Section 3.2).
 
-The segment is processed in chunks of C tokens. Edge weights are compared in float32, because they contain the rounding
-errors of long sums. Edges store weights in float64.
+The segment is processed in chunks of C tokens. Edges store weights in float64. Weights are compared in float32, because
+long sums cause rounding errors in the weights.
 """
 
 import numpy as np
@@ -122,7 +122,7 @@ def intra_neighbours(
 def cross_neighbours(
     earlier: Float64[Matrix, "Q before"], parameters: CrystalCacheParameters,
 ) -> tuple[Int64[IntMatrix, "Q k"], Float64[Matrix, "Q k"]]:
-    """Return up to k_cross neighbours per chunk token: the tokens before the chunk to which the token attends most.
+    """Return up to k_cross neighbours of each chunk token: of all tokens before the chunk, the most attended tokens.
 
     Implements: CC-CROSS
 

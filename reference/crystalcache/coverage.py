@@ -16,8 +16,8 @@ def coverage_reserve(
 ) -> int:
     """Return the number of tokens reserved for the backfill: floor(coverage * (B - protected tokens)).
 
-    Source: Section 8, F3. The floor is computed in exact arithmetic. The reserve is 0 if there are at most B tokens, or
-    if the protected trunks have at least B tokens.
+    Source: Section 8, F3. The floor is computed in exact arithmetic. The reserve is 0 if at most B tokens exist, or if
+    the protected trunks have at least B tokens.
     """
     if int(sizes.sum()) <= B:
         return 0
@@ -39,7 +39,7 @@ def evenly_spaced(candidates: Int64[IntVector, " e"], k: int) -> Int64[IntVector
 def backfill(
     found: Dissolution, offsets: Int64[IntVector, " m_and_one"], D: Float64[Vector, " m"], reserve: int,
 ) -> Dissolution:
-    """Return `found` with `reserve` evenly spaced tokens of fully evicted trunks added to the kept tokens.
+    """Return `found` with `reserve` more kept tokens, which are evenly spaced tokens of fully evicted trunks.
 
     Implements: CC-COVERAGE
 

@@ -27,7 +27,7 @@ def crystallization(degree: Float64[Vector, " m"], s: float, epsilon: float) -> 
 
     Implements: CC-CRYSTALLIZATION
 
-    Source: Eq. 27. A sigma below epsilon is replaced by 1, as in the text of the paper, and not by epsilon.
+    Source: Eq. 27. A sigma below epsilon is replaced by 1, as in the text of the paper, not by epsilon.
     """
     mu, sigma = moments(degree, epsilon)
     return logistic(s * ((degree - mu) / sigma))

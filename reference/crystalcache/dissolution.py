@@ -1,4 +1,4 @@
-"""S6: branch dissolution, which evicts tokens trunk by trunk (Section 3.7, Algorithm 1)."""
+"""S6: branch dissolution, the eviction of tokens trunk by trunk (Section 3.7, Algorithm 1)."""
 
 from collections.abc import Callable
 

@@ -44,7 +44,7 @@ def trunk_pairs(edges: Edges, offsets: Int64[IntVector, " m_and_one"]) -> TrunkP
 def trunk_weights(
     pairs: TrunkPairs, sizes: Int64[IntVector, " m"], tau_edge: float,
 ) -> tuple[Float64[Vector, " pairs"], IntVector]:
-    """Return the trunk weights W(g_a, g_b) above tau_edge, and the index of each such pair in `pairs`.
+    """Return the trunk weights W(g_a, g_b) above tau_edge, and the index of each returned pair in `pairs`.
 
     Implements: CC-TRUNK-WEIGHT
 
@@ -68,7 +68,7 @@ def symmetric_csr(
 
 
 def degree(indptr: Int64[IntVector, " m_and_one"], weights: Float64[Vector, " edges"]) -> Float64[Vector, " m"]:
-    """Return the weighted degree of each trunk: the sum of its edge weights, in ascending order of the neighbours.
+    """Return the weighted degree of each trunk: the trunk's edge weights, added in ascending order of neighbours.
 
     Implements: CC-DEGREE
 

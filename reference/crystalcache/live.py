@@ -63,7 +63,7 @@ def keep(state: DecodeState, slots: Int64[IntVector, " kept"], D: Float64[Vector
 
 
 def live_weights(W: TrunkWeights, alive: Bool[BoolVector, " m"]) -> TrunkWeights:
-    """Return the edges of W between trunks marked in `alive`. The marked trunks are renumbered from 0."""
+    """Return the edges of W that join two trunks marked in `alive`. The marked trunks are renumbered from 0."""
     if alive.all():
         return W
     stays = np.repeat(alive, np.diff(W.indptr)) & alive[W.indices]
@@ -96,7 +96,7 @@ def join(
 def count_seen(
     ids: Int64[IntVector, " distinct"], counts: Int64[IntVector, " distinct"], new: Int64[IntVector, " n"],
 ) -> tuple[IntVector, IntVector, IntVector]:
-    """Return all distinct token ids seen, the count of each id, and for each new token the count of its id.
+    """Return all distinct token ids seen, the count of each id, and the count of each new token's id.
 
     Implements: CC-SEEN-COUNT
 

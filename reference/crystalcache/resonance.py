@@ -12,7 +12,7 @@ __all__ = ["hop", "pulses", "raised", "resonance"]
 def hop(
     frontier: dict[int, float], visited: set[int], W: TrunkWeights, parameters: CrystalCacheParameters,
 ) -> dict[int, float]:
-    """Return the trunks that receive a pulse in the next hop, and the strongest pulse that each receives.
+    """Return the trunks that receive a pulse in the next hop, and the strongest pulse that each trunk receives.
 
     Source: Eq. 37. Pulses below tau_pulse are not sent. A trunk that has already been visited receives no further
     pulse.
@@ -49,7 +49,7 @@ def pulses(source: int, W: TrunkWeights, parameters: CrystalCacheParameters) -> 
 def raised(
     D: Float64[Vector, " m"], pulse: Float64[Vector, " m"], alpha_res: float,
 ) -> Float64[Vector, " m"]:
-    """Return D after each trunk has received one pulse, which adds alpha_res * pulse * (1 - D). D is at most 1.
+    """Return D after each trunk has received one pulse. A pulse adds alpha_res * pulse * (1 - D). D is at most 1.
 
     Implements: CC-RAISE
 

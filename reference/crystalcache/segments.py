@@ -33,7 +33,7 @@ def segment_graph(
     Implements: CC-SEGMENT-GRAPH
 
     Source: Eq. 24 and 25 with the number of cached tokens as the size of a trunk. `bounds` contains the first cached
-    position of each trunk, and the end of the last trunk. All cached tokens of a trunk are between the bound of the
+    position of each trunk, then the end of the last trunk. All cached tokens of a trunk are between the bound of the
     trunk and the next bound, even after evictions.
     """
     pairs = trunk_pairs(edges, bounds)
@@ -48,7 +48,7 @@ def segment_graph(
 def segment_crystallization(
     deg: Float64[Vector, " m"], old: int, parameters: CrystalCacheParameters,
 ) -> Float64[Vector, " new"]:
-    """Return D of the new trunks, which follow `old` older trunks. mu and sigma are computed over all trunks.
+    """Return D of all trunks except the first `old` trunks. mu and sigma are computed over all trunks.
 
     Implements: CC-SEGMENT-D
 
@@ -128,7 +128,7 @@ def extend(
 
 
 def _tokens(name: str, x: DeviceArray) -> int:
-    """Return the number of tokens of an array (heads, tokens, d). The backend checks all else about the array."""
+    """Return the number of tokens of an array (heads, tokens, d). The backend makes all other checks of the array."""
     shape = tuple(getattr(x, "shape", ()))
     if len(shape) != 3:
         raise SpecError(name, shape or type(x).__name__, "must be an array (heads, tokens, d)")

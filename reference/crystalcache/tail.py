@@ -37,7 +37,7 @@ def append(state: DecodeState, token_id: int, inverse_norm: float) -> DecodeStat
 
 
 def edgeless(start: int, salience: Float64[Vector, " n"]) -> CoAttention:
-    """Return a co-attention record for tokens whose attention is unknown: the given salience, and no edges."""
+    """Return a co-attention record with the given salience and no edges, for tokens whose attention is unknown."""
     n = len(salience)
     index, weight = np.empty((n, 0), dtype=np.int64), np.empty((n, 0))
     return CoAttention(start, salience, index, weight, index, weight)
@@ -75,7 +75,7 @@ def join_tail(
     M = backend.require_breath().impact(salience, c, parameters)
     ends = np.array([token in sentence_ends for token in state.tail_ids])
     start = state.seen - len(ids)
-    # A tail is not a segment: the impacts of its few trunks are not min-max normalised.
+    # The impacts of the tail's few trunks are not min-max normalised, because a tail is not a segment.
     as_it_is = replace(parameters, trunk_impact="mean")
     trunks = backend.require_crystal().trunks(edgeless(start, salience), M, ends, as_it_is)
     added = LiveTrunks(
@@ -91,7 +91,7 @@ def join_chunk(
     inverse_norms: Float64[Vector, " k"], sentence_ends: frozenset[int], parameters: CrystalCacheParameters,
     backend: Backend,
 ) -> DecodeState:
-    """Return the state after an archived chunk was spliced in. First the tail is converted into trunks, then the chunk.
+    """Return the state after an archived chunk was spliced in. The tail becomes trunks first, then the chunk.
 
     `kept` contains the indices of the chunk's stored tokens, ascending. `inverse_norms` contains the mean of 1 / ||k||
     for each stored token (CC-KEY-NORM). Chunk tokens that are not stored are removed from the trunks.

@@ -1,7 +1,7 @@
-"""Stage 1 of the essay, which divides the trunks by score into three tiers: kept, partly kept, and evicted.
+"""Stage 1 of the essay: trunks are divided by score into three tiers (kept, partly kept, evicted).
 
-The boundaries between the three tiers shift to fit the budget. The trunk with the highest score has rank 0. Eq. 32, in
-contrast, begins with the trunk with the lowest score.
+The boundaries between the tiers are shifted until the kept tokens fill the budget. The trunk with the highest score has
+rank 0. In contrast, Eq. 32 begins with the trunk with the lowest score.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ __all__ = ["dissolve_in_tiers", "least_shift", "tier_allocate", "tier_bounds", "
 
 
 def tier_bounds(m: int, t: int) -> tuple[int, int]:
-    """Return the tier boundaries (a, b) of m trunks at shift t: rank below a is kept, rank b or above evicted."""
+    """Return the tier boundaries (a, b) of m trunks at shift t. Ranks below a are kept, ranks from b on are evicted."""
     a = min(max(3 * m // 10 + t, 0), m)
     return a, min(max(7 * m // 10 + t, a), m)
 

@@ -36,7 +36,7 @@ def interface(current: tuple[int, int], sentence: tuple[int, int]) -> tuple[rang
 def interface_weights(
     edges: dict[tuple[int, int], float], P: tuple[range, range],
 ) -> Float64[Vector, " edges_in_P"]:
-    """Return the weights of the edges (a, b) in P, with a in the trunk and b in the sentence, sorted by (a, b).
+    """Return the weights of P's edges (a, b), sorted by (a, b). Token a is in the trunk, and token b in the sentence.
 
     Implements: CC-INTERFACE-EDGES
 
@@ -50,8 +50,8 @@ def merges(weights: Float64[Vector, " k"], size: int, next_size: int, parameters
 
     Implements: CC-MERGE
 
-    Source: Eq. 18 and 19. The test is sum(w) - tau_merge k > 0 for k edges, which avoids the rounding error of a
-    division. Without edges, the mean edge weight is 0.
+    Source: Eq. 18 and 19. To avoid the rounding error of a division, the test is sum(w) - tau_merge k > 0 for k edges.
+    Without edges, the mean edge weight is 0.
     """
     fits = size + next_size <= parameters.T_max
     return fits and left_to_right_sum(weights) - parameters.tau_merge * len(weights) > 0

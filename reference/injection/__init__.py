@@ -1,1 +1,1 @@
-"""Cross-session injection of archived chunks: the arithmetic, which does not depend on the serving engine."""
+"""Arithmetic of cross-session injection of archived chunks, independent of the serving engine."""

@@ -22,5 +22,5 @@ def fused(rankings: Sequence[Sequence[str]], k: int = 60) -> list[tuple[str, flo
 
 
 def recall(ranking: Sequence[str], truth: str, k: int) -> bool:
-    """Return True if the true chunk is among the first k of the ranking (r@1, r@3, r@5). Source: Section 3.11."""
+    """Return True if the true chunk is among the ranking's first k chunks (r@1, r@3, r@5). Source: Section 3.11."""
     return truth in ranking[:k]

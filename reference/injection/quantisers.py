@@ -22,7 +22,7 @@ SCHEMES: dict[str, tuple[int, ...]] = {
 }
 
 SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32, which is the scale of a group of zeros."""
+"""Scale of a group that contains only zeros: the smallest normal float32."""
 
 
 def scale(x: Float64[Cube, "heads n d"], axes: tuple[int, ...], bits: int) -> Float64[Cube, "h t c"]:
@@ -32,7 +32,7 @@ def scale(x: Float64[Cube, "heads n d"], axes: tuple[int, ...], bits: int) -> Fl
 
     Implements: IN-SCALE
 
-    Source: Section 3.13 and Appendix E, but without the appendix's division by zero.
+    Source: Section 3.13 and Appendix E. The appendix divides by zero if a group contains only zeros.
     """
     largest = np.abs(x).max(axis=axes, keepdims=True, initial=0.0) / (2 ** (bits - 1) - 1)
     step: Cube = np.maximum(largest, SMALLEST_SCALE).astype(np.float32).astype(np.float64)
@@ -59,9 +59,9 @@ def decoded(code: Int64[IntCube, "heads n d"], step: Float64[Cube, "h t c"]) -> 
 class Arm:
     """A quantisation experiment: the tensors, layers and tokens that are quantised.
 
-    `keys` and `values` are names of schemes; a tensor with scheme None is not quantised. The first `first` tokens and
-    the last `last` tokens are not quantised. `half` selects the quantised layers: all layers, the lower half, or the
-    upper half.
+    `keys` and `values` are names of schemes. With the scheme None, a tensor is not quantised. The first `first` tokens
+    and the last `last` tokens are not quantised. `half` selects the quantised layers: all layers, the lower half, or
+    the upper half.
     """
 
     keys: str | None
@@ -95,7 +95,7 @@ def quantised_region(arm: Arm, layers: int, n: int) -> tuple[range, range]:
     Source: Section 3.13, Table 10.
 
     Raises:
-        SpecError: if the half is not all, lower or upper.
+        SpecError: if `half` is not "all", "lower" or "upper".
     """
     halves = {"all": range(layers), "lower": range(layers // 2), "upper": range(layers // 2, layers)}
     if arm.half not in halves:

@@ -34,7 +34,7 @@ def placed(n: int, hidden: int, start: int, kept: Int64[IntVector, " k"]) -> tup
 
 @dataclass(frozen=True)
 class Held:
-    """Contents of a session: token ids, number of leading tokens that the session computes, RoPE position per key."""
+    """Contents of a session: token ids, number of first tokens that the session computes, RoPE position of each key."""
 
     ids: tuple[int, ...]
     live: int
@@ -53,7 +53,7 @@ ARMS: Mapping[str, tuple[str, str, str]] = {
     "text": ("session", "raw", "read"),
     "text_wrapped": ("session", "wrapped", "read"),
 }
-"""Baselines (arms). LegoLink and CacheBlend are `inject` with some recomputed tokens (IN-LEGOLINK, IN-CACHEBLEND)."""
+"""Baselines (arms). LegoLink and CacheBlend are `inject` with some tokens recomputed (IN-LEGOLINK, IN-CACHEBLEND)."""
 
 
 def held(
@@ -82,7 +82,7 @@ def held(
 
 
 def first_tokens(start: int, lengths: Sequence[int], k: int) -> list[int]:
-    """Return the positions that LegoLink recomputes: the first k tokens of each chunk. `lengths` are the chunk lengths.
+    """Return the positions that LegoLink recomputes: the first k tokens of each chunk. `lengths` has the chunk lengths.
 
     Implements: IN-LEGOLINK
 
@@ -104,7 +104,7 @@ def most_deviating(
 ) -> list[int]:
     """Return the positions that CacheBlend recomputes, ascending.
 
-    CacheBlend recomputes the floor(r n) of n tokens whose spliced keys differ most from the fresh keys.
+    Of n tokens, CacheBlend recomputes the floor(r n) tokens whose spliced keys differ most from the fresh keys.
 
     Implements: IN-CACHEBLEND
 

@@ -1,4 +1,4 @@
-"""Ada-KV: the heads of a layer share a budget. Heads with widely spread attention keep more tokens.
+"""Ada-KV: the heads of a layer share a budget. A head with widely spread attention keeps more tokens.
 
 Ada-KV's head budgets can be added to any policy that scores each KV head separately.
 """
@@ -21,7 +21,7 @@ __all__ = ["adakv", "adakv_score", "with_adaptive_budgets"]
 
 
 def adakv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv n"]:
-    """Return for each KV head the mean attention of the last W queries on each key, max-pooled along the keys.
+    """Return each key's mean attention from the last W queries, max-pooled along the keys, for each KV head.
 
     Implements: PO-ADAKV
 
@@ -39,7 +39,7 @@ def adakv_score(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv n
 def adakv(W: int = 32, kernel: int = 7, safeguard: Fraction | int = Fraction(1, 5)) -> Policy:
     """Return Ada-KV: a policy with SnapKV's window of W tokens, and with head budgets that depend on the scores.
 
-    Of a layer's budget beyond the window, the fraction `safeguard` is split evenly over the heads.
+    The fraction `safeguard` of a layer's budget beyond the window is split evenly over the heads.
 
     The official code rounds each head's budget separately, so the sum of the head budgets can differ from the layer's
     budget (see `budgets.adakv_official`). By default the official code keeps a separate set of tokens for each query
@@ -59,7 +59,7 @@ def with_adaptive_budgets(host: Policy, safeguard: Fraction | int = Fraction(1, 
     """Return the host policy with Ada-KV's head budgets. The host policy must score each KV head separately.
 
     Raises:
-        SpecError: if the host keeps the same tokens in all heads, or if the safeguard is outside [0, 1].
+        SpecError: if the host policy keeps the same tokens in all heads, or if the safeguard is outside [0, 1].
     """
     if host.granularity is not Granularity.HEAD:
         raise SpecError("host", host.name, "must have a kept set per layer and KV head")

@@ -15,7 +15,7 @@ __all__ = [
 ]
 
 
-_ROWS = 32  # queries at a time: no (H, n, n) array is made, and what is made stays in the cache
+_ROWS = 32  # queries at a time, so that the weights of one step fit in the CPU cache
 
 
 def wide(array: DeviceArray) -> Float64[Cube, "H n d"]:
@@ -44,7 +44,7 @@ def observed_attention(view: LayerView, W: int) -> Float64[Cube, "H w n"]:
 
 
 def accumulated_attention(view: LayerView) -> Float64[Matrix, "H n"]:
-    """Return for each query head the attention that each key receives, summed over all captured queries.
+    """Return the attention that each key receives from each query head, summed over all captured queries.
 
     Implements: PO-OBSERVED-ATTENTION
 
@@ -58,7 +58,7 @@ def accumulated_attention(view: LayerView) -> Float64[Matrix, "H n"]:
 
 
 def _blocks(view: LayerView) -> Iterator[tuple[slice, slice, Float64[Cube, "H rows visible"]]]:
-    """Yield for each run of queries: its slice, the slice of the keys that the run attends to, and the weights."""
+    """Split the queries into runs. For each run, yield the queries' slice, the attended keys' slice and the weights."""
     q, k, sinks = wide(view.q), wide(view.k), wide_sinks(view.sinks)
     positions, before = np.arange(k.shape[1]), k.shape[1] - q.shape[1]
     for first in range(0, q.shape[1], _ROWS):
@@ -73,7 +73,7 @@ def _blocks(view: LayerView) -> Iterator[tuple[slice, slice, Float64[Cube, "H ro
 def received_attention(
     q: DeviceArray, k: DeviceArray, scaling: float, softcap: float | None, sinks: DeviceArray | None = None,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return for each KV head the attention that each key receives, summed over all queries and all query heads.
+    """Return the attention that each key of each KV head receives, summed over all queries and query heads.
 
     This function is the reference of the backend stage `received_attention`.
 
@@ -110,24 +110,24 @@ def softmax(
 
 
 def group_sum(X: Float64[Matrix, "H n"], H_kv: int) -> Float64[Matrix, "H_kv n"]:
-    """Return for each KV head the sum of X over the query heads of the KV head."""
+    """Return the sum of X over the query heads of each KV head."""
     total: Matrix = X.reshape(H_kv, len(X) // H_kv, X.shape[1]).sum(axis=1)
     return total
 
 
 def group_mean(X: Float64[Matrix, "H n"], H_kv: int) -> Float64[Matrix, "H_kv n"]:
-    """Return for each KV head the mean of X over the query heads of the KV head."""
+    """Return the mean of X over the query heads of each KV head."""
     return group_sum(X, H_kv) / (len(X) // H_kv)
 
 
 def group_maximum(X: Float64[Cube, "H w n"], H_kv: int) -> Float64[Cube, "H_kv w n"]:
-    """Return for each KV head the elementwise maximum of X over the query heads of the KV head."""
+    """Return the elementwise maximum of X over the query heads of each KV head."""
     largest: Cube = X.reshape(H_kv, len(X) // H_kv, *X.shape[1:]).max(axis=1)
     return largest
 
 
 def max_pool(x: Float64[Matrix, "rows n"], kernel: int) -> Float64[Matrix, "rows n"]:
-    """Return for each entry of a row the maximum of the `kernel` entries centred on that entry.
+    """Replace each entry of a row by the maximum of the `kernel` entries centred on this entry.
 
     Positions beyond the ends of a row are ignored.
 
@@ -140,7 +140,7 @@ def max_pool(x: Float64[Matrix, "rows n"], kernel: int) -> Float64[Matrix, "rows
 
 
 def average_pool(x: Float64[Matrix, "rows n"], kernel: int) -> Float64[Matrix, "rows n"]:
-    """Return for each entry of a row the sum of the `kernel` entries centred on that entry, divided by `kernel`.
+    """Replace each entry of a row by the sum of the `kernel` entries centred on this entry, divided by `kernel`.
 
     Positions beyond the ends of a row count as 0.
 

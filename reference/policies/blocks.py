@@ -1,4 +1,4 @@
-"""Policies that keep or evict whole blocks of tokens, for paged caches in which a token cannot change its slot."""
+"""Policies that keep or evict whole blocks of tokens. Paged caches need such policies, because tokens cannot move."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Budgets: functions that divide a total of tokens among kept sets (groups), which are sorted by layer, then head."""
+"""Budgets: functions that divide a total of tokens among groups. Groups are sorted by layer, then by head."""
 
 import math
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Above:
     tau: float
 
     def __call__(self, total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-        """Return for each group the number of tokens that are protected or have a score above tau.
+        """Return the number of each group's tokens that are protected or have a score above tau.
 
         The number is at most an even share of the total.
 
@@ -70,10 +70,10 @@ def largest_remainder(targets: Sequence[Fraction]) -> Int64[IntVector, " g"]:
 
 
 def pyramid_targets(base: Fraction, past: int, L: int, beta: int) -> list[Fraction]:
-    """Return for each of L layers how many tokens before the window the layer keeps.
+    """Return how many tokens before the window each of L layers keeps.
 
-    The numbers of tokens fall linearly with the layer index, and their mean is `base`. Layer 0 keeps the most tokens.
-    The last layer keeps base / beta tokens.
+    The number of tokens falls linearly with the layer index. The mean over the layers is `base`. Layer 0 keeps the most
+    tokens. The last layer keeps base / beta tokens.
 
     Implements: PO-PYRAMID-BUDGET
 
@@ -92,7 +92,7 @@ def pyramid_targets(base: Fraction, past: int, L: int, beta: int) -> list[Fracti
 
 @dataclass(frozen=True)
 class Pyramid:
-    """PyramidKV's budgets: lower layers keep more tokens. The rounded budgets add up to the total exactly."""
+    """PyramidKV's budgets: lower layers keep more tokens. The sum of the rounded budgets is exactly the total."""
 
     W: int
     """Number of tokens in the window. Every group keeps the window in addition to the tokens of the pyramid."""
@@ -117,7 +117,7 @@ class Pyramid:
 
 
 def winners(values: Float64[Matrix, "h n"], k: int) -> Int64[IntVector, " h"]:
-    """Return for each head how many of a layer's k highest scores belong to the head.
+    """Return how many of a layer's k highest scores belong to each head.
 
     If scores are equal, the lower head comes first, then the lower position.
 
@@ -188,7 +188,7 @@ class Competition:
 
 
 def across_layers(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:
-    """Return for each group the number of its tokens among the `total` best-scored tokens of all layers.
+    """Return how many of the `total` best-scored tokens of all layers belong to each group.
 
     Protected tokens rank first.
 
@@ -211,13 +211,13 @@ def spread(total: int, parts: int) -> list[int]:
 
 
 def _layers(total: int, scores: Scores) -> list[tuple[Float64[Matrix, "h n"], int]]:
-    """Return for each layer the score rows of the layer, and an even share of the total."""
+    """Return each layer's score rows, and each layer's even share of the total."""
     L = len(scores.values) // scores.heads
     return list(zip(np.split(scores.values, L), spread(total, L), strict=True))
 
 
 def _open(rows: Float64[Matrix, "h n"], share: int) -> tuple[int, int]:
-    """Return for how many tokens the heads compete, and how many protected tokens each head has."""
+    """Return the number of tokens for which the heads compete, and the number of protected tokens of each head."""
     pinned = int(np.isnan(rows[0]).sum())
     free = share - pinned * len(rows)
     if free < 0:

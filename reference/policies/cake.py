@@ -40,7 +40,7 @@ def layer_preference(A: Float64[Cube, "H w past"], tau1: float, tau2: float) -> 
 
 
 def cake_score(A: Float64[Cube, "H w past"], gamma: float, kernel: int, H_kv: int) -> Float64[Matrix, "H_kv past"]:
-    """Return for each key the mean + gamma * variance of its attention weight over the window's queries.
+    """Return the mean + gamma * variance of each key's attention weight over the window's queries.
 
     The sum mean + gamma * variance is average-pooled along the keys of each query head, then averaged over the query
     heads of each group.

@@ -59,7 +59,7 @@ class Chunks:
     layerwise = separable
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        """Return for each layer the scores of the chunks and the scores of the tokens.
+        """Return the scores of each layer's chunks and tokens.
 
         Implements: PO-CHUNKKV
         """

@@ -34,9 +34,9 @@ EPSILON = 1e-4
 def two_stages(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, share: Fraction, choose: Choice = best_tokens,
 ) -> Selection:
-    """Select for each group the protected tokens, then tokens by first score, then tokens by second score.
+    """Select a group's protected tokens, then tokens by first score, then tokens by second score.
 
-    Of the budget that remains after the protected tokens, the fraction `share`, rounded down, is selected by first
+    The fraction `share` (rounded down) of the budget that remains after the protected tokens is selected by first
     score.
 
     Implements: PO-TWO-STAGES
@@ -70,7 +70,7 @@ class TwoScores:
         return isinstance(self.host, LayerwiseScorer) and self.host.layerwise
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
-        """Return the host policy's scores, and second scores: (host score + EPSILON) times the L1 norm of W_o v.
+        """Return the host policy's scores as first scores. A second score is (host score + EPSILON) * ||W_o v||_1.
 
         Implements: PO-CRITICALKV
 
@@ -93,7 +93,8 @@ def with_critical_selection(host: Policy, W_o: Mapping[int, DeviceArray], share:
     at the end of segments.
 
     Raises:
-        SpecError: if the host is unsuitable, or if the share is outside [0, 1]. The returned policy raises `SpecError`
+        SpecError: if `host` breaks a rule above, or if the share is outside [0, 1]. The returned policy raises
+        `SpecError`
             if a score is negative.
     """
     if getattr(host.selector, "func", host.selector) not in (top_units, top_tokens):

@@ -28,7 +28,7 @@ COVERED = 0.9
 def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> Float64[Matrix, "H_kv past"]:
     """Return each key's largest pooled attention weight over the queries and the query heads of a KV head.
 
-    Each result is at least the mean over all keys of the keys' largest pooled weights.
+    A result below the mean of all keys' largest pooled weights is raised to this mean.
 
     Before the maximum, each attention row is average-pooled, then rescaled to the sum that the row had before pooling.
 
@@ -45,7 +45,7 @@ def defensive_maximum(A: Float64[Cube, "H w past"], kernel: int, H_kv: int) -> F
 
 
 def output_size(v: DeviceArray, W_o: DeviceArray) -> Float64[Matrix, "H_kv n"]:
-    """Return for each token ||W_o v||_1, averaged over the query heads of a KV head. W_o has the shape (H, d, hidden).
+    """Return each token's ||W_o v||_1, averaged over the query heads of a KV head. W_o has the shape (H, d, hidden).
 
     Implements: PO-DEFENSIVEKV, PO-CRITICALKV
 
@@ -77,7 +77,7 @@ def output_share(v: Float64[Cube, "H_kv n d"], W_o: Float64[Cube, "H d hidden"])
 
 
 def first_stage(A: Float64[Cube, "H w past"], H_kv: int, W: int, most: int) -> list[IntVector]:
-    """Return for each KV head the keys with the largest mean attention.
+    """Return the keys of each KV head with the largest mean attention.
 
     At most `most` keys are returned for each head, and the sum of the keys' shares is bounded.
 
@@ -92,7 +92,7 @@ def first_stage(A: Float64[Cube, "H w past"], H_kv: int, W: int, most: int) -> l
     """
     mean = group_mean(A.mean(axis=1), H_kv)
     total = mean.sum(axis=1, keepdims=True)
-    share = np.divide(mean, total, out=np.full_like(mean, np.nan), where=total > 0)  # NaN covers nothing
+    share = np.divide(mean, total, out=np.full_like(mean, np.nan), where=total > 0)  # with NaN, no key is selected
     bound = COVERED - A[:, :, -W:].sum(axis=2).mean()
     order = np.argsort(-share, axis=1, kind="stable")
     covered = np.cumsum(np.take_along_axis(share, order, axis=1), axis=1)
@@ -149,7 +149,7 @@ class Defensive:
     of_model=frozenset({"W_o"}),
 )
 def defensivekv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 5) -> Policy:
-    """Return DefensiveKV: each layer keeps the last W tokens and the best-scored earlier tokens among all its KV heads.
+    """Return DefensiveKV: each layer keeps the last W tokens and the best-scored earlier tokens of all KV heads.
 
     In the layer-wise form of the official code, the layers also compete for the budget. If the budget is below W, the
     first stage of the official code selects nearly every token. kvspec does not implement Eq. 8 of the CrystalCache

@@ -61,7 +61,7 @@ Fields of a policy's `parameters` are documented in the class of `parameters`.
 
 
 def field_meanings(record: type) -> dict[str, str]:
-    """Return each field's docstring on one line. If the type of a field is a Literal, the allowed values are added."""
+    """Return the docstring of each field as one line. For a Literal type, the line also lists the allowed values."""
     (definition,) = ast.parse(dedent(inspect.getsource(record))).body
     assert isinstance(definition, ast.ClassDef)
     choices = {

@@ -60,12 +60,12 @@ class Signed:
 
     @property
     def separable(self) -> bool:
-        """Return True if the host is separable and the mode is "head". All other modes average values over heads."""
+        """Return True if the host policy is separable and the mode is "head". Other modes average over heads."""
         return self.mode == "head" and isinstance(self.host, SeparableScorer) and self.host.separable
 
     @property
     def layerwise(self) -> bool:
-        """Return True if the host is layerwise and the mode is not "flat". Mode "flat" averages values over layers."""
+        """Return True if the host policy is layerwise and the mode is not "flat". "flat" averages over layers."""
         return self.mode != "flat" and isinstance(self.host, LayerwiseScorer) and self.host.layerwise
 
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
@@ -143,7 +143,7 @@ class Diverse:
         check_penalty(self.lam)
 
     def __call__(self, scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
-        """Return the selection. If lam is 0, the selection equals the selection of the host.
+        """Return the selection. If lam is 0, the host policy without diversity makes the same selection.
 
         Implements: DV-POLICY
         """
@@ -160,7 +160,7 @@ class Diverse:
 
 @dataclass(frozen=True)
 class TowardMean:
-    """Selector of the tokens with the largest score + lam * c, where c is the cosine with the mean signature."""
+    """Selector of the tokens with the largest score + lam * c. A token's c is its signature's cosine with the mean."""
 
     lam: float
 
@@ -179,21 +179,21 @@ def diverse(
     """Return the host policy with set-conditioned selection. The scores, budgets and cadence do not change.
 
     In the paper the host is TriAttention in its global mode, and a token has one signature for the whole cache (mode
-    "flat"). Mode "layer" requires that the host keeps a separate set of tokens for each layer or KV head. Mode "head"
-    requires that the host keeps a separate set of tokens for each KV head.
+    "flat"). Mode "layer" requires a host policy with a separate set of kept tokens for each layer or KV head. Mode
+    "head" requires a host policy with a separate set of kept tokens for each KV head.
 
     Implements: DV-POLICY
 
     Raises:
-        SpecError: if lam is negative or not finite, or if the host does not keep the tokens with the
-            best scores. The error is also raised if the mode requires more separate sets of tokens than the host keeps.
+        SpecError: if lam is negative or not finite, if the host policy does not keep the tokens with the best scores,
+            or if the mode requires more sets of kept tokens than the host policy has.
         BackendUnavailable: if the backend cannot run here, or lacks the stage family `diversity`.
     """
     return _signed(host, mode, "diverse", Diverse(resolve(backend).require_diversity(), lam))
 
 
 def toward_mean_values(host: Policy, lam: float = 0.5, mode: str = "flat") -> Policy:
-    """Return the host with the rule `variant_b`, which favours tokens whose values are near the mean direction.
+    """Return the host policy with the rule `variant_b`: tokens whose values are near the mean direction are favoured.
 
     The paper Set-Conditioned Diversity rejects `variant_b`.
 

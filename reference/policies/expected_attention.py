@@ -82,8 +82,8 @@ Weigh = Callable[
 class ExpectedAttention:
     """Scorer of Expected Attention.
 
-    The model's RoPE frequencies are used to undo the rotations of past positions and to average the rotations over
-    future positions.
+    The scorer uses the model's RoPE frequencies to undo the rotations of past positions, and to average the rotations
+    over future positions.
     """
 
     inv_freq: Vector
@@ -129,7 +129,7 @@ def expected_attention(
     inv_freq: Float64[Vector, " half"], factor: float = 1.0, N_sink: int = 4, N_future: int = 512,
     backend: str | Backend = "numpy",
 ) -> Policy:
-    """Return Expected Attention: each KV head keeps the first N_sink tokens and the other tokens with the best scores.
+    """Return Expected Attention: each KV head keeps the first N_sink tokens and the best-scored later tokens.
 
     The policy follows the authors' code in kvpress. The paper uses the norm of the value after the output projection,
     but the code uses the norm of the value before this projection. The code and the paper ignore the variance that RoPE

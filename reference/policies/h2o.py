@@ -22,7 +22,7 @@ __all__ = ["HeavyHitters", "h2o", "h2o_described", "h2o_score"]
 
 
 def h2o_score(view: LayerView, received: Received = received_attention) -> Float64[Matrix, "H_kv n"]:
-    """Return for each KV head the attention that each key receives, summed over all queries and all query heads.
+    """Return the attention that each key of each KV head receives, summed over all queries and query heads.
 
     Implements: PO-H2O-DESCRIBED
 
@@ -85,7 +85,7 @@ def h2o(backend: str | Backend = "numpy") -> Policy:
         Needs("all", None, takes=engine.takes), partial(h2o_score, received=stages.received_attention)
     )
     selector = partial(recent_half, choose=stages.best_tokens)
-    # The newest half, as VATP's, depends on the budget, which a protection is not told: the suite does not see it.
+    # The newest half is not a protection, because a protection cannot depend on the budget. The suite does not test it.
     return Policy(
         "h2o", scorer, even, selector, SinkAndRecent(0, 0), Cadence(every=1), Granularity.HEAD,
         promises=Promises("yes", "N/A", "yes", "no", "yes", "yes", "yes"),

@@ -23,7 +23,7 @@ ANCHORS = ("alternating", "mean", "zeros", "ones")
 def anchor_distances(
     values: Float64[Matrix, "h n"], protected: Bool[BoolVector, " n"], b: int, anchor: str,
 ) -> Int64[IntVector, " m"]:
-    """Return the Hamming distance between each full block and the anchor. Blocks with protected tokens have distance 0.
+    """Return each full block's Hamming distance to the anchor. A block with protected tokens has distance 0.
 
     For the distance, a token has one bit per head. A token's bit for a head is 1 if the token's score is in the better
     half of the head's scores.
@@ -53,11 +53,11 @@ def representatives(
     totals: Float64[Matrix, "g m"], places: Int64[IntVector, " g"], held: Bool[BoolMatrix, "g m"], /,
     distances: Int64[IntMatrix, "g m"], share: Fraction,
 ) -> Selection:
-    """Select for each group the protected blocks, the blocks with the best total scores, and representative blocks.
+    """Select a group's protected blocks, the blocks with the best total scores, and representative blocks.
 
-    A group with p protected blocks selects share * (places - p) representatives, rounded down. The blocks that are not
-    selected by score are sorted by their distance to the anchor, then split into runs of equal length. The first block
-    of each run is a representative.
+    A group that keeps `places` blocks, p of them protected, has share * (places - p) representatives, rounded down. The
+    blocks that are not selected by score are sorted by their distance to the anchor, then split into runs of equal
+    length. The first block of each run is a representative.
 
     Implements: PO-REPRESENTATIVES
 
@@ -91,11 +91,12 @@ def with_representatives(
 ) -> Policy:
     """Return the host policy with KVCrush's selection of blocks.
 
-    Of the kept blocks without protected tokens, the fraction `share` are representatives. The host policy must select
+    The fraction `share` of the kept blocks without protected tokens are representatives. The host policy must select
     individual tokens by their scores, and evict only at the end of segments.
 
     Raises:
-        SpecError: if the host is unsuitable, if block is below 1, if the share is outside [0, 1], or if the anchor is
+        SpecError: if `host` breaks a rule above, if block is below 1, if the share is outside [0, 1], or if the anchor
+        is
             unknown.
     """
     chosen = getattr(host.selector, "func", host.selector) in (top_units, top_tokens)

@@ -26,7 +26,7 @@ Largest = Callable[[DeviceArray, DeviceArray, Vector, float, float | None, Devic
 def rehearsal_chunks(
     token_ids: Int64[IntVector, " n"], rehearsal: Rehearsal,
 ) -> list[tuple[int, int, Int64[IntVector, " r"]]]:
-    """Return for each chunk the start, the stop, and the r token ids that the model processes to repeat the chunk.
+    """Return each chunk's start, stop, and the r token ids that the model processes to repeat the chunk.
 
     Implements: PO-REHEARSAL
 
@@ -52,9 +52,9 @@ def _repeats(view: LayerView) -> tuple[Repeat, ...]:
 def _attended(
     view: LayerView, repeats: Iterable[Repeat], N_sink: int, largest: Largest,
 ) -> Iterator[tuple[slice, Float64[Cube, "H one m"]]]:
-    """Yield for each chunk its slice, and for each of its tokens the largest attention weight / query norm.
+    """Yield each chunk's slice, and the largest quotient attention weight / query norm of each token of the chunk.
 
-    The attention comes from the queries that repeat the chunk.
+    The attention is the attention of the queries that repeat the chunk.
 
     The softmax denominator includes the sinks, the chunk and (causally) the repeated tokens, but not the rest of the
     prompt.

@@ -20,7 +20,7 @@ __all__ = ["FullHeads", "head_scores", "kvzip_heads"]
 
 
 def head_scores(contexts: Sequence[Float64[Matrix, "g _"]]) -> Float64[Vector, " g"]:
-    """Return for each head the largest KVzip score in each context, averaged over the contexts.
+    """Take each head's largest KVzip score in each context, and return each head's mean over the contexts.
 
     Tokens outside all chunks have the score NaN and are ignored.
 
@@ -39,7 +39,7 @@ def head_scores(contexts: Sequence[Float64[Matrix, "g _"]]) -> Float64[Vector, "
 
 @dataclass(frozen=True)
 class FullHeads:
-    """Budgets with full heads: as many of the best heads as the total allows keep all tokens.
+    """Budgets in which the best heads keep all tokens. The total limits the number of these full heads.
 
     All other heads share the remaining tokens equally.
     """
@@ -92,13 +92,13 @@ def kvzip_heads(calibration: Calibration, served: Identity, N_sink: int = 64, N_
     Implements: PO-KVZIP-HEADS
 
     Raises:
-        SpecError: if the calibration is for a different model or RoPE, if head scores
-            are missing, or if a number is negative.
+        SpecError: if the calibration is for a different model or RoPE, if head scores are missing, or if a number is
+            negative.
     """
     calibration.check(served)
     if calibration.head_scores is None:
         raise SpecError("calibration", calibration.digest, "has no head scores: `kvspec calibrate` writes them")
-    # Of the layers it looks at nothing, but a turn is decided when all of them have stored it.
+    # The scorer reads no tensor. It declares all layers, so that a turn is decided after all layers have stored it.
     scorer = replace(recency, needs=Needs("all", 0, takes=lambda _: True), separable=True)
     return Policy(
         "kvzip-heads", scorer, FullHeads(calibration.head_scores.ravel(), N_sink + N_recent), top_units,

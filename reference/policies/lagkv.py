@@ -19,7 +19,7 @@ __all__ = ["lagkv", "lagkv_information", "lagkv_score"]
 
 
 def lagkv_information(x: Float64[Cube, "H n d"], lag: int) -> Float64[Matrix, "rows lag"]:
-    """Return for each partition except the last the softmax over the spreads of the `lag` tokens in the partition.
+    """Return the softmax over the spreads of the `lag` tokens of each partition. The last partition is excluded.
 
     Each channel of a token is min-max scaled by the channel's range in the next partition. The scaled value is 0 if the
     channel is constant in the next partition. The spread of a token is the standard deviation of the token's scaled
@@ -77,11 +77,11 @@ def lagkv(N_sink: int = 4, lag: int = 128) -> Policy:
     """Return LagKV, a policy that keeps the sinks, the newest tokens, and equal shares of all other partitions.
 
     The newest tokens are the last whole partition and all later tokens. The budget includes the sinks and the newest
-    tokens. If the newest tokens do not all fit into the budget, the policy keeps the last of the newest tokens. The
-    default constants are the defaults of kvpress. The official class has 16 sinks and partitions of 1024 tokens. The
-    official class keeps int(ratio * lag) tokens of each partition, and divides by 0 if a channel is constant. While
-    decoding, the official class compresses each new partition once. In kvspec the policy scores all cached tokens again
-    at the end of each later turn.
+    tokens. If the budget is too small for all newest tokens, the policy keeps the last of these tokens. The default
+    constants are the defaults of kvpress. The official class has 16 sinks and partitions of 1024 tokens. The official
+    class keeps int(ratio * lag) tokens of each partition, and divides by 0 if a channel is constant. While decoding,
+    the official class compresses each new partition once. In kvspec the policy scores all cached tokens again at the
+    end of each later turn.
 
     Raises:
         SpecError: if N_sink is negative, or if lag is not positive.

@@ -1,4 +1,4 @@
-"""Layer-by-layer eviction: if a policy decides layers separately, each layer evicts right after its attention step."""
+"""Layer-by-layer eviction: a layer evicts right after its attention step. The policy must decide layers separately."""
 
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ __all__ = ["is_layerwise", "policy_of_layer"]
 
 
 def is_layerwise(policy: Policy) -> bool:
-    """Return True if the kept tokens of each layer depend only on the queries, keys and values of the same layer.
+    """Return True if the kept tokens of each layer depend only on queries, keys and values of this layer.
 
     The result is also False if the policy's budgets function is not defined in `reference.policies`.
     """
@@ -40,7 +40,7 @@ def policy_of_layer(policy: Policy, at: int, L: int) -> Policy:
 
 @dataclass(frozen=True)
 class _OfLayer:
-    """Budgets of one layer, for budgets that depend on the numbers of layers, heads and tokens, but not on scores."""
+    """One layer's part of budgets that depend only on the numbers of layers, heads and tokens, not on scores."""
 
     budgets: Budgets
     at: int

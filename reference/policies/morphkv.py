@@ -20,8 +20,8 @@ __all__ = ["morphkv", "morphkv_score"]
 def morphkv_score(view: LayerView, W: int, fusion: str) -> Float64[Matrix, "H_kv n"]:
     """Return the attention that each key before the window receives from the last W queries.
 
-    For each key, the sum (`fusion` "sum") or the maximum ("max") over the queries is computed. The sum or maximum is
-    then averaged over the query heads of a KV head. Tokens of the window have the score NaN.
+    The attention on a key is first summed (`fusion` "sum") or maximised ("max") over the queries, then averaged over
+    the query heads of a KV head. Tokens of the window have the score NaN.
 
     Implements: PO-MORPHKV
 

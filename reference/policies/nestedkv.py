@@ -62,13 +62,12 @@ def nestedkv_score(
     family="nestedkv",
 )
 def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy") -> Policy:
-    """Return NestedKV: each layer keeps its H_kv B best-scored (head, token) pairs. Each head keeps a quota.
+    """Return NestedKV: each layer keeps its H_kv B best-scored (head, token) pairs, with a quota for each head.
 
     The policy decides once, at the end of the prompt. The quota is the smallest number of tokens that each head keeps.
-    All statistics include the sinks. The sinks are always kept, and the budget and the quota include the sinks. A layer
-    keeps exactly H_kv B tokens, so a budget B below N_sink raises an error. The authors' code is not public. The
-    paper's experiments use kvpress, which masks tokens instead of evicting them. The quota is computed like the
-    safeguard of Ada-KV in kvpress.
+    The sinks are always kept. The statistics, the budget and the quota include the sinks. A layer keeps exactly H_kv B
+    tokens, so a budget B below N_sink raises an error. The authors' code is not public. The paper's experiments use
+    kvpress, which masks tokens instead of evicting them. The quota is computed like the safeguard of Ada-KV in kvpress.
 
     Implements: NK-NESTEDKV
 

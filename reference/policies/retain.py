@@ -37,7 +37,7 @@ class _Absent:
         self.missed()
 
 
-# Operators are looked up on the type, so that __getattr__ does not see them.
+# Python looks up operators on the type, not with __getattr__.
 for _operator in (
     "abs", "add", "array", "bool", "eq", "ge", "getitem", "gt", "iter", "le", "len", "lt", "matmul", "mul", "ne", "neg",
     "pow", "sub", "truediv",
@@ -89,8 +89,7 @@ def retain_each(
 ) -> list[tuple[Retention, CrystalRetention | None]]:
     """Return the result of `retain` for each budget.
 
-    The scorer is called once for all budgets. If the scores depend on the budget, the scorer is called once for each
-    budget.
+    The scorer is called once for all budgets, unless the scores depend on the budget.
 
     Raises:
         SpecError: as in `retain`.
@@ -115,12 +114,12 @@ def _retained(
 
 
 def tokens_of(policy: Policy, budget: Budget, seen: int) -> int:
-    """Return B, the number of tokens that a group keeps on average: the budget, but at least the policy's floor."""
+    """Return B, the average number of tokens that a group keeps: the budget, but at least the policy's floor."""
     return max(policy.floor, budget.tokens(seen))
 
 
 def chosen(policy: Policy, B: int, scores: Scores, protected: BoolVector) -> Selection:
-    """Select the tokens to keep, on average B tokens per group. Units with a protected token receive the score NaN."""
+    """Select the tokens to keep: on average B per group. The score of a unit with a protected token becomes NaN."""
     pinned = touched_units(protected, scores.offsets)
     if pinned.any():
         scores = replace(scores, values=np.where(pinned, np.nan, scores.values))
@@ -136,7 +135,7 @@ def retain_turn(
     policy: Policy, budget: Budget, live: Sequence[Int64[IntVector, " _"]], shown: Sequence[Observation],
     heads: int = 1,
 ) -> Retention:
-    """Return for each set of kept tokens the positions that are kept at the end of a later segment.
+    """Return the positions that each set of kept tokens contains after the end of a later segment.
 
     The budget and the protection are computed from all tokens seen, including evicted tokens. The scorer reads the
     queries of the segment, and treats the cached tokens as a complete sequence.
@@ -144,14 +143,13 @@ def retain_turn(
     Implements: PO-TURN
 
     Args:
-        live: for each set of kept tokens, the absolute positions of the cached tokens in ascending order, including the
-            tokens of the segment.
-        shown: observations. If all kept sets store the same tokens, the list has one observation. For a separable
-            scorer, the list has one observation per kept set, with only the layer (and head) of this kept set.
-        heads: number of kept sets per layer.
+        live: absolute positions of each set's cached tokens, ascending, including the tokens of the segment.
+        shown: one observation if all sets cache the same tokens. For a separable scorer, one observation per set, with
+            only the layer (and head) of this set.
+        heads: number of sets of kept tokens per layer.
 
     Raises:
-        SpecError: as in `retain`, and if the kept sets store different numbers of protected tokens.
+        SpecError: as in `retain`, and if the sets contain different numbers of protected tokens.
     """
     seen = shown[0].seen
     B, protected = tokens_of(policy, budget, seen), policy.protection(seen)
@@ -177,7 +175,7 @@ def retain_turn(
 def _shares(
     policy: Policy, B: int, parts: Sequence[Scores], marks: Sequence[BoolVector], heads: int,
 ) -> Int64[IntVector, " g"]:
-    """Return budgets for kept sets of different lengths. Shorter rows are padded in front with the score -inf."""
+    """Return budgets for groups of different lengths. Shorter rows are padded in front with the score -inf."""
     counts = sorted({int(mark.sum()) for mark in marks})
     if len(counts) > 1:
         raise SpecError("protection", counts, "all kept sets must store the same number of protected tokens")

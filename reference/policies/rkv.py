@@ -49,7 +49,7 @@ def rkv_importance(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_k
 
 
 def rkv_redundancy(k: Float64[Matrix, "n d"]) -> Float64[Matrix, "one n"]:
-    """Return the redundancy of each key: the softmax, over the keys, of each key's mean cosine with all other keys.
+    """Compute each key's mean cosine with all other keys, and return the softmax of these means over the keys.
 
     Before the mean, the last cosine above 1/2 (compared in float32) in each row is set to 0. If a row has no cosine
     above 1/2, the cosine in column 0 of the row is set to 0.
@@ -139,10 +139,10 @@ class QueryCache:
 def rkv(W: int = 8, kernel: int = 7, lam: float = 0.1, every: int = 128) -> Policy:
     """Return R-KV: each KV head keeps the last W tokens and the best-scored earlier tokens.
 
-    The policy evicts each time the number of tokens seen is a multiple of `every`. lambda = 0.1 is the paper's value;
-    the official class has lambda = 0.07. The official code evicts one forward pass later than kvspec. The official code
-    continues to count tokens across samples unless the counter is reset. If a row of cosines has no cosine above 1/2,
-    the official code and kvspec set column 0 of the row to 0.
+    The policy evicts each time the number of tokens seen is a multiple of `every`. The paper uses lambda = 0.1, and the
+    official class 0.07. The official code evicts one forward pass later than kvspec. The official code continues to
+    count tokens across samples unless the counter is reset. If a row of cosines has no cosine above 1/2, the official
+    code and kvspec set column 0 of the row to 0.
 
     Raises:
         SpecError: if W, `kernel` or `every` is not positive, if the kernel is even, or if lambda is outside [0, 1].

@@ -28,7 +28,7 @@ NOTHING = SinkAndRecent(0, 0)
 _PROMISES = Promises(
     budget_exact="yes", protection_holds="yes", no_op_at_full_budget="yes", higher_score_never_loses="yes"
 )
-"""Guarantees of every policy from a scoring function without a threshold. The function's author can guarantee more."""
+"""What a policy from a scoring function guarantees without a threshold. The function's author may guarantee more."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ _FIELDS = ("w_k", "w_v", "b")
 
 @dataclass(frozen=True)
 class LinearScores:
-    """Linear scoring function for `policy_from_score`, with weights w_k (G, d), w_v (G, d), b (G,) for G kept sets."""
+    """Linear scoring function for `policy_from_score`, with weights w_k (G, d), w_v (G, d), b (G,) for G groups."""
 
     w_k: Matrix
     w_v: Matrix
@@ -120,7 +120,7 @@ class LinearScores:
             raise SpecError("scores", "infinite or NaN", "must be finite")
 
     def __call__(self, observation: Observation) -> Float64[Matrix, "G n"]:
-        """Return the scores w_k k_j + w_v v_j + b of all tokens. Keys are used as cached, after RoPE.
+        """Return the scores w_k k_j + w_v v_j + b of all tokens j. The keys k_j are the cached keys, after RoPE.
 
         Raises:
             SpecError: if the weights do not fit the model's number of KV heads or its head size.

@@ -82,7 +82,7 @@ def stacked(observation: Observation, rows: Sequence[DeviceArray], carry: object
 
 
 def with_window(past: Float64[Matrix, "h past"], n: int) -> Float64[Matrix, "h n"]:
-    """Return the scores of all n tokens: `past` for the tokens before the window, and NaN for the window."""
+    """Return the scores of all n tokens: `past` before the window, and NaN for the tokens of the window."""
     padded: Matrix = np.pad(past, ((0, 0), (0, n - past.shape[1])), constant_values=np.nan)
     return padded
 

@@ -29,7 +29,7 @@ def touched_units(
 
 
 def top_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
-    """Select for each group the protected units, then the best-scored other units up to the budget.
+    """Select a group's protected units, then the best-scored other units up to the budget.
 
     If scores are equal, the unit with the lower index is selected.
 
@@ -43,7 +43,7 @@ def top_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> S
 def best_tokens(
     values: Float64[Matrix, "g n"], shares: Int64[IntVector, " g"], pinned: Bool[BoolMatrix, "g n"],
 ) -> Selection:
-    """Select for each group the pinned tokens, then the best-scored other tokens up to the group's share.
+    """Select a group's pinned tokens, then the best-scored other tokens up to the group's share.
 
     This function is the reference of the backend stage `best_tokens`.
 
@@ -67,7 +67,7 @@ def staged(
     scores: Scores, first: Int64[IntVector, " g"], budgets: Int64[IntVector, " g"], protected: BoolVector,
     choose: Choice = best_tokens,
 ) -> Selection:
-    """Select for each group `first` tokens by first score, then more tokens by second score, up to the budget.
+    """Select `first` tokens of a group by first score, then more tokens by second score, up to the budget.
 
     The number `first` includes the protected tokens.
 
@@ -89,7 +89,7 @@ def best_blocks(
     values: Float64[Matrix, "g n"], shares: Int64[IntVector, " g"], pinned: Bool[BoolMatrix, "g n"], /, b: int,
     choose: Choice = best_tokens,
 ) -> Selection:
-    """Select for each group the blocks of b tokens with the largest sums of scores, up to the group's budget.
+    """Select a group's blocks of b tokens with the largest sums of scores, up to the group's budget.
 
     A last block with fewer than b tokens is always kept.
 
@@ -108,7 +108,7 @@ def best_blocks(
 
 
 def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> Selection:
-    """Select for each group the protected tokens, then whole units by score, then the best tokens of one more unit.
+    """Select a group's protected tokens, then whole units by score, then the best tokens of one more unit.
 
     Implements: PO-FILL-UNITS
 
@@ -131,7 +131,7 @@ def fill_units(scores: Scores, budgets: IntVector, protected: BoolVector, /) -> 
 def recent_half(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, choose: Choice = best_tokens,
 ) -> Selection:
-    """Select for each group the newest B // 2 tokens, then the best-scored other tokens up to the group's budget B.
+    """Select a group's newest B // 2 tokens, then the best-scored other tokens up to the group's budget B.
 
     Implements: PO-H2O
     """
@@ -160,8 +160,8 @@ def _fill(
 class Dissolve:
     """Selector of CrystalCache (Algorithm 1, branch dissolution): evicts the trunks with the lowest scores.
 
-    Of the last evicted trunk, only some tokens may be evicted. The records of the selection are a `Dissolution`,
-    computed with D = 0. A scorer that stores D updates D from the kept ratio r by Eq. 34.
+    Some tokens of the last evicted trunk may be kept. The records of the selection are a `Dissolution`, computed with D
+    = 0. A scorer that stores D updates D from the kept ratio r by Eq. 34.
     """
 
     stages: CrystalStages

@@ -40,10 +40,10 @@ def snapkv(W: int = 32, kernel: int = 7) -> Policy:
     The budget B includes the last W tokens (the window).
 
     The defaults of W and kernel, and max pooling, are from the authors' LongBench experiments. The official class has
-    the defaults W = 64 and average pooling over 5 keys. The official class has a separate kept set for each query head.
-    With G query heads per KV head, the cache of the official class is G times as large. The class in kvpress has the
-    official defaults, and averages attention over the window. R-KV's version of SnapKV excludes the window from the
-    softmax. kvspec implements SnapKV as described in the CrystalCache paper.
+    the defaults W = 64 and average pooling over 5 keys. The official class keeps a separate set of tokens for each
+    query head. With G query heads per KV head, the cache of the official class is G times as large. The class in
+    kvpress has the official defaults, and averages attention over the window. R-KV's version of SnapKV excludes the
+    window from the softmax. kvspec implements SnapKV as described in the CrystalCache paper.
 
     Raises:
         SpecError: if the window is not positive, or if the kernel is even.

@@ -18,9 +18,9 @@ __all__ = ["streaming_llm"]
 def streaming_llm(N_sink: int = 4) -> Policy:
     """Return StreamingLLM, a policy that keeps the first N_sink tokens and the last B - N_sink tokens.
 
-    The policy keeps the same tokens as the policy in the paper. In kvspec each key keeps its absolute position. The
-    official code instead renumbers the positions inside the cache, which changes the model's input. kvspec cannot
-    renumber positions. Well-known implementations differ in the total number of sinks and window tokens that they keep.
+    The policy keeps the same tokens as the paper's policy. In kvspec each key keeps its absolute position, because
+    kvspec cannot renumber positions. The official code renumbers the positions inside the cache, and so changes the
+    model's input. Well-known implementations differ in the number of tokens that each implementation keeps.
 
     Implements: PO-STREAMINGLLM
 

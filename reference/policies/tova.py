@@ -1,4 +1,4 @@
-"""TOVA: at each decode step a layer keeps the tokens that the last query attends to, the same tokens in all heads."""
+"""TOVA: at each decode step, all heads of a layer keep the same tokens: the tokens that the last query attends to."""
 
 from functools import partial
 

@@ -30,7 +30,7 @@ def largest_z_scores(
     k: DeviceArray, t: int, mean: Float64[Matrix, "H d"], magnitude: Float64[Matrix, "H half"],
     inv_freq: Float64[Vector, " half"], factor: float, pinned: int,
 ) -> Float64[Matrix, "H_kv n"]:
-    """Return the score of each key: the largest z-score over the query heads of a KV head. Pinned tokens have NaN.
+    """Return each key's largest z-score over the query heads of a KV head. The score of a pinned token is NaN.
 
     Implements: TA-SCORE, TA-RANKING
     """
@@ -65,7 +65,7 @@ class TriAttention:
         return self.step(None, observation)
 
     def step(self, records: object, observation: Observation, /) -> Scores:
-        """Return one row of scores per kept set: the KV heads' largest z-scores, combined according to the mode.
+        """Return one row of scores per group: the KV heads' largest z-scores, combined according to the mode.
 
         The first `pin_prompt` slots are the pinned tokens.
 
@@ -87,7 +87,7 @@ class TriAttention:
         return None
 
     def layers(self, views: Mapping[int, LayerView], t: int) -> list[DeviceArray]:
-        """Return for each layer the largest z-scores (H_kv, n) over query heads. Pinned tokens have the score NaN."""
+        """Return each layer's largest z-scores over query heads, (H_kv, n). The score of a pinned token is NaN."""
         found, rope, known, rows = self.calibration, self.calibration.identity, self.calibration.layers, []
         if not (set(views) <= set(known) if self.layerwise else tuple(views) == known):
             raise SpecError(
@@ -124,7 +124,7 @@ class TriAttention:
 def triattention(
     calibration: Calibration, served: Identity, mode: str = "global", pin_prompt: int = 0, slack: int = 128,
 ) -> Policy:
-    """Return TriAttention: each kept set is reduced to B tokens after the prompt, and again after every `slack` tokens.
+    """Return TriAttention: each group is reduced to B tokens after the prompt, and again after every `slack` tokens.
 
     `mode="global"` is the baseline 1d in the paper Set-Conditioned Diversity. In the official code the default mode is
     "head". The official code breaks ties by noise of up to 1e-6. If tokens tie, kvspec keeps the token at the lower
@@ -136,11 +136,11 @@ def triattention(
     Args:
         calibration: calibration of the served model.
         served: identity of the served model and its RoPE.
-        mode: part of the model that has a separate kept set. With "global" the whole model has one set of kept tokens.
-            With "head" the KV heads with the same index in all layers share one kept set. With "layer and head" each KV
-            head of each layer has a separate kept set.
+        mode: part of the model that has a separate set of kept tokens (a group). With "global" the whole model is one
+            group. With "head" the KV heads with the same index in all layers are one group. With "layer and head" each
+            KV head of each layer is a separate group.
         pin_prompt: number of first tokens that are never evicted. B includes these tokens.
-        slack: after a decode step, the policy evicts if a kept set has at least `slack` tokens more than B.
+        slack: after a decode step, the policy evicts if a group has at least `slack` tokens more than B.
 
     Raises:
         SpecError: if the calibration is for a different model or RoPE, or lacks query statistics. The error is also

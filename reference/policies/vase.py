@@ -44,9 +44,9 @@ def uniform_numbers(seed: int, group: int, seen: int, n: int) -> Float64[Vector,
 
 
 def exponential_numbers(seed: int, first: int, seen: int, at: Int64[IntMatrix, "g n"]) -> Float64[Matrix, "g n"]:
-    """Return an exponential random number -log(u) for each position in `at`, where u is a uniform random number.
+    """Return an exponential random number -log(u) for each position in `at`. Each u is a uniform random number.
 
-    `first` is the index of the first kept set.
+    `first` is the index of the first group.
 
     Implements: PO-UNIFORM
     """
@@ -85,7 +85,7 @@ def value_range(v: DeviceArray) -> Float64[Matrix, "H_kv n"]:
 def ranges_first(
     scores: Scores, budgets: IntVector, protected: BoolVector, /, share: Fraction, N_sink: int,
 ) -> Selection:
-    """Select for each group the protected tokens, then tokens by value range, then a random sample up to the budget.
+    """Select a group's protected tokens, then tokens by value range, then a random sample up to the budget.
 
     The sinks and the tokens selected by value range together fill the fraction `share` of the budget.
 
@@ -100,7 +100,7 @@ def ranges_first(
 
 @dataclass(frozen=True)
 class Sampled:
-    """Scorer of VaSE. A first score is a value range. A second score is attention / exponential random number.
+    """Scorer of VaSE. The first score is the value range. The second score is attention / exponential random number.
 
     The tokens with the largest second scores are a random sample, weighted by attention. The scorer stores the last W
     queries of each layer and the positions of the cached tokens.

@@ -55,7 +55,7 @@ class ValueWeighted:
 
     @property
     def separable(self) -> bool:
-        """Return True if the host policy's scorer is separable. A value norm depends on a single token."""
+        """Return True if the host policy's scorer is separable. A value norm belongs to one token of one head."""
         return isinstance(self.host, SeparableScorer) and self.host.separable
 
     @property
@@ -114,13 +114,14 @@ class RunningValueWeighted(ValueWeighted):
 def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:
     """Return the host policy with scores multiplied by value norms.
 
-    The host policy must have a separate kept set for each KV head.
+    The host policy must keep a separate set of tokens for each KV head.
 
     Attention sinks receive large attention but have small values, so the product of attention and value norm is small.
     To keep the attention sinks, the policy never evicts the first N_sink tokens.
 
     Raises:
-        SpecError: if several heads of the host policy share one kept set, or if N_sink is negative. The returned policy
+        SpecError: if heads of the host policy share one set of kept tokens, or if N_sink is negative. The returned
+        policy
             raises the error if a score is negative.
     """
     if host.granularity is not Granularity.HEAD:
