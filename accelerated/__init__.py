@@ -1,1 +1,1 @@
-"""Fast backends, whose files and functions have the same names as in `reference`. No module imports `reference`."""
+"""Fast backends. Files and functions are named as in `reference`. No module of a backend imports `reference`."""

@@ -9,23 +9,23 @@ from spec.policy import DeviceArray
 
 __all__ = ["active_trunks", "inverse_key_norms"]
 
-SMALL, LARGE = 2.0**-1000, 2.0**1000  # between them a sum of squares has lost nothing
+SMALL, LARGE = 2.0**-1000, 2.0**1000  # between these bounds, a sum of squares is exact enough
 UP, DOWN = 2.0**600, 2.0**-600
 
 
 def inverse_key_norms(k: DeviceArray) -> Vector:
-    """Return for each token the mean of 1 / ||k|| over the KV heads, (n,) in float64, for keys of any floating dtype.
+    """Return each token's mean of 1 / ||k|| over the KV heads, (n,) in float64. The keys have any floating dtype.
 
     Implements: CC-KEY-NORM
     """
-    with np.errstate(over="ignore"):  # a square that overflows is taken again, scaled; only uncompiled code warns
+    with np.errstate(over="ignore"):  # a square that overflows is computed again with scaled keys
         mean: Vector = mean_inverse(k.astype(np.float64))
     return mean
 
 
 @compiled()
 def mean_inverse(k: Cube) -> Vector:
-    """Return the mean inverse norms. A zero key gives inf. If float64 cannot represent the squares, keys are scaled."""
+    """Return the mean inverse norms. A zero key gives inf. Keys are scaled if float64 cannot represent the squares."""
     total = np.zeros(k.shape[1])
     for h in range(k.shape[0]):
         for i in range(k.shape[1]):
@@ -47,7 +47,7 @@ def sum_of_squares(key: Vector, scale: float) -> float:
 
 
 def active_trunks(live: LiveTrunks, theta_act: float) -> BoolVector:
-    """Return a mask of the active trunks, in which more than half of the live tokens have eta > theta_act.
+    """Return a mask of the active trunks. In an active trunk, more than half of the live tokens have eta > theta_act.
 
     Implements: CC-ETA, CC-ACTIVATION
     """

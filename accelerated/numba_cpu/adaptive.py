@@ -1,4 +1,4 @@
-"""Adaptive merge threshold of stage S2, from the strengths between neighbouring sentences (the paper's F4)."""
+"""Adaptive merge threshold of stage S2: the median strength between neighbouring sentences (the paper's F4)."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def strength(
     start: int, stop: int, next_stop: int, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
     cross_weight: Matrix,
 ) -> float:
-    """Return the mean weight of an interface, or the next float if rounding would make CC-MERGE merge at this mean."""
+    """Return the mean weight of an interface, or the next float if CC-MERGE would merge at the mean by rounding."""
     total, k = interface_sum(start, stop, next_stop, intra, intra_weight, cross, cross_weight)
     if k == 0:
         return 0.0

@@ -1,7 +1,7 @@
 """Conversion of the arguments of compiled functions to contiguous, read-only arrays.
 
-After the conversion Numba compiles each function once, not once for each combination of memory layouts and writable
-flags.
+With converted arguments, Numba compiles each function only once. Otherwise Numba compiles a function for each
+combination of memory layouts and writable flags.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Stages = TypeVar("Stages")
 
 
 def contiguous_arguments(stages: type[Stages]) -> type[Stages]:
-    """Class decorator: methods receive aligned read-only arrays, contiguous if an array has at most two axes."""
+    """Class decorator: methods receive aligned, read-only arrays. Arrays with one or two axes are also contiguous."""
     for name, method in list(vars(stages).items()):
         if isinstance(method, staticmethod):
             setattr(stages, name, staticmethod(_wrapped(method.__func__)))

@@ -1,8 +1,8 @@
-"""Attention that keys receive (H2O, TOVA, KVzip), in float32. Each block of queries needs one product and one pass.
+"""Attention that keys receive (H2O, TOVA, KVzip), in float32. A block of queries needs one product and one pass.
 
-No (n, n) array is made: the logits of a block have at most FLOATS entries, or one row per head. Sums inside a block are
-float32, and sums over blocks are float64. The blocks are always added in PARTS separate sums, so the bits of the result
-do not depend on the number of threads.
+No (n, n) array is made, because the logits of a block have at most FLOATS entries, or one row per head. Sums inside a
+block are float32, and sums over blocks are float64. The blocks are always added in PARTS separate sums, so the bits of
+the result do not depend on the number of threads.
 """
 
 import math
@@ -25,10 +25,10 @@ __all__ = ["base_2", "largest_attention", "received_attention"]
 Floats = NDArray[np.float32]
 f32 = np.float32
 LOG2_E = math.log2(math.e)
-FLOATS = 2**20  # of a block's logits: 4 MiB a thread; with fewer a long prompt's products have too few rows
-MOST = 64  # queries of a block, each a term of a float32 sum
-PARTS = 8  # sums of blocks of one head
-FEW = 16  # rows of which a product is quicker the other way round
+FLOATS = 2**20  # logits in a block (4 MiB per thread); with fewer logits, products of a long prompt have too few rows
+MOST = 64  # queries in a block; each query is one term of a float32 sum
+PARTS = 8  # separate sums of blocks for one head
+FEW = 16  # up to this number of rows, the transposed product is faster
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Head:
     """Base-2 logits (G,) of the attention sinks of the group's heads, or the lowest float if there are no sinks."""
 
     def sums(self, first: int) -> Vector:
-        """Return the attention that each key receives, (n,), from block `first` and every PARTS-th block after it."""
+        """Return the attention that each key receives, (n,), from block `first` and every PARTS-th later block."""
         total = np.zeros(len(self.k))
         for _, reach, S in self._blocks(first):
             column = np.zeros(reach[-1], f32)
@@ -58,7 +58,7 @@ class _Head:
         return most
 
     def _blocks(self, first: int) -> Iterator[tuple[slice, IntVector, Floats]]:
-        """Yield for each block: rows, number of keys that each query attends to, and base-2 logits of all G heads."""
+        """Yield each block's rows, the number of keys that each query attends to, and all G heads' base-2 logits."""
         G, m, d = self.q.shape
         n = len(self.k)
         size = min(max(FLOATS // (G * n), 1), MOST)
@@ -91,9 +91,9 @@ def largest_attention(
     q: NDArray[np.floating], k: NDArray[np.floating], norms: Vector, scaling: float, softcap: float | None,
     sinks: NDArray[np.floating] | None = None,
 ) -> Matrix:
-    """Return for each key of k (H_kv, n, d) the largest (attention weight / norm of the query), (H, n).
+    """Divide each attention weight by the norm of the query, and return each key's largest quotient, (H, n).
 
-    The maximum is over the m queries q (H, m, d). `norms` (m,) contains the norm of each query.
+    The keys are k (H_kv, n, d), and the queries q (H, m, d). `norms` (m,) contains the norm of each query.
 
     Implements: PO-KVZIP, PO-KVZIP-PLUS
 
@@ -123,7 +123,7 @@ def _parts(
     of: Callable[[_Head, int], NDArray[np.floating]], grouped: Floats, k: NDArray[np.floating], softcap: float | None,
     sinks: NDArray[np.floating] | None,
 ) -> list[NDArray[np.floating]]:
-    """Return the results of `of` for all parts of all heads, computed by a pool of threads."""
+    """Call `of` for all parts of all heads in a thread pool, and return the results."""
     beside = base_2(sinks, *grouped.shape[:2])
     heads = [_Head(own, plain(keys), softcap, s) for own, keys, s in zip(grouped, k, beside, strict=True)]
     with threads() as pool:
@@ -131,7 +131,7 @@ def _parts(
 
 
 def _from_few(q: Floats, k: NDArray[np.floating], softcap: float | None, sinks: Floats) -> Matrix:
-    """Return the received attention for few queries, computed for all heads at once as products of keys and queries."""
+    """Return the attention received from few queries. The products of keys and queries cover all heads at once."""
     H_kv, G, m, d = q.shape
     n = k.shape[1]
     S = np.matmul(k.astype(f32, copy=False), q.reshape(H_kv, G * m, d).transpose(0, 2, 1)).transpose(0, 2, 1)
@@ -141,7 +141,7 @@ def _from_few(q: Floats, k: NDArray[np.floating], softcap: float | None, sinks: 
 
 
 def _capped(S: Floats, softcap: float | None) -> Floats:
-    """Return base-2 logits. If there is a soft cap, the soft cap is applied to S in place."""
+    """Return base-2 logits. If a soft cap is given, the function applies the soft cap to S in place."""
     if softcap:
         np.tanh(S, out=S)
         S *= f32(softcap * LOG2_E)
@@ -152,7 +152,7 @@ def _capped(S: Floats, softcap: float | None) -> Floats:
 def raise_to_powers(s: Floats, bits: NDArray[np.int32], width: int, sink: np.float32) -> np.float32:
     """Replace the first `width` logits of a row by powers of 2, and return the sum of the powers and the sink's power.
 
-    The largest of the row's logits and the sink is first subtracted from all logits, so the largest power is 1.
+    First the maximum of the row's logits and the sink is subtracted from all logits. The largest power is then 1.
     """
     top = max(largest(bits, 0, width), sink)
     total: np.float32 = exp2(sink - top)
@@ -180,7 +180,7 @@ def add_weights(S: Floats, reach: IntVector, sinks: Floats, column: Floats) -> N
 
 @compiled(nogil=True, fastmath=FAST)
 def raise_weights(S: Floats, reach: IntVector, sinks: Floats, shares: Floats, columns: Floats) -> None:
-    """Multiply weights by the share of their query, and update the maxima of each head in `columns` (heads, keys)."""
+    """Multiply weights by the share of the query, and update the maxima of each head in `columns` (heads, keys)."""
     bits = S.view(np.int32)
     for r in range(len(S)):
         head, row = divmod(r, len(reach))

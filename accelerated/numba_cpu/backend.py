@@ -127,7 +127,7 @@ class _BreathStages:
 
 @contiguous_arguments
 class _DiversityStages:
-    """Set-conditioned selection by lazy greedy search."""
+    """Set-conditioned selection by a lazy greedy search."""
 
     def diverse(self, s: Vector, V: Matrix, retained: BoolVector, k: int, lam: float, /) -> IntVector:
         check_diversity(s, V, retained, k, lam)

@@ -12,12 +12,12 @@ __all__ = ["decay"]
 
 @compiled()
 def decay(D: Vector, trunk_impact: Vector, beta_0: float, D_c: float) -> Vector:
-    """Return the D of each trunk after one decode step.
+    """Return D of each trunk after one decode step.
 
     Implements: CC-DECAY
     """
     after = np.empty_like(D)
     for g in range(len(D)):
         rho = beta_0 * math.exp(-(D[g] * trunk_impact[g] / D_c))
-        after[g] = D[g] - rho * D[g]  # never below 0: rho is at most beta_0, and that at most 1
+        after[g] = D[g] - rho * D[g]  # never below 0, because rho <= beta_0 <= 1
     return after

@@ -2,8 +2,8 @@
 
 Attention is streamed, so no (n, n) array is made. A block of queries is multiplied with the keys of the same chunk,
 then with tiles of earlier keys. Each product (one sgemm) updates the log-sum-exp of the rows and the maxima of the
-tile. A second pass recomputes a tile only for rows that can have a new neighbour in the tile, by the bound of
-`bound_weights`. If the forward pass supplies the log-sum-exp, the first pass computes only the maxima.
+tile. A second pass recomputes a tile only for rows that can have a new neighbour in the tile. `bound_weights` finds
+these rows. If the forward pass supplies the log-sum-exp, the first pass computes only the maxima.
 """
 
 import itertools
@@ -28,11 +28,11 @@ __all__ = ["coattention"]
 Floats = NDArray[np.float32]
 f32 = np.float32
 LOG2_E = math.log2(math.e)
-ROWS = 1024  # rows of a product: the queries of a block in all heads that share keys
+ROWS = 1024  # rows in a product: the queries of a block in all heads that share keys
 BLOCK = (64, 256)  # fewest and most queries of a block
-KEYS = 128  # columns of a tile; ROWS x KEYS floats are half of a second-level cache
+KEYS = 128  # columns in a tile; ROWS x KEYS floats fill half of a second-level cache
 SQUARE = 128  # rows and columns of a block of cosines
-SLACK = 1.0 - 1e-5  # rounding of the bound: 32 float32 terms and exp2, below 1e-6 relative
+SLACK = 1.0 - 1e-5  # allows for rounding of the bound: 32 float32 terms and exp2 cause a relative error below 1e-6
 
 
 def _matrix(scratch: Floats, rows: int, columns: int) -> Floats:
@@ -61,7 +61,7 @@ class _Logits:
         """Return the base-2 logits (G x rows, keys) of a tile, stored in `scratch`.
 
         The factor for base 2 is applied after the product, because BLAS may round a row differently if there are fewer
-        rows. So products that are exact give equal weights in both passes.
+        rows. Exact products therefore give equal weights in both passes.
         """
         S = _matrix(scratch, len(queries), keys.stop - keys.start)
         np.matmul(queries, plain(self.k[head, keys]).T, out=S)
@@ -72,7 +72,7 @@ class _Logits:
 
 
 class _Chunk:
-    """One chunk of the segment. The blocks of a step can run in any order, because each block writes different rows."""
+    """One chunk of the segment. The blocks in a step can run in any order, because each block writes different rows."""
 
     def __init__(
         self, logits: _Logits, lse: NDArray[np.floating] | None, c: int, before: int,
@@ -93,7 +93,7 @@ class _Chunk:
         self.cross = _no_edges(n, parameters.k_cross)
 
     def steps(self, pool: ThreadPoolExecutor) -> Iterator[bool]:
-        """Run the steps one after the other. The blocks of a step are queued in descending order of length."""
+        """Run the steps one after the other. Longer blocks of a step are queued before shorter blocks."""
         for step, size in ((self.attend, self.size), (self.compare, SQUARE), (self.choose, SQUARE)):
             queued = [pool.submit(step, row) for row in reversed(range(0, self.n, size))]
             yield True
@@ -101,7 +101,7 @@ class _Chunk:
                 block.result()
 
     def attend(self, row: int) -> None:
-        """Compute for a block of queries the column sums, the mean over heads, and the neighbours in earlier chunks."""
+        """Compute column sums, the mean over heads, and neighbours in earlier chunks for a block of queries."""
         n = min(self.size, self.n - row)
         Q = self.logits.queries(slice(self.c + row, self.c + row + n))
         level = np.empty((len(Q), self.group * n), f32)
@@ -128,7 +128,7 @@ class _Chunk:
     def _level(
         self, Q: Floats, head: int, S: Floats, reach: IntVector, tile_peak: Floats, scratch: Floats,
     ) -> Floats:
-        """Return the base-2 log-sum of each row over the logits S of the same chunk and over all earlier tiles."""
+        """Return the base-2 log-sum of each row over the same chunk's logits S and the logits of all earlier tiles."""
         peak, total = np.full(len(Q), kernels.LOWEST), np.zeros(len(Q), f32)
         kernels.running_lse(S, peak, total, np.empty(len(Q), f32), reach)
         whole = np.array([KEYS])
@@ -157,7 +157,7 @@ class _Chunk:
         kernels.bound_weights(tile_peak.reshape(-1, self.heads, n), lse, bound)
         index, weight = self.cross[0][row : row + n], self.cross[1][row : row + n]
         for t, key in enumerate(self.tiles):
-            # A key must exceed tau, and the last of a full list.
+            # A new key's weight must exceed tau, and the smallest weight in a full list.
             least = np.maximum(weight[:, -1], f32(self.p.tau_cross)) * f32(self.heads * SLACK)
             rows = np.flatnonzero(bound[t] > least)
             if len(rows) == 0:
@@ -222,7 +222,7 @@ def coattention(
     S = np.empty(n)
     intra = [np.full((n, parameters.k_intra), -1, dtype=np.int64), np.zeros((n, parameters.k_intra))]
     cross = [np.full((n, parameters.k_cross), -1, dtype=np.int64), np.zeros((n, parameters.k_cross))]
-    # The last chunk has the most keys; the first one comes last, so that no thread ends on a long block.
+    # The chunk with the most keys (the last) runs first, so that no thread ends with a long block.
     starts = range(0, n, parameters.C)[::-1]
     with threads() as pool:
         for chunk in _finished((_Chunk(logits, lse, c, before, parameters) for c in starts), pool):

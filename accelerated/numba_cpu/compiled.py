@@ -14,7 +14,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def digest_of(folder: Path) -> str:
-    """Return a hash of all sources in a folder, because a compiled function can contain code of several modules."""
+    """Return a hash of all source files in a folder. A compiled function can contain code of several modules."""
     sources = sorted(folder.glob("*.py"))
     return hashlib.sha256(b"\0".join(b"\0".join([x.name.encode(), x.read_bytes()]) for x in sources)).hexdigest()
 
@@ -23,7 +23,7 @@ SOURCES = digest_of(Path(__file__).parent)
 
 
 class Files(IndexDataCacheFile):  # type: ignore[misc]  # Numba is untyped
-    """Cache files (an index and data files) whose numbers are hashes of their contents.
+    """Cache files (an index and data files). The number of a data file is a hash of the contents.
 
     Numba's standard cache numbers data files in sequence. Two processes that compile one function for different types
     can write to the same data file. A later process then runs code for the wrong types without an error (Numba issue
@@ -31,7 +31,7 @@ class Files(IndexDataCacheFile):  # type: ignore[misc]  # Numba is untyped
     """
 
     def save(self, key: object, data: object) -> None:
-        """Write the data, then the index. An entry that another process adds meanwhile is lost and compiled again."""
+        """Write the data, then the index. Numba compiles again if another process adds an entry meanwhile."""
         name = self._data_name(int.from_bytes(hashlib.sha256(self._dump(data)).digest()[:8], "big"))
         self._save_data(name, data)
         self._save_index({**self._load_index(), key: name})
@@ -44,7 +44,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 def compiled(**options: Any) -> Callable[[Function], Function]:
-    """Return the decorator `njit(cache=True)` with these options. With NUMBA_DISABLE_JIT=1 functions are unchanged."""
+    """Return the decorator `njit(cache=True)` with these options. NUMBA_DISABLE_JIT=1 leaves functions unchanged."""
     def decorate(function: Function) -> Function:
         made: Any = njit(**options)(function)
         if made is not function:

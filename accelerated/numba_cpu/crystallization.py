@@ -12,7 +12,7 @@ __all__ = ["crystallization"]
 
 @compiled()
 def crystallization(degree: Vector, s: float, epsilon: float) -> Vector:
-    """Return D, the logistic function of s times the standardised degree. If sigma is below epsilon, sigma is set to 1.
+    """Return D, the logistic function of s times the standardised degree. A sigma below epsilon is set to 1.
 
     Implements: CC-CRYSTALLIZATION
     """

@@ -1,4 +1,4 @@
-"""Stage S6: branch dissolution, which evicts tokens (Section 3.7, Algorithm 1)."""
+"""Stage S6: branch dissolution, the eviction of tokens (Section 3.7, Algorithm 1)."""
 
 import numpy as np
 
@@ -12,8 +12,8 @@ __all__ = ["dissolve", "kept_tokens"]
 def kept_tokens(size: int, before: int, c_0: int, N_min: int) -> int:
     """Return the number of tokens that a trunk keeps, by the closed form of Equations 32 and 33.
 
-    `before` is the number of tokens in all trunks with lower scores. In the loop of Equation 32, the remaining cut is
-    c_0 - before as long as this difference is positive, because only the last step overshoots.
+    `before` is the number of tokens in all trunks with lower scores. In the loop of Equation 32, c_0 - before tokens
+    must still be evicted while this difference is positive, because only the last step evicts too many tokens.
     """
     if before >= c_0:
         return size

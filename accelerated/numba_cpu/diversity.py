@@ -2,9 +2,9 @@
 
 The search is lazy because the gain of a token never increases when tokens are added to the set of kept tokens. The gain
 of a token is updated only when the token is first in the heap. A token that is still first after the update is kept. An
-update compares a token only with kept tokens that were added since the last update. No (n, n) array is made, and most
-inner products are never computed. Signatures of kept tokens are stored in panels, channel by channel. So inner products
-are vectorised over the tokens of a panel, and each inner product adds the channels in order.
+update compares a token only with tokens that were kept since the token's last update. No (n, n) array is made, and most
+inner products are never computed. Signatures of kept tokens are stored in panels, channel by channel. Inner products
+are therefore vectorised over the tokens of a panel, and each inner product adds the channels in order.
 """
 
 import numpy as np
@@ -15,12 +15,12 @@ from spec.arrays import Bool, BoolVector, Float64, Int64, IntVector, Matrix, Vec
 
 __all__ = ["diverse"]
 
-LANES = 64  # tokens of a panel
+LANES = 64  # tokens in a panel
 
 
 @njit(inline="always")
 def before(gain: Vector, a: int, b: int) -> bool:
-    """Return True if token a ranks before token b: a higher gain, or an equal gain and a lower position."""
+    """Return True if token a has a higher gain than token b, or an equal gain and a lower position."""
     return bool(gain[a] > gain[b] or (gain[a] == gain[b] and a < b))
 
 
@@ -44,7 +44,7 @@ def redundancy(v: Vector, panel: Matrix, most: float, total: Vector) -> float:
     total[:] = 0.0
     for c in range(len(v)):
         x, row = v[c], panel[c]
-        # The length is not a constant on purpose: an unrolled loop would not become vector instructions.
+        # The length is deliberately no constant. The compiler would unroll the loop and not vectorise it.
         for lane in range(len(total)):
             total[lane] += row[lane] * x
     largest: float = max(most, total.max())

@@ -19,14 +19,14 @@ __all__ = ["expected_attention"]
 Floats = NDArray[np.float32]
 f32 = np.float32
 LOG2_E = math.log2(math.e)
-ROWS = 256  # queries whose float32 sum goes into a float64 one
+ROWS = 256  # number of queries in a float32 sum; these sums are added in float64
 
 
 def expected_attention(
     q: NDArray[np.floating], k: NDArray[np.floating], v: NDArray[np.floating], at: IntVector, ahead: IntVector,
     inv_freq: Vector, factor: float, scaling: float, sinks: NDArray[np.floating] | None = None,
 ) -> Matrix:
-    """Return, for keys k and values v (H_kv, n, d), expected attention weight times norm of the value, (H_kv, n).
+    """Return expected attention weight times norm of the value, (H_kv, n), for keys k and values v (H_kv, n, d).
 
     Implements: PO-EXPECTED-ATTENTION
 
@@ -55,7 +55,7 @@ def expected_attention(
 
 
 def _mean_rotation(ahead: IntVector, inv_freq: Vector, factor: float) -> Matrix:
-    """Return the mean of the RoPE rotation matrices over these positions, (d, d)."""
+    """Return the mean of the RoPE rotation matrices over the positions `ahead`, (d, d)."""
     angle, half = ahead[:, None] * inv_freq, np.arange(len(inv_freq))
     R = np.zeros((2 * len(half), 2 * len(half)))
     cos, sin = factor * np.cos(angle).mean(axis=0), factor * np.sin(angle).mean(axis=0)

@@ -93,7 +93,7 @@ def surviving_pairs(
 def symmetric_csr(
     a: IntVector, b: IntVector, W: Vector, m: int,
 ) -> tuple[IntVector, IntVector, Vector, Vector]:
-    """Return the symmetric CSR matrix with ascending columns, and the row sums, added in the order of the columns."""
+    """Return the symmetric CSR matrix with ascending columns, and the row sums (added in the order of the columns)."""
     indptr = np.zeros(m + 1, dtype=np.int64)
     for e in range(len(W)):
         indptr[a[e] + 1] += 1

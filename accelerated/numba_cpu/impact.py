@@ -11,7 +11,7 @@ __all__ = ["impact", "impact_of_counts", "rarity", "trunk_impact", "unit_trunk_i
 
 
 def rarity(counts: IntVector, form: RarityForm) -> Vector:
-    """Return the rarity U for each count of occurrences, by the formula that the parameters select.
+    """Return the rarity U for each count of occurrences. `form` selects the formula.
 
     Implements: CC-RARITY, CC-RARITY-FORMS
     """
@@ -31,7 +31,7 @@ def impact(salience: Vector, token_ids: IntVector, parameters: CrystalCacheParam
         return salience.copy()
     low = int(token_ids.min())
     span = int(token_ids.max()) - low + 1
-    # Ids of a real vocabulary are dense enough to count in place; hashed ids are not.
+    # If ids span a small range, an id minus the lowest id is the index of a count. Hashed ids span a large range.
     dense = token_ids - low if span <= 64 * len(token_ids) else np.unique(token_ids, return_inverse=True)[1]
     return mixed(salience, np.bincount(dense), dense, parameters)
 
@@ -46,7 +46,7 @@ def impact_of_counts(salience: Vector, counts: IntVector, parameters: CrystalCac
 
 
 def mixed(salience: Vector, counts: IntVector, token: IntVector, parameters: CrystalCacheParameters) -> Vector:
-    """Return M_i from salience and the rarity of each token's count, by the formula `parameters.impact`.
+    """Return M_i from salience and the rarity of each token's count. `parameters.impact` selects the formula.
 
     Implements: CC-IMPACT, CC-UNIT-IMPACT
     """
@@ -69,7 +69,7 @@ def mixture(S: Vector, U: Vector, token: IntVector, M_min: float, M_max: float) 
 
 @compiled()
 def unit_mixture(S: Vector, U: Vector, token: IntVector) -> Vector:
-    """Return M_i by the essay's formula, in which salience is divided by the largest salience."""
+    """Return M_i by the essay's formula. The formula divides salience by the largest salience."""
     peak = S.max()
     M = np.empty(len(S))
     for i in range(len(S)):

@@ -14,16 +14,16 @@ __all__ = [
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
-# Sums may be reassociated so that they vectorise; no assumption is made about NaN or infinity. The order is fixed by
-# the compiled code, so results repeat; their distance to the exact ones is part of the certified bound of S1.
+# The compiler may reorder sums to vectorise the loops, but must handle NaN and infinity. The compiled code fixes the
+# order, so results repeat. The certified bound of S1 includes the rounding error.
 FAST = {"reassoc", "contract", "nsz"}
 f32 = np.float32
-FAR_BELOW = f32(-40.0)  # 256 weights of 2 ** -40 vanish beside the row's sum in float32
+FAR_BELOW = f32(-40.0)  # 256 weights of 2 ** -40 do not change the row's sum in float32
 LOWEST = f32(-3e38)
 SMALLEST = f32(-126.0)
-GROUP = 16  # keys that are compared with a list's last place at once
+GROUP = 16  # number of keys that are compared at once with the last entry of a list
 
-# 2 ** f on [-1/2, 1/2], the Taylor coefficients ln(2) ** i / i!; relative error below 2e-7.
+# Taylor coefficients ln(2) ** i / i! of 2 ** f on [-1/2, 1/2]. The relative error is below 2e-7.
 C1, C2, C3 = f32(0.6931471805599453), f32(0.2402265069591007), f32(0.0555041086648216)
 C4, C5, C6 = f32(0.0096181291076285), f32(0.0013333558146428), f32(0.0001540353039338)
 
@@ -35,14 +35,14 @@ def exp2(x: np.float32) -> np.float32:
     whole = np.floor(safe + f32(0.5))
     f = safe - whole
     power = ((((C6 * f + C5) * f + C4) * f + C3) * f + C2) * f + C1
-    scale = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)  # 2 ** whole, by its bits
+    scale = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)  # 2 ** whole, from bits
     result: np.float32 = (power * f + f32(1.0)) * scale
     return result if x >= SMALLEST else f32(0.0)
 
 
 @njit(nogil=True, inline="always")
 def largest(bits: NDArray[np.int32], start: int, stop: int) -> np.float32:
-    """Return the largest of several floats of a row, which are given as bits.
+    """Return the largest of several floats of a row. The floats are given as bits.
 
     Numba vectorises a maximum of integers, but not a maximum of floats. As integers, the bits of negative floats are
     in reverse order, so all bits of a negative float except the sign are flipped.
@@ -85,7 +85,7 @@ def running_lse(S: Floats, peak: Floats, total: Floats, tile_peak: Floats, reach
 
 @compiled(nogil=True, fastmath=FAST)
 def own_chunk(S: Floats, lse: Floats, column: Floats, A: Floats, first_query: int, share: np.float32) -> None:
-    """Compute the attention inside a chunk: add the column sums of each head, and add the mean over heads to A."""
+    """Compute the attention inside a chunk. Add the column sums of each head to `column`, and the head mean to A."""
     queries = A.shape[0]
     for h in range(column.shape[0]):
         for i in range(queries):
@@ -99,7 +99,7 @@ def own_chunk(S: Floats, lse: Floats, column: Floats, A: Floats, first_query: in
 
 @compiled(nogil=True, fastmath=FAST)
 def bound_weights(tile_peak: Floats, lse: Floats, bound: Floats) -> None:
-    """Write to bound[t, i] an upper bound on the weight, summed over the heads, of row i on any key of tile t.
+    """Write to bound[t, i] an upper bound on row i's weight on any key of tile t, summed over the heads.
 
     In one head the weight is at most 2 ** (peak - lse), with the peak of this head in the tile.
     """
@@ -128,8 +128,8 @@ def insert_best(
 ) -> None:
     """Merge W * share (rows, keys) into the list of the largest weights of each row. On a tie the earlier key is kept.
 
-    Most weights are below the smallest entry of the row's list. So the function first computes the maximum of a row or
-    of a group of keys. A row or group whose maximum is too small is skipped.
+    Most weights are below the smallest entry of the row's list. The function therefore computes maxima of rows and of
+    groups of keys, and skips a row or group whose maximum is too small.
     """
     k, bits = index.shape[1], W.view(np.int32)
     for a in range(len(rows)):

@@ -1,7 +1,7 @@
-"""NestedKV's score a*. A first pass computes the mean key of a head, and a second pass the cosines, in float32.
+"""NestedKV's score a*. In float32, a first pass computes the mean key of a head, and a second pass the cosines.
 
-A window sum is the sum of two partial sums: the end of one run of W keys, and the start of the next run. So no sums are
-subtracted, and float32 sums have at most W or b terms. All computation after the three cosines is in float64.
+A window sum adds two partial sums: the end of one run of W keys, and the start of the next run. Sums are therefore
+never subtracted, and float32 sums have at most W or b terms. All computation after the three cosines is in float64.
 """
 
 import math
@@ -22,8 +22,8 @@ Floats = NDArray[np.float32]
 f32 = np.float32
 NEGLIGIBLE = 2.0**-16
 LARGEST_EXPONENT = 700.0
-LARGEST_SHIFT = 125  # channels of up to 2^125 in size, and of 2^-126 and above, are normal numbers of float32
-SMALLEST = 2.0**-126  # a shorter key has no inverse norm in float32, and counts as zero
+LARGEST_SHIFT = 125  # scaled channels between 2^-126 and 2^125 are normal float32 numbers
+SMALLEST = 2.0**-126  # float32 cannot represent the inverse norm of a shorter key, so this key counts as zero
 
 
 def anomaly_score(k: NDArray[np.floating], parameters: NestedKVParameters) -> Matrix:

@@ -14,14 +14,13 @@ def resonance(
     D: Vector, indptr: IntVector, indices: IntVector, weights: Vector, active: BoolVector, max_hops: int,
     gamma_hop: float, tau_pulse: float, alpha_res: float,
 ) -> Vector:
-    """Return the D of each trunk after all active trunks, in ascending order, have sent a pulse.
+    """Return D of each trunk after all active trunks, in ascending order, have sent a pulse.
 
     Implements: CC-PULSE, CC-RAISE, CC-RESONANCE
 
-    `queue` contains the reached trunks hop by hop. `search` contains for each trunk the last search that reached the
-    trunk, so one search raises a trunk only once. `best` collects the strongest pulse that reaches each trunk, so the
-    loop over the edges of a hop has no branch. Trunk numbers are unsigned, so Numba omits the check for negative
-    indices.
+    `queue` contains the reached trunks hop by hop. `search` contains the last search that reached each trunk, so a
+    search raises D of a trunk only once. `best` collects the strongest pulse that reaches each trunk, so the loop over
+    the edges of a hop has no branch. Trunk numbers are unsigned, so Numba omits the check for negative indices.
     """
     m = len(D)
     after = D.copy()
@@ -59,6 +58,6 @@ def resonance(
 
 @njit(inline="always")
 def raised(D: float, pulse: float, alpha_res: float) -> float:
-    """Return the D of one trunk after one pulse."""
+    """Return D of one trunk after one pulse."""
     after = D + alpha_res * pulse * (1.0 - D)
     return after if after < 1.0 else 1.0

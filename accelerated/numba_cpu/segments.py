@@ -20,8 +20,8 @@ def segment_graph(
 
     Implements: CC-SEGMENT-GRAPH
 
-    The weights of a new trunk are computed from the edges of the segment. For this, the kernel of S4 runs on a list of
-    nodes: first the old trunks, then the tokens of the segment.
+    The weights of a new trunk are computed from the edges of the segment. The kernel of S4 runs on a list of nodes:
+    first the old trunks, then the tokens of the segment.
     """
     old = len(W.indptr) - 1
     node_trunk = np.concatenate([np.arange(old), old + np.repeat(np.arange(len(sizes) - old), np.diff(bounds[old:]))])
@@ -40,7 +40,7 @@ def segment_graph(
 
 
 def segment_crystallization(degree: Vector, old: int, parameters: CrystalCacheParameters) -> Vector:
-    """Return the D of the trunks after the first `old` trunks, with mu and sigma computed over all trunks.
+    """Return D of all trunks except the first `old` trunks. mu and sigma are computed over all trunks.
 
     Implements: CC-SEGMENT-D
     """

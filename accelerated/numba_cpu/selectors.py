@@ -1,4 +1,4 @@
-"""Selection of the best tokens of many sets, by a threshold that is found without a sort, and one pass per set."""
+"""Selection of the best tokens of many sets. The score threshold of a set is found without a sort."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from spec.policy import Selection
 
 __all__ = ["best_tokens"]
 
-FEW = 8  # tokens that go, up to which one pass finds the threshold
+FEW = 8  # up to this number of evicted tokens, one pass finds the threshold
 
 
 def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Selection:
@@ -71,7 +71,7 @@ def lowest(candidates: Vector, k: int) -> float:
 
 @compiled(nogil=True)
 def threshold(candidates: Vector, free: int) -> tuple[float, int]:
-    """Return the smallest of the `free` highest candidates, and how many of the highest have this smallest value."""
+    """Return the smallest of the `free` highest candidates, and the number of highest candidates with this value."""
     if free == 0:
         return np.inf, 0
     worse = len(candidates) - free

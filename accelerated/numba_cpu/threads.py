@@ -12,7 +12,7 @@ from spec.errors import BackendUnavailable
 
 try:
     from threadpoolctl import ThreadpoolController
-except ModuleNotFoundError:  # S2 to S6 need it not, and the Triton backend takes them from this package
+except ModuleNotFoundError:  # S2 to S6, which the Triton backend imports from this package, do not need threadpoolctl
     ThreadpoolController = None
 
 __all__ = ["plain", "threads"]
@@ -34,6 +34,6 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def plain(x: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Return rows (keys, d) for BLAS: a view of float32 rows with contiguous channels, and a copy of all other rows."""
+    """Return rows (keys, d) for BLAS: a view if x is float32 with contiguous channels, otherwise a copy."""
     fits = x.dtype == np.float32 and x.strides[1] == x.itemsize and x.strides[0] >= x.shape[1] * x.itemsize
     return x if fits else np.ascontiguousarray(x, dtype=np.float32)

@@ -1,6 +1,6 @@
 """The essay's tiers as Stage 1 of S6.
 
-The shift t is found by bisection, which is possible because a larger t never keeps fewer tokens.
+The shift t is found by bisection. A larger t never keeps fewer tokens.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ __all__ = ["dissolve_in_tiers", "kept_in_tier", "least_shift"]
 
 @compiled()
 def kept_in_tier(size: int, rank: int, m: int, t: int, N_min: int) -> int:
-    """Return how many tokens the trunk with this rank keeps at shift t. The trunk with the highest score has rank 0.
+    """Return how many tokens the trunk with rank `rank` keeps at shift t. The highest-scored trunk has rank 0.
 
     Implements: CC-TIER-COUNT
     """

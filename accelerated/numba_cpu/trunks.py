@@ -1,4 +1,4 @@
-"""Stage S2: trunks, which are the contiguous units of eviction (Section 3.3)."""
+"""Stage S2: trunks, the contiguous units of eviction (Section 3.3)."""
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def build(
     ends: BoolVector, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix, cross_weight: Matrix,
     tau_merge: float, T_max: int,
 ) -> IntVector:
-    """Return the trunk offsets in one pass that merges neighbouring sentences and splits long trunks."""
+    """Merge neighbouring sentences and split long trunks in one pass, and return the trunk offsets."""
     n = len(ends)
     offsets = np.empty(n + 1, dtype=np.int64)
     offsets[0] = 0
@@ -56,7 +56,7 @@ def interface_sum(
     start: int, stop: int, next_stop: int, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
     cross_weight: Matrix,
 ) -> tuple[float, int]:
-    """Return the sum and number of edge weights across `stop`, added in order of first, then second endpoint."""
+    """Return sum and number of the edge weights across `stop`. Weights are added by first, then second endpoint."""
     total = 0.0
     k = 0
     for a in range(max(start, stop - WINDOW), stop):

@@ -1,7 +1,7 @@
 """Attention that keys receive (H2O, TOVA, KVzip, Expected Attention) in PyTorch, without custom kernels.
 
-Custom kernels would not be faster: a decode step needs only four small calls, and matrix products dominate the time of
-a prompt. Products and softmax are float32. Sums over blocks and all d x d matrices are float64.
+Custom kernels would not be faster. A decode step needs only four small calls, and matrix products take most of the time
+of a prompt. Products and softmax are float32. Sums over blocks and all d x d matrices are float64.
 """
 
 from collections.abc import Iterator
@@ -45,9 +45,9 @@ def largest_attention(
     q: DeviceArray, k: DeviceArray, norms: Vector, scaling: float, softcap: float | None,
     sinks: DeviceArray | None = None,
 ) -> Matrix:
-    """Return for each key of k (H_kv, n, d) the largest (attention weight / norm of the query), (H, n).
+    """Divide each attention weight by the norm of the query, and return each key's largest quotient, (H, n).
 
-    The maximum is over the m queries q (H, m, d). `norms` (m,) contains the norm of each query.
+    The keys are k (H_kv, n, d), and the queries q (H, m, d). `norms` (m,) contains the norm of each query.
 
     Implements: PO-KVZIP, PO-KVZIP-PLUS
     """
@@ -73,7 +73,7 @@ def largest(
 def _blocks(
     q: Tensor, k: Tensor, scaling: float, softcap: float | None, sinks: DeviceArray | None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield blocks of queries, with the weights (H_kv, group, rows, visible) on the keys that a block attends to."""
+    """Yield blocks of queries, and the weights (H_kv, group, rows, visible) on the keys that each block attends to."""
     keys = k.transpose(1, 2)
     (H, m, d), (H_kv, _, n) = q.shape, keys.shape
     size = block_rows(q, H * n)
@@ -96,7 +96,7 @@ def causal_softmax(S: Tensor, sinks: DeviceArray | None) -> Tensor:
 def softmax(S: Tensor, sinks: DeviceArray | None) -> Tensor:
     """Return the softmax of logits (heads, queries, n), (KV heads, group, queries, n) or (heads, n).
 
-    An attention sink adds to the denominator, and has no column in the result.
+    An attention sink adds a term to the denominator, but no column to the result.
     """
     if sinks is None:
         return torch.softmax(S, dim=-1)
@@ -110,7 +110,7 @@ def expected_attention(
     q: DeviceArray, k: DeviceArray, v: DeviceArray, at: IntVector, ahead: IntVector, inv_freq: Vector, factor: float,
     scaling: float, sinks: DeviceArray | None = None,
 ) -> Matrix:
-    """Return, for keys k and values v (H_kv, n, d), expected attention weight times norm of the value, (H_kv, n).
+    """Return expected attention weight times norm of the value, (H_kv, n), for keys k and values v (H_kv, n, d).
 
     Implements: PO-EXPECTED-ATTENTION
     """
@@ -149,7 +149,7 @@ def _expected_logits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, R: Tensor, 
 
 
 def _mean_rotation(ahead: Tensor, inv_freq: Tensor, factor: float) -> Tensor:
-    """Return the mean of the RoPE rotation matrices over these positions, (d, d), float64."""
+    """Return the mean of the RoPE rotation matrices over the positions `ahead`, (d, d), float64."""
     angle = ahead[:, None] * inv_freq
     cos, sin = (torch.diag(factor * part.mean(dim=0)) for part in (torch.cos(angle), torch.sin(angle)))
     return torch.cat([torch.cat([cos, -sin], dim=1), torch.cat([sin, cos], dim=1)])

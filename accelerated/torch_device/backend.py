@@ -1,6 +1,6 @@
 """The backend `torch`: attention stages and scores of policies, in PyTorch.
 
-S2 to S6, decoding and set-conditioned selection are sequential and small, so they run on the host.
+S2 to S6, decoding and set-conditioned selection run on the host, because these steps are sequential and small.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ class _Stages:
 
 
 def with_host(host: object, **own: Callable[..., Any]) -> Any:
-    """Return a stage family of the host in which some stages are replaced by stages of the device."""
+    """Return a stage family of the host, with some stages replaced by stages of the device."""
     return _Stages({name: getattr(host, name) for name in dir(host) if not name.startswith("_")} | own)
 
 

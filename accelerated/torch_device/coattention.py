@@ -1,8 +1,8 @@
 """Stage S1 (Section 3.2) and the norms of cached keys in PyTorch, on the device of the tensors.
 
 The result is copied to the host once. Weights are float32, or float64 if q and k are float64. Sums over queries are
-float64. The working memory contains two blocks of weights, each of `block_rows` queries, the keys in float32, and four
-(C, C) matrices for a chunk.
+float64. The working memory contains two blocks of weights (for `block_rows` queries each), the keys in float32, and
+four (C, C) matrices for a chunk.
 """
 
 import numpy as np
@@ -61,7 +61,7 @@ def coattention(
 
 
 def _check_form(q: DeviceArray, k: DeviceArray, lse: DeviceArray | None) -> None:
-    """Check types and shapes, and the values of NumPy arrays. The values of tensors are checked on the device."""
+    """Check types and shapes, and the values of NumPy arrays. Values of tensors are checked later, on the device."""
     if isinstance(q, np.ndarray):
         check_attention_inputs(q, k)
         check_lse(lse, q)
@@ -78,7 +78,7 @@ def _check_form(q: DeviceArray, k: DeviceArray, lse: DeviceArray | None) -> None
 def _chunk(
     q: Tensor, k: Tensor, p: CrystalCacheParameters, scaling: float, softcap: float | None, sinks: DeviceArray | None,
 ) -> Tensor:
-    """Return salience, and the slots and weights of both lists of neighbours, (Q, _), for the queries of one chunk.
+    """Return salience, and slots and weights of both lists of neighbours, (Q, _), for the tokens of one chunk.
 
     q (H, Q, d) contains the queries of the chunk, and k all keys up to the last key of the chunk.
 
@@ -116,10 +116,10 @@ def attention(
 
 
 def strongest(weights: Tensor, k: int, tau: float) -> Tensor:
-    """Return, (rows, 2 k), the columns and then the weights of the k largest weights above tau in each row.
+    """Return columns, then values, of the k largest weights above tau in each row, as one tensor (rows, 2 k).
 
-    An unused entry has column -1 and weight 0. Weights are compared in float32, and of equal weights the lower column
-    comes first. For this comparison, the bits of the weight and the column are combined into one integer.
+    An unused entry has column -1 and weight 0. Weights are compared in float32. If weights are equal, the lower column
+    comes first. To compare both at once, the bits of weight and column are combined into one integer.
     """
     order = (weights.float().view(torch.int32).long() << 32) - torch.arange(weights.shape[1], device=weights.device)
     columns = torch.topk(order, min(k, weights.shape[1]), dim=1).indices
@@ -133,7 +133,7 @@ def strongest(weights: Tensor, k: int, tau: float) -> Tensor:
 
 
 def inverse_key_norms(k: DeviceArray) -> Vector:
-    """Return for each token the mean of 1 / ||k|| over the KV heads, (n,) in float64. A zero key gives inf.
+    """Return each token's mean of 1 / ||k|| over the KV heads, (n,) in float64. A zero key gives inf.
 
     Implements: CC-KEY-NORM
 

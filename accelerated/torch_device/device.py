@@ -12,7 +12,7 @@ __all__ = ["block_rows", "default_device", "download", "on_device", "takes", "up
 
 
 def default_device() -> torch.device:
-    """Return the device for NumPy arrays: an accelerator, but not MPS, which has no float64, or else the CPU."""
+    """Return the device for NumPy arrays: the accelerator, or the CPU if there is none or only MPS (has no float64)."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if device is None or device.type == "mps" else device
 
@@ -23,12 +23,12 @@ def takes(x: DeviceArray) -> bool:
 
 
 def block_rows(x: Tensor, columns: int) -> int:
-    """Return the number of rows, at least 16, in a block of `2 ** 19` numbers (CPU) or `2 ** 26` numbers (GPU)."""
+    """Return how many rows fit in a block of `2 ** 19` numbers (CPU) or `2 ** 26` numbers (GPU), but at least 16."""
     return max(16, (2**19 if x.device.type == "cpu" else 2**26) // columns)
 
 
 def upload(array: np.ndarray[Any, Any], dtype: Any, device: torch.device | None = None) -> Tensor:
-    """Copy a NumPy array to the device as a contiguous tensor, without waiting. The array may be read-only."""
+    """Copy a NumPy array to the device as a contiguous tensor, asynchronously. The array may be read-only."""
     copied = torch.from_numpy(np.array(array, dtype=dtype, order="C"))
     return copied.to(device or default_device(), non_blocking=True)
 

@@ -34,7 +34,7 @@ def anomaly_score(k: DeviceArray, parameters: NestedKVParameters) -> Matrix:
     """
     if isinstance(k, np.ndarray):
         check_keys(k)
-        # A type that is longer than float64 holds lengths that float64 does not.
+        # A dtype wider than float64 can represent lengths that float64 cannot represent.
         if k.dtype.itemsize > 8:
             k = np.ldexp(k, -np.frexp(np.abs(k).max(axis=2, keepdims=True))[1]).astype(np.float64)
     elif not (isinstance(k, Tensor) and k.is_floating_point() and k.ndim == 3 and k.numel()):
@@ -91,7 +91,7 @@ def anomalies(k: Tensor, p: NestedKVParameters) -> Tensor:
 
 
 def cosine(product: Tensor, total: Tensor, count: Tensor | int) -> Tensor:
-    """Return product / length of `total`, where `total` is a sum of `count` unit keys. 0 if `total` is negligible."""
+    """Return product / length of `total`, the sum of `count` unit keys. The result is 0 if `total` is negligible."""
     length = torch.linalg.vector_norm(total, dim=-1)
     return torch.where(length > NEGLIGIBLE * count, product / length, 0.0)
 

@@ -1,8 +1,8 @@
 """Scores of the published policies. Each function has the name and the arguments of the function in the reference.
 
 A function computes a score on the device of the keys, and the score stays on the device. Scores are float32, or float64
-if the keys are float64. Sums over more tokens than a window are float64. The working memory is the attention weights of
-a window, (H, W, n), or a block of `block_rows` rows.
+if the keys are float64. Sums over more tokens than a window are float64. The working memory contains the attention
+weights of a window, (H, W, n), or a block of `block_rows` rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -52,12 +52,12 @@ def groups(X: Tensor, H_kv: int) -> Tensor:
 
 
 def max_pool(x: Tensor, kernel: int) -> Tensor:
-    """Return for each entry of x (rows, n) the largest entry in the window around the entry: PO-POOL."""
+    """Replace each entry of x (rows, n) by the largest of the `kernel` entries around this entry (PO-POOL)."""
     return max_pool1d(x, kernel, 1, kernel // 2) if x.shape[1] else x
 
 
 def average_pool(x: Tensor, kernel: int) -> Tensor:
-    """Return for each entry of x (rows, n) the sum of the window around the entry, divided by `kernel`: PO-POOL."""
+    """Replace each entry of x (rows, n) by the sum of the `kernel` entries around it, divided by `kernel` (PO-POOL)."""
     return pad(x, (kernel // 2, kernel // 2)).unfold(1, kernel, 1).mean(dim=2) if x.shape[1] else x
 
 
@@ -99,7 +99,7 @@ def all_members(view: LayerView, received: object = None) -> Tensor:
 def keydiff_score(view: LayerView) -> Tensor:
     """Implements: PO-KEYDIFF"""
     k = on_device(view.k)
-    own = k / k.abs().amax(dim=2, keepdim=True)  # their squares neither overflow nor vanish
+    own = k / k.abs().amax(dim=2, keepdim=True)  # scaled keys, so that no square overflows or vanishes
     own /= torch.linalg.vector_norm(own, dim=2, keepdim=True)
     anchor = own.mean(dim=1, keepdim=True, dtype=torch.float64).to(own.dtype)
     length = torch.linalg.vector_norm(anchor, dim=2, keepdim=True)
@@ -136,7 +136,7 @@ def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Tensor:
 
 
 def _spread(x: Tensor) -> Tensor:
-    """Return the softmax, over a partition, of the deviation over channels, scaled by the next partition's range."""
+    """Scale channels by the next partition's range. Return the softmax of the tokens' deviations per partition."""
     low, high = x[:, 1:].amin(dim=2, keepdim=True), x[:, 1:].amax(dim=2, keepdim=True)
     scaled = (x[:, :-1] - low) / torch.where(high > low, high - low, torch.inf)
     scaled -= scaled.mean(dim=3, keepdim=True)
@@ -158,10 +158,10 @@ def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Tensor:
 
 
 def _redundancy(k: Tensor) -> Tensor:
-    """Return the softmax of the mean cosine of each key (n, d) of one head with all different keys of the head.
+    """Compute each key's mean cosine with all different keys (n, d) of the head. Return the softmax of the means.
 
-    One column of each row is left out of the mean. A sum of cosines is a product with the sum of the unit keys. The
-    cosines that are left out are summed as integers, so that the order of addition has no effect.
+    The mean of a row excludes one column. A sum of cosines is a product with the sum of the unit keys. The excluded
+    cosines are summed as integers, so that the order of addition has no effect.
     """
     own = k / (torch.linalg.vector_norm(k, dim=1, keepdim=True) + 1e-8)
     column, at = _last_similar(own), torch.arange(len(k), device=k.device)
@@ -172,7 +172,7 @@ def _redundancy(k: Tensor) -> Tensor:
 
 
 def _last_similar(unit: Tensor) -> Tensor:
-    """Return for each key, (n,), the index of the last different key with a cosine above 1/2, or 0 if there is none."""
+    """Return the index of the last different key with a cosine above 1/2, or 0 if there is none, for each key, (n,)."""
     n, number = len(unit), torch.arange(1, len(unit) + 1, dtype=unit.dtype, device=unit.device)
     last = torch.zeros_like(number)
     for first in range(0, n, size := block_rows(unit, n)):
@@ -206,7 +206,7 @@ def value_norms(v: DeviceArray) -> Tensor:
 
 
 def output_size(v: DeviceArray, W_o: DeviceArray) -> Tensor:
-    """Return the L1 norm of W_o v, averaged over the group. To save memory, W_o is converted one head at a time.
+    """Return the L1 norm of W_o v, averaged over the query heads. To save memory, W_o is converted head by head.
 
     Implements: PO-CRITICALKV, PO-DEFENSIVEKV
     """
@@ -218,7 +218,7 @@ def output_size(v: DeviceArray, W_o: DeviceArray) -> Tensor:
 
 
 def outputs(v: Tensor, W_o: DeviceArray) -> Iterator[tuple[int, slice, Tensor]]:
-    """Yield for each query head and block of tokens the projected values W_o v, (rows, hidden)."""
+    """Yield the projected values W_o v, (rows, hidden), of each query head and block of tokens."""
     for head, weights in enumerate(W_o):
         own, values = on_device(weights, v.device).to(v.dtype), v[head // (len(W_o) // len(v))]
         for first in range(0, len(values), size := block_rows(v, own.shape[1])):
@@ -243,7 +243,7 @@ def defensive_score(view: LayerView, W_o: DeviceArray, B: int, W: int, kernel: i
 
 
 def _defensive_maximum(A: Tensor, kernel: int, H_kv: int) -> Tensor:
-    """Return the maximum, over group and queries, of pooled weights with unchanged row sums, and at least the mean."""
+    """Pool weights with unchanged row sums. Return each key's maximum over heads and queries, at least the mean."""
     pooled = average_pool(A.flatten(0, 1), kernel).view_as(A)
     mass = pooled.sum(dim=2, keepdim=True)
     pooled *= torch.where(mass > 0, A.sum(dim=2, keepdim=True) / mass, 0.0)
@@ -269,7 +269,7 @@ def cake_layer(
 def largest_z_scores(
     k: DeviceArray, t: int, mean: Matrix, magnitude: Matrix, inv_freq: Vector, factor: float, pinned: int,
 ) -> Tensor:
-    """Return the largest z-score of each key over the query heads, in float64 because the deviation can be small.
+    """Return each key's largest z-score over the query heads. Float64 is necessary, because a deviation can be small.
 
     Implements: TA-SCORE, TA-RANKING
     """
@@ -286,7 +286,7 @@ def largest_z_scores(
 
 
 def rehearsed(view: LayerView, N_sink: int, plus: bool, size: Tensor | float = 1.0) -> Tensor:
-    """Return the largest weight of each key while the model repeats the key's chunk, times `size` (H, n), (H_kv, n).
+    """Return each key's largest (weight times `size` (H, n)) while the model repeats the key's chunk, (H_kv, n).
 
     If `plus` is true, each weight is divided by the norm of the query's token.
     """
@@ -391,10 +391,10 @@ SCORES_OF_LAYERS: Mapping[str, Callable[..., Any]] = {
         cake_layer, largest_z_scores, value_range, window_attention,
     )
 } | {"expected_attention": expected_weights}
-"""Functions, by name, that compute the scores of one layer. The scores stay on the device."""
+"""Functions that compute the scores of one layer, by name. The scores stay on the device."""
 SCORES: Mapping[str, Callable[..., Any]] = {
     **{name: score for name, score in SCORES_OF_LAYERS.items() if not name.startswith("expected")},
     "keydiff_score": directed, "defensive_score": shared, "kvzip_score": kvzip_score,
     "kvzip_plus_score": kvzip_plus_score,
 }
-"""Functions with the names and arguments of functions in `reference.policies`, with results on host or device."""
+"""Functions with names and arguments as in `reference.policies`. The results are on the host or on the device."""

@@ -1,6 +1,6 @@
-"""Selection of the best tokens of each group by one stable sort of all groups, and budgets of heads from scores.
+"""Selection of the best tokens by one stable sort of all groups, and budgets of heads computed from scores.
 
-No function copies values from the device to the host, except `best_tokens`, which takes host arrays.
+No function copies values from the device to the host. `best_tokens` takes and returns host arrays.
 """
 
 import math
@@ -77,7 +77,7 @@ def kept_blocks(
 def kept_representatives(
     values: Tensor, shares: Tensor, pinned: Tensor, b: int, share: Fraction, anchor: str, free: Tensor,
 ) -> Tensor:
-    """Return the mask of `kept_blocks` for a layer, in which a fraction `share` of the blocks are representatives.
+    """Return the mask of `kept_blocks` for a layer. The fraction `share` of the blocks are representatives.
 
     `free` contains the blocks without protected tokens.
 
@@ -100,7 +100,7 @@ def kept_representatives(
 
 
 def anchor_distances(blocks: Tensor, free: Tensor, anchor: str) -> Tensor:
-    """Return the Hamming distance of each block to the anchor, (m,), summed over all heads of blocks (h, m, b).
+    """Return each block's Hamming distance to the anchor, (m,), summed over all heads of `blocks` (h, m, b).
 
     The distance of a block that is not in `free` is 0.
 
@@ -128,7 +128,7 @@ def best_tokens(values: Matrix, shares: IntVector, pinned: BoolMatrix) -> Select
 
 
 def winners(values: Tensor, k: int) -> Tensor:
-    """Return for each head, (h,), how many of the k highest scores of the layer belong to this head.
+    """Return how many of the layer's k highest scores belong to each head, (h,).
 
     Implements: PO-ADAPTIVE-BUDGET
     """
@@ -155,7 +155,7 @@ def adaptive_shares(values: Tensor, free: int, pinned: int, safeguard: Fraction 
 def competition_shares(values: Tensor, free: int, pinned: int, safeguard: Fraction | int) -> Tensor:
     """Return the share of each head: first an equal quota, then one token for each of the highest remaining scores.
 
-    The arguments are those of `adaptive_shares`.
+    The arguments have the same meaning as in `adaptive_shares`.
 
     Implements: PO-COMPETITION-BUDGET
     """

@@ -17,14 +17,14 @@ SMALL: tl.constexpr = tl.constexpr(2.0**-400)
 LARGE: tl.constexpr = tl.constexpr(2.0**500)
 UP: tl.constexpr = tl.constexpr(2.0**600)
 DOWN: tl.constexpr = tl.constexpr(2.0**-600)
-ZERO: tl.constexpr = tl.constexpr(2.0**-846)  # up to this square the inverse of a scaled norm is no float64
+ZERO: tl.constexpr = tl.constexpr(2.0**-846)  # up to this square, float64 cannot represent the inverse of a scaled norm
 
 
 @triton.jit
 def mean_inverse_norms(
     K, NORM, heads, n, d, k_head, k_row, k_dim, NORMS: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """Write NORM (n,), the mean of 1 / ||k|| over the heads, in float64. The mean is infinity if a key is zero.
+    """Write each token's mean of 1 / ||k|| over the heads to NORM (n,), in float64. A zero key gives infinity.
 
     If float64 cannot represent the squares of a key, the key is first scaled by a power of two.
 
@@ -47,7 +47,7 @@ def mean_inverse_norms(
 
 
 def inverse_key_norms(k: DeviceArray) -> Vector:
-    """Return for each token the mean of 1 / ||k|| over the KV heads, (n,), on the device of the keys (H_kv, n, d).
+    """Compute each token's mean of 1 / ||k|| over the KV heads, (n,), on the device of the keys (H_kv, n, d).
 
     Raises:
         SpecError: if the kernels do not accept the type, shape, dtype, device or a value of the keys.

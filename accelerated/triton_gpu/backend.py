@@ -15,16 +15,16 @@ require_device()
 
 
 class _NestedKVOnDevice:
-    """NestedKV's score, computed fully on the device."""
+    """NestedKV's score, computed on the device."""
 
     anomaly_score = staticmethod(anomaly_score)
 
 
-# S2 to S6 and decode are on the host: their data is small and their scans are sequential. Kernels of S2 to S6 were not
-# faster than the host on an H100 and an H200 (docs/results/gpu.md), so there are none.
-# Set-conditioned selection is on the host: each pick depends on all before it, so that a device would wait for a launch
-# and a reduction over all tokens k times, where lazy greedy looks at a few tokens a pick. What it reads is the
-# signatures, one vector a token for the whole cache, and scorers give their scores on the host anyway.
+# S2 to S6 and decoding run on the host, because the data is small and the scans are sequential. On an H100 and an H200,
+# kernels for S2 to S6 were not faster than the host (docs/results/gpu.md).
+# Set-conditioned selection runs on the host, because each selected token depends on all tokens selected before. A
+# device would need k launches, each with a reduction over all tokens. A lazy greedy search on the host updates only a
+# few tokens for each selected token. The search reads only host data: one signature per token, and the scores.
 BACKEND = Backend(
     "triton", crystal=with_host(NUMBA.require_crystal(), coattention=coattention),
     breath=with_host(NUMBA.require_breath(), inverse_key_norms=inverse_key_norms), diversity=NUMBA.diversity,

@@ -1,8 +1,8 @@
 """Stage S1: salience and neighbours of each token from the attention of the observed layer (Section 3.2).
 
 Attention is streamed, so no (n, n) array is made. The two large buffers (maxima of tiles, and attention inside chunks)
-cover only a stripe of the segment, so the buffers are small at any length of the segment. The host waits for the device
-only once, for the result.
+cover only a stripe of the segment. The size of the buffers therefore does not depend on the segment's length. The host
+waits for the device only once, for the result.
 """
 
 import math
@@ -57,7 +57,7 @@ class _Segment:
         return index, torch.zeros((self.n, k), device=self.q.device)
 
     def stripes(self, unit: int, floats: int) -> list[tuple[int, int]]:
-        """Return first token and number of tokens of each stripe, if a token needs `floats` scratch values."""
+        """Return each stripe's first token and number of tokens. A token needs `floats` scratch values."""
         stripe = max(1, launch.SCRATCH // (4 * max(1, floats) * unit)) * unit
         return [(first, min(stripe, self.n - first)) for first in range(0, self.n, stripe)]
 
@@ -73,7 +73,7 @@ class _Segment:
     def attend(self, first: int, rows: int) -> None:
         """Compute the softmax of each row, and find the tiles of earlier keys to which the row can have an edge."""
         shape, cross, p = self.tiles.softmax, self.tiles.cross, self.p
-        # Heads that share keys share a program, as many as a power of two allows: 7 heads stay alone.
+        # One program computes several heads that share keys: the largest power of two that divides the group.
         pack = min(self.group & -self.group, shape.rows // 4)
         each = shape.rows // pack
         tiles = triton.cdiv(self.before + (first + rows - 1) // self.C * self.C, shape.columns)

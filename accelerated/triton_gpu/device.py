@@ -19,7 +19,7 @@ __all__ = [
     "shared_memory", "takes", "upload",
 ]
 
-# Triton reads the variable when a kernel is decorated, so it holds for the whole process.
+# Triton reads the variable when a kernel is decorated, so the variable applies to the whole process.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
 if INTERPRETED:
     patch_once()
@@ -63,7 +63,7 @@ def default_device() -> torch.device:
 
 
 def upload(array: np.ndarray[Any, Any], dtype: Any, device: torch.device | None = None) -> Tensor:
-    """Copy a NumPy array to the device as a contiguous tensor, without waiting. The array may be read-only."""
+    """Copy a NumPy array to the device as a contiguous tensor, asynchronously. The array may be read-only."""
     copied = torch.from_numpy(np.array(array, dtype=dtype, order="C"))
     return copied.to(device or default_device(), non_blocking=True)
 
@@ -161,7 +161,7 @@ def _checked(name: str, x: DeviceArray, kept: Sequence[type]) -> Tensor:
     if isinstance(x, np.ndarray):
         if x.dtype.kind != "f":
             raise SpecError(name, x.dtype, "must be floating point")
-        with np.errstate(over="ignore"):  # what the type does not hold is infinite, and refused
+        with np.errstate(over="ignore"):  # a value that overflows becomes infinite, and raises an error later
             return upload(x, x.dtype if x.dtype in kept else kept[-1] if kept else np.float32)
     _check_tensor(name, x)
     return x

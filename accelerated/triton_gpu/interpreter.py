@@ -1,4 +1,4 @@
-"""Speed-up of Triton's interpreter: `triton.language` is patched once per launch, not in every device function."""
+"""Speed-up of Triton's interpreter: patch `triton.language` once per launch, not in every device function."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def patch_once() -> None:
         if patched and seen <= patched:
             return interpreter._LangPatchScope()
         scope = patch(function)
-        if not patched:  # a launch begins, and ends with `restore`; those of device functions are not restored
+        if not patched:  # the launch begins; only the launch, not a device function, calls `restore`
             restore = scope.restore
 
             def end() -> None:

@@ -2,13 +2,13 @@
 """Kernels of stage S1 in float32: attention weights, column sums and neighbours, streamed over tiles of keys.
 
 An attention weight is 2 ** ((s - top) unit - log). s is a raw logit, `top` is the largest raw logit of the row, and
-`log` is the base-2 logarithm of the row's sum. The kernels subtract `top` before the multiplication by `unit`. So equal
-logits have equal weights, with or without fused multiply-add, and large logits lose no precision.
+`log` is the base-2 logarithm of the row's sum. The kernels subtract `top` before the multiplication by `unit`. Equal
+logits therefore have equal weights, with or without fused multiply-add, and large logits lose no precision.
 
 A stripe is a range of tokens of the segment. `first` is the segment index of the stripe's first token, `rows` is the
 number of tokens in the stripe, and n is the number of tokens in the segment. `before` is the number of keys before the
 segment, so token i of the segment has the key number before + i. A tile of rows can cover several chunks, because the
-start of the chunk is computed for each row. So the tile size need not divide the chunk size.
+start of the chunk is computed for each row. The tile size need not divide the chunk size.
 """
 
 import triton
@@ -21,17 +21,17 @@ __all__ = [
     "salience",
 ]
 
-LOWEST: tl.constexpr = tl.constexpr(-1.0e30)  # times any unit it is still finite
+LOWEST: tl.constexpr = tl.constexpr(-1.0e30)  # finite even after multiplication by any unit
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 TWO_LOG2_E: tl.constexpr = tl.constexpr(2.8853900817779268)
 
 
 @triton.jit
 def raw_logits(q, k, factor, CAPPED: tl.constexpr):
-    """Return the raw logits of the tiles (rows, D) and (keys, D): inner products, or tanh of these if CAPPED.
+    """Return raw logits of the tiles (rows, D) and (keys, D): inner products, or if CAPPED tanh of inner products.
 
-    The caller multiplies the raw logits by `unit`. tanh |x| is computed as (1 - e) / (1 + e), with e = exp(-2 |x|), and
-    cannot overflow. The absolute error of tanh is a few units of roundoff, within the bound of the specification.
+    The caller multiplies the raw logits by `unit`. tanh |x| is computed as (1 - e) / (1 + e) with e = exp(-2 |x|),
+    which cannot overflow. The absolute error of tanh is a few units of roundoff, within the bound of the specification.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if CAPPED:
@@ -44,7 +44,7 @@ def raw_logits(q, k, factor, CAPPED: tl.constexpr):
 
 @triton.jit
 def weights(q, k, TOP, LOG, row, live, visible, factor, unit, CAPPED: tl.constexpr):
-    """Return the attention weights of a tile of queries on a tile of keys. Keys not `visible` have weight 0.
+    """Return the attention weights of a tile of queries on a tile of keys. Keys that are not `visible` have weight 0.
 
     The pointers TOP and LOG refer to the rows of one head.
     """
@@ -60,7 +60,7 @@ def row_softmax(
     q_dim, k_head, k_row, k_dim, KNOWN: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, d: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
 ):
-    """Write TOP and LOG (H, n), two numbers for each row, and PEAK (H, tiles, rows).
+    """Write TOP (H, n), LOG (H, n) and PEAK (H, tiles, rows).
 
     TOP is the largest raw logit of a row, and LOG the base-2 logarithm of the row's sum. PEAK is the largest raw logit
     of a row in a tile of earlier keys. Earlier keys are the keys before the chunk of the row.
@@ -80,7 +80,7 @@ def row_softmax(
     q = load_tile(Q + (h.to(tl.int64) * q_head)[:, None], first + i, live, q_row, q_dim, d, D, True)
     keys_of_head = K + tl.cast(tl.program_id(1) * PACK // GROUP, tl.int64) * k_head
     last = tl.minimum(top_row + ROWS, rows) - 1
-    # Tiles below `clear` are earlier keys of every row, and need no mask.
+    # Tiles below `clear` contain only earlier keys of every row, and need no mask.
     clear = (before + (first + top_row) // C * C) // KEYS * KEYS
     cross_stop = before + (first + last) // C * C
     peak = tl.full([PACK * ROWS], LOWEST, tl.float32)
@@ -125,13 +125,13 @@ def active_tiles(
     """Write ACTIVE (row tiles, all_tiles): 1 if a row of the row tile can have an edge to a key of the key tile.
 
     A row has an edge to a key if the attention weight, averaged over the heads, exceeds tau. No weight in a key tile
-    exceeds the weight of the logit PEAK of this tile. So a key tile has no edge if, for every row, the mean over the
-    heads of the PEAK weights is at most `bound`. The means of one row sum to at most 1 over all tiles, so fewer than
-    1 / tau tiles can be active for a row.
+    exceeds the weight of the logit PEAK of this tile. A key tile therefore has no edge if the PEAK weights, averaged
+    over the heads, are at most `bound` in every row. The averages of one row sum to at most 1 over all tiles, so fewer
+    than 1 / tau tiles can be active for a row.
     """
     tile = tl.program_id(1)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    # Of a tile without earlier keys a row has no peak.
+    # A row has no peak in a tile without earlier keys.
     open_rows = (i < rows) & (tile * KEYS < before + (first + i) // C * C)
     most = tl.zeros([ROWS], tl.float32)
     if tl.max(open_rows.to(tl.int32), 0) > 0:
@@ -151,7 +151,7 @@ def cross_neighbours(
     q_dim, k_head, k_row, k_dim, H: tl.constexpr, GROUP: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PLACES: tl.constexpr, TAKE: tl.constexpr, CAPPED: tl.constexpr,
 ):
-    """Write INDEX and WEIGHT (n, TAKE): for each row, the earlier keys with the largest attention averaged over heads.
+    """Write INDEX and WEIGHT (n, TAKE): each row's earlier keys with the largest attention, averaged over heads.
 
     Implements: CC-ATTENTION, CC-CROSS
 
@@ -185,7 +185,7 @@ def own_chunk(
     k_head, k_row, k_dim, H: tl.constexpr, GROUP: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
 ):
-    """Write the attention inside chunks: the mean A (rows, C) over the heads, and partial column sums of each row tile.
+    """Write attention inside chunks: the mean over heads to A (rows, C), and column sums of each row tile to COLUMN.
 
     Implements: CC-ATTENTION
 
@@ -220,7 +220,7 @@ def salience(
     COLUMN, SALIENCE, first, rows, C, width, low, high, H: tl.constexpr, HEADS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, TAKE: tl.constexpr,
 ):
-    """Write the salience S of each token: the sum, clipped, of the token's TAKE largest column sums among the heads.
+    """Write the salience S of each token: the sum of the token's TAKE largest column sums among the heads, clipped.
 
     The partial column sums of a head are added in ascending order of the row tiles.
 
@@ -274,13 +274,12 @@ def intra_neighbours(
     A, INDEX, WEIGHT, first, rows, before, C, tau, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, PLACES: tl.constexpr, TAKE: tl.constexpr,
 ):
-    """Write INDEX and WEIGHT (n, TAKE): for each row, the tokens of the same chunk with the largest cosines.
+    """Write INDEX and WEIGHT (n, TAKE): each row's tokens of the same chunk with the largest cosines.
 
     Implements: CC-INTRA
 
-    A is lower triangular, so an inner product of two rows ends at the end of the shorter row. So the kernel does a
-    third of the work of a dense product. The products use full float32, because tf32 would exceed the certified error
-    bound.
+    A is lower triangular, so an inner product of two rows ends at the end of the shorter row. The kernel does a third
+    of the work of a dense product. The products use full float32, because tf32 would exceed the certified error bound.
     """
     top_row = tl.program_id(0) * ROWS
     i = top_row + tl.arange(0, ROWS)

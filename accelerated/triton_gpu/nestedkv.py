@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """NestedKV's score a*. The kernels read the keys twice, first for the means and then for the cosines.
 
-Cosines are computed in float32. A window sum is a difference of sums over at most three windows, and never a difference
-of sums over the whole prompt. All computation after the cosines is in float64 and reads 12 bytes per token and head.
+Cosines are computed in float32. A window sum is a difference of sums over at most three windows, not over the whole
+prompt. All computation after the cosines is in float64 and reads 12 bytes per token and head.
 """
 
 import math
@@ -49,7 +49,7 @@ def unit_rows(K, INVERSE, head, i, live, n, k_head, k_row, k_dim, d, D: tl.const
 def measured(
     K, INVERSE, BLOCK, n, d, b, blocks, k_head, k_row, k_dim, ROWS: tl.constexpr, D: tl.constexpr,
 ):
-    """Write INVERSE (H, n), the inverse key norms (0 for a zero key), and BLOCK (H, blocks, d), the sums of unit keys.
+    """Write inverse key norms (0 for a zero key) to INVERSE (H, n), and sums of unit keys to BLOCK (H, blocks, d).
 
     Implements: NK-UNIT-KEYS, NK-EPISODIC
     """
@@ -61,7 +61,7 @@ def measured(
         i = start + tl.arange(0, ROWS)
         live = i < last
         k = keys_of(K, head, i, live, k_head, k_row, k_dim, d, D)
-        # Squares of the key over its largest channel neither overflow nor vanish.
+        # A key is divided by its largest channel, so that no square overflows or vanishes.
         most = tl.max(tl.abs(k), 1)
         present = most >= SMALLEST
         scaled = k / tl.where(present, most, 1.0)[:, None]
@@ -74,7 +74,7 @@ def measured(
 
 @triton.jit
 def stable_direction(BLOCK, STABLE, n, d, blocks, D: tl.constexpr):
-    """Write STABLE (H, d), mu_s scaled to length 1, from the block sums, in float64. A negligible mu_s becomes zero.
+    """Write mu_s, scaled to length 1, to STABLE (H, d). mu_s is computed in float64. A negligible mu_s becomes zero.
 
     Implements: NK-STABLE
     """
@@ -92,7 +92,7 @@ def stable_direction(BLOCK, STABLE, n, d, blocks, D: tl.constexpr):
 
 @triton.jit
 def cosine(unit, memory, terms):
-    """Return the cosine of each unit key with a memory, which is a sum of `terms` unit keys. 0 if it is negligible."""
+    """Return the cosine of each unit key with a memory (a sum of `terms` unit keys), or 0 for a negligible memory."""
     length = tl.sqrt(tl.sum(memory * memory, 1))
     present = length > NEGLIGIBLE * terms.to(tl.float32)
     return tl.where(present, tl.sum(unit * memory, 1) / tl.where(present, length, 1.0), 0.0)
@@ -103,7 +103,7 @@ def anomalies(
     K, INVERSE, BLOCK, STABLE, ANOMALY, n, d, b, blocks, width, heads, k_head, k_row, k_dim, ROWS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Write ANOMALY (3, H, n), the negative cosines with the three memories. A program handles ROWS tokens of a head.
+    """Write negative cosines with the three memories to ANOMALY (3, H, n). A program computes ROWS tokens of a head.
 
     The window sum of a token starts from the sum of the `width` keys before the tile. Keys that enter the window are
     then added, and keys that leave the window are subtracted.
@@ -149,7 +149,7 @@ def value_of(key):
 
 @triton.jit
 def reaching(ANOMALY, row, n, key_a, key_b, SCAN: tl.constexpr):
-    """Return how many values of a row have a sort key of at least `key_a`, and how many of at least `key_b`."""
+    """Return how many values of a row have a sort key >= `key_a`, and how many have a sort key >= `key_b`."""
     a, b = row * 0, row * 0
     for start in range(0, n, SCAN):
         i = start + tl.arange(0, SCAN)
@@ -162,7 +162,7 @@ def reaching(ANOMALY, row, n, key_a, key_b, SCAN: tl.constexpr):
 
 @triton.jit
 def at_ranks(ANOMALY, row, n, rank_a, rank_b, SCAN: tl.constexpr):
-    """Return the sort keys of the rank_a-th and the rank_b-th largest value, found bit by bit from the sign bit on."""
+    """Return the sort keys of the rank_a-th and rank_b-th largest value. Each step finds one bit, the sign first."""
     a, b = reaching(ANOMALY, row, n, row * 0, row * 0, SCAN)
     key_a = tl.where(a >= rank_a, 0, -2147483648)
     key_b = tl.where(b >= rank_b, 0, -2147483648)

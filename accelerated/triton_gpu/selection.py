@@ -6,10 +6,10 @@ import triton.language as tl
 
 __all__ = ["best_so_far", "load_tile", "no_best", "packed", "weight_of", "write_best"]
 
-# A candidate is one int64: the bits of its weight above, the complement of its index below. Bits of positive
-# floats order as the floats do, so the maximum is the largest weight and, on a tie, the lowest index; no two
-# keys are equal, hence "remove the maximum" is a comparison. tl.topk would do, but is a thousand times slower
-# in the interpreter.
+# A sort key is one int64: the upper half has the bits of the weight, the lower half the complement of the index. Bits
+# of positive floats have the order of the floats, so the maximum has the largest weight and, at a tie, the lowest
+# index. No two keys are equal, so one comparison removes the maximum. tl.topk is a thousand times slower in the
+# interpreter.
 LAST: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 REMOVED: tl.constexpr = tl.constexpr(-(2**62))
 
@@ -34,7 +34,7 @@ def no_best(ROWS: tl.constexpr, PLACES: tl.constexpr):
 
 @triton.jit
 def best_so_far(weight, index, admitted, best, TAKE: tl.constexpr):
-    """Merge those weights (rows, columns) of a tile for which `admitted` is true into the lists."""
+    """Merge the weights (rows, columns) of a tile into the lists. Only weights with `admitted` true are merged."""
     keys = tl.where(admitted, packed(weight, index), REMOVED)
     if tl.max(tl.max(keys, 1), 0) > REMOVED:
         best = merge_best(keys, best, TAKE)
@@ -43,7 +43,7 @@ def best_so_far(weight, index, admitted, best, TAKE: tl.constexpr):
 
 @triton.jit
 def merge_best(keys, best, TAKE: tl.constexpr):
-    """Insert the TAKE largest sort keys of each row into the row's list. Each key replaces the smallest entry."""
+    """Insert the TAKE largest sort keys of each row into the row's list. Each inserted key replaces the smallest."""
     for _ in tl.static_range(TAKE):
         top = tl.max(keys, 1)
         keys = tl.where(keys == top[:, None], REMOVED, keys)
@@ -54,7 +54,7 @@ def merge_best(keys, best, TAKE: tl.constexpr):
 
 @triton.jit
 def write_best(best, INDEX, WEIGHT, row, live, TAKE: tl.constexpr):
-    """Store the lists in INDEX and WEIGHT (rows, TAKE), largest weight first. A free place has index -1, weight 0."""
+    """Store the lists in INDEX and WEIGHT (rows, TAKE), largest weight first. Free places have index -1, weight 0."""
     at = row.to(tl.int64) * TAKE
     for rank in tl.static_range(TAKE):
         top = tl.max(best, 1)
@@ -69,7 +69,7 @@ def load_tile(
     X, row, live, row_stride, dim_stride, d: tl.constexpr, D: tl.constexpr,
     GUARDED: tl.constexpr,
 ):
-    """Load rows of a strided matrix, padded with zeros from d to D channels. If GUARDED, rows not `live` are zero."""
+    """Load rows of a strided matrix, zero-padded from d to D channels. If GUARDED, rows with false `live` are zero."""
     dim = tl.arange(0, D)
     at = X + row[:, None].to(tl.int64) * row_stride + dim[None, :].to(tl.int64) * dim_stride
     if GUARDED:
