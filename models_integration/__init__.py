@@ -1,11 +1,11 @@
-"""Retention policies on `transformers` models: observe the prompt, decide, compact the cache, keep generating.
+"""Eviction policies for `transformers` models: observe the prompt, decide, compact the cache, continue to generate.
 
     policy = CrystalCache(budget=0.5, sentence_ends=sentence_ends(tokenizer))
     with policy(model) as run:
         output = model.generate(**inputs, max_new_tokens=200)
     run.retention, run.timings, run.bytes_freed
 
-Names are loaded when they are first used, so that importing this package imports neither torch nor transformers.
+A name is loaded when the name is first used. Importing this package alone imports neither torch nor transformers.
 """
 
 from importlib import import_module

@@ -65,9 +65,9 @@ class Needs:
         layers: full-attention layers whose keys and queries the score uses: "none", "observed" (one layer) or "all".
         query_rows: number of queries at the end of the prompt that the score uses. None means all queries.
         observed: if `layers` is "observed", index of that layer among the full-attention layers. -1 is the last layer.
-        values: True if the score uses the cached values. token_ids: True if the score uses the ids of the prompt
-        tokens. takes: function that returns True if the score accepts a given tensor without a copy to the host. None
-        if the
+        values: True if the score uses the cached values.
+        token_ids: True if the score uses the ids of the prompt tokens.
+        takes: function that returns True if the score accepts a given tensor without a copy to the host. None if the
             score accepts only NumPy arrays.
         budget: True if the scores depend on the budget.
         rehearsal: settings for KVzip's repetition of the prompt. None if the model does not repeat the prompt.

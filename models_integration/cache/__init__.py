@@ -1,1 +1,1 @@
-"""A cache that forgets: tensors and positions of the kept tokens, in memory and in files."""
+"""Cache from which tokens can be evicted, in memory and in files."""

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and that are erased before they are removed."""
+"""Atomic writing of files, and removal of files after an overwrite with zeros."""
 
 import errno
 import fcntl
@@ -20,20 +20,20 @@ __all__ = [
 
 TEMPORARY = ".tmp-"
 WHOLE = "-whole"
-"""How a temporary file's name ends that got it after its last byte."""
+"""End of the name of a temporary file that was named only after its last byte was written."""
 ABANDONED_SECONDS = 3600.0
-"""The age from which on a temporary file that nobody holds is nobody's, on any file system."""
+"""Age from which a temporary file without a lock counts as abandoned, on every file system."""
 PARTS_MOST = 512
-"""Of one call; Linux takes 1024."""
+"""Largest number of buffers in one call. Linux accepts 1024."""
 PAGE = 4096
 PIECE = 1 << 20
-"""Zeros that are written at a time."""
+"""Number of zeros in one write."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
 class Late:
-    """Bytes inside a file's first page that are computed while the rest is on its way to the disk: its digest."""
+    """Bytes in a file's first page that are computed while the other bytes are written to the disk (the digest)."""
 
     offset: int
     compute: Callable[[], bytes]
@@ -43,21 +43,22 @@ def publish(
     path: Path, parts: Sequence[memoryview], replace: bool = True, late: Late | None = None, mode: int = 0o600,
     nameless: bool = False,
 ) -> None:
-    """Write a file durably: a temporary one, fsync, rename, fsync of the folder. A reader sees all of it or nothing.
+    """Write a file durably and atomically: write a temporary file, fsync, rename, and fsync of the folder.
 
-    Without `replace`, a file of that name stays as it is. `mode` are the rights to it, less the process's umask.
-    The temporary file is locked while it is written; see `is_being_written`. With `nameless` it has no name before its
-    last byte, if the system has such files, so that a kill leaves nothing; what kills have left is removed first.
+    If `replace` is False, an existing file is unchanged. `mode` contains the permissions of the file, before the
+    process's umask. The temporary file is locked while the file is written (see `is_being_written`). With `nameless`,
+    the temporary file has no name before the last byte, if the system supports this. A killed process then leaves no
+    file. First, files that killed processes left are removed.
 
     Raises:
-        OSError: from the file system; the path has the old file, or, where the last fsync failed, the new one.
+        OSError: from the file system. The path has the old file, or the new file if only the last fsync failed.
     """
     _make_folder(path.parent, 0o700)
     if nameless:
         _remove_abandoned(path)
     descriptor, temporary, named = _created(path, mode, nameless)
     try:
-        with suppress(OSError):  # a file system without locks; the file's age protects it
+        with suppress(OSError):  # a file system without locks; the file is protected by its age
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if late is None:
             _write(descriptor, parts)
@@ -65,7 +66,7 @@ def publish(
             _write_both(descriptor, parts, late)
         os.fsync(descriptor)
         if not named:
-            # With a `src_dir_fd`, which an absolute path does not need, Python follows the link in /proc to the file.
+            # Python follows the link in /proc only with a `src_dir_fd`, although an absolute path does not need it.
             os.link(f"/proc/self/fd/{descriptor}", temporary, src_dir_fd=descriptor)
         if replace:
             os.replace(temporary, path)
@@ -81,7 +82,7 @@ def publish(
 
 
 def _make_folder(path: Path, mode: int = 0o777) -> None:
-    """Make a folder and those above it, each name durable; `mode` is that of the last."""
+    """Make a folder and its missing parents, with durable names. `mode` has the permissions of the last folder."""
     if not path.is_dir():
         _make_folder(path.parent)
         path.mkdir(exist_ok=True, mode=mode)
@@ -89,7 +90,7 @@ def _make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def _created(path: Path, mode: int, nameless: bool) -> tuple[int, Path, bool]:
-    """A new temporary file beside the path: its descriptor, its name, and whether it has that name already."""
+    """Make a temporary file in the folder of `path`. Return the descriptor, the name, and True if the name exists."""
     temporary = path.parent / f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     if nameless and (descriptor := _locked_nameless(path.parent, mode)) is not None:
         return descriptor, temporary.with_name(temporary.name + WHOLE), False
@@ -97,7 +98,7 @@ def _created(path: Path, mode: int, nameless: bool) -> tuple[int, Path, bool]:
 
 
 def _locked_nameless(folder: Path, mode: int) -> int | None:
-    """A locked file without a name; None where the system has none, or can neither lock nor name them."""
+    """Return a locked file without a name, or None if the system cannot make, lock or name such a file."""
     flag = getattr(os, "O_TMPFILE", None)
     if flag is None or not os.path.isdir("/proc/self/fd"):
         return None
@@ -116,8 +117,8 @@ def _locked_nameless(folder: Path, mode: int) -> int | None:
 def _remove_abandoned(path: Path) -> None:
     """Remove the temporary files of a path whose writers were killed.
 
-    A file that was locked before it got its name is abandoned as soon as nobody holds the lock. Others may be locked a
-    moment after they are made, or never: they must be old.
+    A file that was locked before it was named is abandoned if no process has the lock. A different file may be locked
+    only later, or never, so this file must also be old.
     """
     own = re.compile(re.escape(f"{TEMPORARY}{path.name}-") + r"[0-9]+-[0-9a-f]{8}" + f"({WHOLE})?")
     for name in os.listdir(path.parent):
@@ -130,7 +131,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def is_being_written(temporary: Path) -> bool:
-    """Whether a process holds the lock of a temporary file of `publish`; a kill lets it go."""
+    """Return True if a process has the lock of a temporary file of `publish`. A killed process loses the lock."""
     try:
         descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -139,7 +140,7 @@ def is_being_written(temporary: Path) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # a file system without locks; the file's age protects it
+    except OSError:  # a file system without locks; the file is protected by its age
         return False
     finally:
         os.close(descriptor)
@@ -147,12 +148,12 @@ def is_being_written(temporary: Path) -> bool:
 
 
 def publish_readable(path: Path, data: bytes) -> None:
-    """Write a page, a table or statistics: `publish`, with the rights that new files have. Links are followed.
+    """Write a page, a table or statistics with `publish`, with the permissions of a new file. Links are followed.
 
-    What is no file, such as /dev/stdout, is written to as it is.
+    If `path` is a device such as /dev/stdout, the bytes are written to the device.
 
     Raises:
-        OSError: as `publish`.
+        OSError: as in `publish`.
     """
     if path.exists() and not path.is_file():
         path.write_bytes(data)
@@ -172,7 +173,7 @@ def _write_both(descriptor: int, parts: Sequence[memoryview], late: Late) -> Non
         computed = beside.submit(late.compute)
         _write(descriptor, parts)
         if hasattr(os, "posix_fadvise"):
-            # Linux starts to write what is dirty when it is told that nobody needs it cached.
+            # After this advice, Linux begins to write dirty pages to the disk.
             os.posix_fadvise(descriptor, PAGE, 0, os.POSIX_FADV_DONTNEED)
         _write_at(descriptor, computed.result(), late.offset)
 
@@ -188,22 +189,22 @@ def _write(descriptor: int, parts: Sequence[memoryview]) -> None:
 
 
 def _write_at(descriptor: int, data: bytes, at: int) -> None:
-    # A call may write less than it was given.
+    # A call may write only some of the bytes.
     while data:
         written = os.pwrite(descriptor, data, at)
         data, at = data[written:], at + written
 
 
 class NotRegular(OSError):
-    """The path has a FIFO, a device, a socket, a folder or a link."""
+    """Error for a path that is a FIFO, a device, a socket, a folder or a link."""
 
 
 @contextmanager
 def regular_file(path: Path, follow_links: bool = False) -> Iterator[int]:
-    """Descriptor of a regular file, open for reading. Opening a FIFO does not wait for a writer.
+    """Context manager that opens a regular file for reading. Opening a FIFO does not wait for a writer.
 
     Raises:
-        NotRegular: for anything else; for a link, unless links are followed.
+        NotRegular: if `path` is not a regular file, or is a link and `follow_links` is False.
         OSError: from the file system.
     """
     try:
@@ -221,7 +222,7 @@ def regular_file(path: Path, follow_links: bool = False) -> Iterator[int]:
 
 
 def read_at(descriptor: int, size: int, at: int) -> bytes:
-    """Bytes of a file from a place on; fewer than `size` only where it ends.
+    """Return `size` bytes of a file from offset `at`. The result is shorter only at the end of the file.
 
     Raises:
         OSError: from the file system.
@@ -233,7 +234,7 @@ def read_at(descriptor: int, size: int, at: int) -> bytes:
 
 
 def sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the file names in a folder durable (fsync)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -242,13 +243,14 @@ def sync(folder: Path) -> None:
 
 
 def erase(path: Path) -> bool:
-    """Overwrite a file with zeros, then remove it; whether there was one. It needs no room.
+    """Overwrite a file with zeros, then remove the file. Return True if the file existed. No disk space is needed.
 
-    Of a link, only the link goes: a file that has other names, or that a link leads to, keeps its bytes. On storage
-    that never writes in place, only the destroyed key of an encrypted object makes it unreadable.
+    If `path` is a link, only the link is removed. A file that has more names, or that is the target of a link, keeps
+    its bytes. On storage that never writes in place, only encryption and destruction of the key make an object
+    unreadable.
 
     Raises:
-        OSError: from the file system; a file that could not be overwritten is removed if it can be.
+        OSError: from the file system. A file that could not be overwritten is removed if possible.
     """
     failed = None
     try:
@@ -257,7 +259,7 @@ def erase(path: Path) -> bool:
             if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
                 _overwrite(path)
         except OSError as error:
-            # Without room, the file system does not write in place, and zeros would not have hidden anything.
+            # A file system without free space does not write in place, so zeros would not have erased the bytes.
             failed = None if error.errno in NO_ROOM else error
         os.unlink(path)
     except FileNotFoundError:
@@ -280,7 +282,7 @@ def _overwrite(path: Path) -> None:
 
 
 def _data(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where a file has bytes: zeros written into the holes of a sparse one would fill the disk."""
+    """Yield the ranges of a file that have bytes. Zeros in the holes of a sparse file would fill the disk."""
     at = 0
     while at < size:
         try:

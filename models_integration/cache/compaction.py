@@ -1,4 +1,4 @@
-"""The compaction of each layer, worked out before any layer changes."""
+"""Compaction of layers. The changes of all layers are computed before any layer changes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -16,11 +16,11 @@ from spec.retention import Granularity, Retention
 __all__ = ["Change", "change_of_layer", "check_seen", "kept_by_layer", "sets_agree", "shared_changes"]
 
 Change: TypeAlias = Callable[[], RetainedLayer]
-"""A compaction of one layer, worked out: it makes it, and returns the layer that stands there from then on."""
+"""Prepared compaction of one layer. A call compacts the layer, and returns the layer that replaces it."""
 
 
 def check_seen(layer: RetainedLayer, retentions: Sequence[Retention], padding: Tensor | None) -> None:
-    """Each row's retention is about as many tokens as the row has seen."""
+    """Check that the retention of each row is for the number of tokens that the row has seen."""
     tokens = layer.next_positions(1)[:, 0] if padding is None else layer.get_seq_length() - padding
     for row, retention in enumerate(retentions):
         seen = int(tokens[min(row, len(tokens) - 1)])
@@ -31,7 +31,7 @@ def check_seen(layer: RetainedLayer, retentions: Sequence[Retention], padding: T
 def shared_changes(
     layers: Mapping[int, RetainedLayer], retentions: Sequence[Retention], padding: Tensor | None,
 ) -> dict[int, Change]:
-    """What lets all layers keep one set of each row; those that store the same positions follow one plan."""
+    """Return the changes of all layers to one set of kept tokens per row. Layers with equal positions share a plan."""
     kept = [torch.tensor(retention.positions, dtype=torch.int64, device="cpu") for retention in retentions]
     if padding is None and sets_agree(kept):
         kept = kept[:1]
@@ -45,7 +45,7 @@ def shared_changes(
 
 
 def change_of_layer(layer: RetainedLayer, kept: list[list[Tensor]], padding: Tensor | None) -> Change:
-    """What lets row r and head h keep kept[r][h]; a layer of which no two heads of a row differ stays one rectangle."""
+    """Return the change after which row r and head h store kept[r][h]. If heads agree, the layer stays dense."""
     if isinstance(layer, RaggedLayer):
         return layer.plan_keep(kept)
     assert isinstance(layer, DenseLayer)
@@ -65,7 +65,7 @@ def _followed(layer: DenseLayer, plan: Plan) -> DenseLayer:
 def kept_by_layer(
     retention: Retention, full: Sequence[int], chosen: Sequence[int], heads: int,
 ) -> dict[int, list[Tensor]]:
-    """The kept positions by index of a full-attention layer, and KV head: of all layers, or of the chosen alone."""
+    """Return the kept positions of all (or the chosen) layers by index of the full-attention layer, then KV head."""
     positions = torch.tensor(retention.positions, dtype=torch.int64, device="cpu")
     sets = list(positions.tensor_split(torch.from_numpy(retention.offsets[1:-1])))
     if retention.granularity is not Granularity.HEAD:
@@ -79,6 +79,6 @@ def kept_by_layer(
 
 
 def sets_agree(sets: Iterable[Tensor]) -> bool:
-    """Whether all kept sets are equal."""
+    """Return True if all sets of kept tokens are equal."""
     first, *others = sets
     return all(other is first or torch.equal(first, other) for other in others)

@@ -1,4 +1,4 @@
-"""What a policy decides about the rows of a cache, and what the compacted cache goes on from."""
+"""Decision of a policy about the rows of a cache, and state of the policy for later decisions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,82 +15,82 @@ __all__ = ["Continuation", "Decision", "Nothing", "ObservedRows"]
 
 
 class Continuation(Protocol):
-    """What a policy keeps beside a cache between two decisions, of all rows; it never changes, but gives another."""
+    """Immutable state of a policy between two decisions, for all rows of a cache."""
 
     def select(self, rows: Tensor) -> "Continuation":
-        """The same for other rows of the batch, by index."""
+        """Return the state for the rows of the batch with these indices."""
         ...
 
     def crop(self, tokens: int) -> "Continuation":
-        """The same without the last tokens; Nothing, where they cannot be taken back."""
+        """Return the state without the last `tokens` tokens, or Nothing if these tokens cannot be removed."""
         ...
 
 
 @dataclass(frozen=True)
 class Nothing:
-    """Nothing is kept: the next segment is decided over all that is stored by then."""
+    """State of a policy that stores nothing. The next decision is computed from all tokens stored by then."""
 
     def select(self, rows: Tensor) -> "Nothing":
-        """Nothing of other rows."""
+        """Return the same empty state."""
         return self
 
     def crop(self, tokens: int) -> "Nothing":
-        """Nothing of fewer tokens."""
+        """Return the same empty state."""
         return self
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a policy keeps of each prompt that it was shown, or of each row of a later segment."""
+    """Decision of a policy: the kept tokens of each prompt, or of each row of a later segment."""
 
     retentions: tuple[Retention, ...]
-    """One for each prompt."""
+    """Kept tokens, one entry for each prompt."""
     continuation: Continuation = Nothing()
-    """What a cache goes on from that is compacted to these retentions, a row for each prompt."""
+    """State of the policy for the cache after the compaction, with a row for each prompt."""
     records: tuple[CrystalRetention, ...] = ()
-    """The retentions with all records, of a first prompt under CrystalCache; otherwise none."""
+    """Full results of CrystalCache for a first prompt. Empty for all other policies and for later segments."""
     over_budget: int = 0
-    """Tokens kept beyond the budget in all prompts, because protection alone exceeds it."""
+    """Number of tokens kept beyond the budget in all prompts, because the protected tokens alone exceed the budget."""
     padding: Tensor | None = None
-    """Columns left of each prompt's first token, (rows,), where a first prompt is padded."""
+    """Number of padding columns on the left of each prompt, (rows,), if a first prompt is padded."""
 
 
 class ObservedRows(Protocol):
-    """What a continuation's rule may ask of a segment that the model has read; rows that repeat a prompt count once."""
+    """Data of a segment that the model has processed, for the policy's decision. Rows with equal prompts count once."""
 
     @property
     def columns(self) -> int:
-        """Columns of the segment, padding included."""
+        """Number of columns of the segment, including padding."""
         ...
 
     @property
     def continuation(self) -> Continuation:
-        """What the cache goes on from before this segment is decided."""
+        """State of the policy before the decision about this segment."""
         ...
 
     @property
     def prompts(self) -> Sequence[int]:
-        """The rows to decide about."""
+        """Rows for which the policy decides."""
         ...
 
     def prompt(self, row: int, granularity: Granularity) -> Observation:
-        """A first prompt, without its padding."""
+        """Return the observation of a first prompt, without padding."""
         ...
 
     def stored(self, row: int, granularity: Granularity) -> Observation:
-        """A later segment over all that the cache stores by now, where the heads of a layer store as many tokens."""
+        """Return the observation of a later segment over all cached tokens. Heads must store equally many tokens."""
         ...
 
     def kept_sets(
         self, row: int, granularity: Granularity,
     ) -> tuple[list[Int64[IntVector, " _"]], list[Observation]]:
-        """A later segment by kept set: the positions that each stores; one observation of all, or one for each."""
+        """Return each set's stored positions in a later segment, and one observation of all sets or one per set."""
         ...
 
     def sets_of_a_layer(self, granularity: Granularity) -> int:
-        """Kept sets of one layer: its KV heads where each has its own, otherwise 1."""
+        """Return the number of sets of kept tokens per layer: the number of KV heads for HEAD, otherwise 1."""
         ...
 
     def token_ids(self, row: int) -> Int64[IntVector, " n"]:
-        """The segment's tokens of one row, without padding."""
+        """Return the token ids of one row of the segment, without padding."""
         ...

@@ -1,4 +1,4 @@
-"""CrystalCache on a cache that lives on: each row's state, from the prompt to decode steps and later segments."""
+"""CrystalCache state of each row of a cache, from the prompt to decode steps and later segments."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,38 +29,38 @@ __all__ = ["CrystalStates", "DecodeRule", "Pending", "Spliced"]
 
 
 class Pending(Enum):
-    """How the tokens that wait were read."""
+    """How the model processed the pending tokens."""
 
     DECODED = "decoded"
-    """In decode steps that count: D decays after each of them."""
+    """In decode steps. D decays after each step."""
     GENERATED = "generated"
-    """In steps of a session that evicts at segments only: nothing decays, but they count as steps."""
+    """In steps of a session that evicts only after segments. D does not decay, but the steps are counted."""
     READ = "read"
-    """Inside `reading()`: nothing decays, and they are no steps."""
+    """Inside `reading()`. D does not decay, and the tokens are not counted as steps."""
 
 
 @dataclass(frozen=True)
 class Spliced:
-    """A chunk that was put behind what a session had read."""
+    """An archived chunk that was spliced into a session."""
 
     after: int
-    """How many of the pending tokens stand before it."""
+    """Number of pending tokens before the chunk."""
     token_ids: Int64[IntVector, " n"]
     kept: Int64[IntVector, " k"]
-    """Those of its tokens that are stored, by their place in it, ascending."""
+    """Indices of the chunk's stored tokens inside the chunk, ascending."""
 
 
 @dataclass(frozen=True)
 class CrystalStates:
-    """The states of all rows of a batch.
+    """States of all rows of a batch, and tokens that are not yet part of the states.
 
     Attributes:
-        rows: one state per row; none before the first segment, where a session begins with a chunk.
-        columns: columns that the cache had seen by then, padding included.
-        pending: ids (rows, n) of the tokens read since, in order: they join the tails when a state is asked for.
-        pending_tokens: columns that are pending, chunks aside.
-        kind: how all of them were read.
-        spliced: chunks put between them, in order, the same in every row.
+        rows: one state per row. Empty before the first segment if a session begins with a chunk.
+        columns: number of columns that the cache had seen when the states were computed, including padding.
+        pending: ids (rows, n) of the later tokens, in order. These tokens join the tails when a state is needed.
+        pending_tokens: number of pending columns, without chunks.
+        kind: how the model processed the pending tokens.
+        spliced: chunks between the pending tokens, in order. All rows have the same chunks.
     """
 
     rows: tuple[DecodeState, ...] = ()
@@ -72,29 +72,29 @@ class CrystalStates:
 
     @property
     def seen(self) -> int:
-        """Columns that the states know of, once nothing is pending any more."""
+        """Number of columns in the states, including pending tokens and chunks."""
         return self.columns + self.pending_tokens + sum(len(chunk.token_ids) for chunk in self.spliced)
 
     def covers(self, columns: int) -> bool:
-        """Whether these states are about all `columns` that a cache has seen."""
+        """Return True if the states include all `columns` columns that a cache has seen."""
         return bool(self.rows or self.spliced) and self.seen == columns
 
     def read(self, ids: Tensor, kind: Pending) -> "CrystalStates":
-        """The states after these tokens (rows, n): they are pending until the next eviction is decided."""
+        """Return the states with these tokens (rows, n) pending until the next decision about eviction."""
         pending, tokens = (*self.pending, ids.detach().clone()), self.pending_tokens + ids.shape[1]
         return CrystalStates(self.rows, self.columns, pending, tokens, kind, self.spliced)
 
     def splice(self, token_ids: Int64[IntVector, " n"], kept: Int64[IntVector, " k"]) -> "CrystalStates":
-        """A chunk has been put behind all that."""
+        """Return the states with a chunk spliced in after all tokens."""
         return replace(self, spliced=(*self.spliced, Spliced(self.pending_tokens, token_ids, kept)))
 
     def select(self, rows: Tensor) -> "CrystalStates":
-        """The same for other rows of the batch, by index."""
+        """Return the states of the rows of the batch with these indices."""
         states = tuple(self.rows[row] for row in rows.tolist()) if self.rows else ()
         return replace(self, rows=states, pending=tuple(ids[rows.to(ids.device)] for ids in self._joined()))
 
     def crop(self, tokens: int) -> "CrystalStates | Nothing":
-        """Without the last tokens: nothing is known where a state has gone beyond them already, or a chunk."""
+        """Remove the last tokens. Return Nothing if a state includes a removed token, or if a chunk follows it."""
         left = self.pending_tokens - tokens
         if left < max((chunk.after for chunk in self.spliced), default=0):
             return Nothing()
@@ -102,7 +102,7 @@ class CrystalStates:
         return replace(self, pending=pending, pending_tokens=left)
 
     def ids(self) -> list[list[int]]:
-        """What is pending, row by row."""
+        """Return the pending token ids of each row."""
         return [row for ids in self._joined() for row in ids.tolist()] or [[] for _ in self.rows]
 
     def _joined(self) -> tuple[Tensor, ...]:
@@ -111,12 +111,12 @@ class CrystalStates:
 
 @dataclass(frozen=True)
 class DecodeRule:
-    """How a cache goes on under CrystalCache. The states are in the cache; nothing is kept here.
+    """Rule for later decisions of CrystalCache. The cache stores the states, and the rule stores nothing.
 
     Attributes:
-        decode: every decode step counts, and each T_breath-th ends in a breath. Otherwise only segments evict, and
-            the tokens of decode steps wait for the next one.
-        stream: segments end every C tokens, wherever the forwards end.
+        decode: if True, a breath evicts tokens after every T_breath decode steps. If False, eviction follows only
+            segments, and tokens of decode steps are pending until the next segment.
+        stream: if True, a segment ends after every C tokens, independent of the forward passes.
     """
 
     sentence_ends: frozenset[int]
@@ -129,11 +129,11 @@ class DecodeRule:
 
     @property
     def segment_tokens(self) -> int | None:
-        """Tokens of a stream's segment; None where segments end with their forwards."""
+        """Number of tokens in a segment of a stream, or None if segments end with forward passes."""
         return self.parameters.C if self.stream else None
 
     def decide_prompt(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
-        """First prompts: S1 to S6, and the states that they leave."""
+        """Apply S1 to S6 to first prompts, and make the states for later decisions."""
         retentions, all_records, states = [], [], []
         for row in observed.prompts:
             observation = observed.prompt(row, policy.granularity)
@@ -147,7 +147,7 @@ class DecodeRule:
         return Decision(tuple(retentions), known, tuple(all_records))
 
     def started(self, records: CrystalRetention, observation: Observation) -> DecodeState | None:
-        """The state after a first prompt; None where the backend knows no decode."""
+        """Return the state after a first prompt, or None if the backend has no decode stages."""
         if self.engine.breath is None:
             return None
         assert observation.token_ids is not None
@@ -156,10 +156,10 @@ class DecodeRule:
         return start_state(records, observation.token_ids, norms, self.budget, self.parameters)
 
     def check_turn(self, policy: Policy, cache: RetainedCache) -> None:
-        """A later segment can follow.
+        """Check that a later segment can follow.
 
         Raises:
-            SpecError: where layers store different positions.
+            SpecError: if layers store different positions.
         """
         if cache.layers_differ:
             raise SpecError(
@@ -167,10 +167,10 @@ class DecodeRule:
             )
 
     def check_padded(self, policy: Policy, cache: RetainedCache) -> None:
-        """Padded turns are served."""
+        """Accept padded turns."""
 
     def decide_turn(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
-        """Later segments: S1 to S6 on what is new, behind the states."""
+        """Apply S1 to S6 to later segments, starting from the states."""
         before, states = observed.continuation, []
         assert isinstance(before, CrystalStates)
         for row in observed.prompts:
@@ -180,17 +180,17 @@ class DecodeRule:
         return Decision(retentions, CrystalStates(tuple(states), before.seen + observed.columns))
 
     def extended(self, state: DecodeState, view: LayerView, ids: Int64[IntVector, " n"]) -> DecodeState:
-        """The state after a later segment, whose keys are the last of the view's."""
+        """Return the state after a later segment. The last keys of `view` are the keys of the segment."""
         return extend(
             replace(state, budget=self.budget), view.q, view.k, ids, self.sentence_ends, self.parameters, self.engine,
             scaling=view.scaling, softcap=view.softcap, sinks=view.sinks,
         )
 
     def before_step(self, policy: Policy, cache: RetainedCache) -> None:
-        """A decode step comes.
+        """Check that a decode step can follow.
 
         Raises:
-            SpecError: for steps that count, where the states are not about all that the cache has seen.
+            SpecError: if steps are counted and the states do not include all tokens that the cache has seen.
         """
         if self.decode:
             _covering(cache)
@@ -199,7 +199,7 @@ class DecodeRule:
     def after_step(
         self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows | None,
     ) -> None:
-        """A token (rows, 1) has been decoded: it is pending until a breath is due. The first of all starts states."""
+        """Record a decoded token (rows, 1), pending until a breath is due. A session's first token makes the states."""
         first = cache.get_seq_length() == ids.shape[1]
         states = CrystalStates((empty_state(self.budget),) * len(ids)) if first else cache.continuation
         if isinstance(states, CrystalStates):
@@ -208,13 +208,13 @@ class DecodeRule:
                 self.flush_pending(cache)
 
     def before_reading(self, policy: Policy, cache: RetainedCache) -> None:
-        """Tokens come that nobody decides about; those that are pending were read in another way."""
+        """Process pending tokens of a different kind before tokens are read without eviction."""
         self._flush_others(cache, Pending.READ)
 
     def after_reading(
         self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows,
     ) -> None:
-        """Tokens (rows, n) have been read: they are pending, and no steps."""
+        """Record tokens (rows, n) that were read without eviction. The tokens are pending, and not decode steps."""
         if isinstance(cache.continuation, CrystalStates):
             cache.continuation = cache.continuation.read(ids, Pending.READ)
 
@@ -224,15 +224,15 @@ class DecodeRule:
             self.flush_pending(cache)
 
     def due(self, states: CrystalStates) -> bool:
-        """Whether the newest of the pending tokens is a step that ends in a breath."""
+        """Return True if the newest pending token is a decode step after which a breath is due."""
         before = states.rows[0].step if states.rows else 0
         return self.decode and (before + states.pending_tokens) % self.parameters.T_breath == 0
 
     def flush_pending(self, cache: RetainedCache) -> None:
-        """The states know all that the cache has seen, and the cache stores what they do: a breath may have evicted.
+        """Add all pending tokens to the states, and compact the cache if a breath has evicted tokens.
 
         Raises:
-            SpecError: when they cannot; nothing has changed.
+            SpecError: if a pending token cannot be added. Nothing is changed.
         """
         before = _covering(cache)
         after = self.flushed(before, cache.keys_of(self.parameters.observed_layer))
@@ -241,14 +241,13 @@ class DecodeRule:
         cache.continuation = after
 
     def flushed(self, states: CrystalStates, keys: Tensor) -> CrystalStates:
-        """No token is pending any more: each has joined its row's tail, by a decode step if it was read as one.
+        """Return the states after all pending tokens are added to the tails, and all chunks to the trunks.
 
-        A chunk has joined the trunks. Until a breath or a segment is due nobody asks for a state, and keys stay on
-        their device.
+        A token that was read as a decode step is added by a decode step. Until this call, keys stay on the device.
 
         Args:
-            states: what is known.
-            keys: the observed layer's, (rows, H_kv, stored, d); those of the pending tokens are the last.
+            states: states with pending tokens or chunks.
+            keys: keys of the observed layer, (rows, H_kv, stored, d). The last keys belong to the pending tokens.
         """
         stored = states.pending_tokens + sum(len(chunk.kept) for chunk in states.spliced)
         if not states.pending and not states.spliced:
@@ -264,7 +263,7 @@ class DecodeRule:
 def _followed(
     rule: DecodeRule, state: DecodeState, ids: Sequence[int], norms: Float64[Vector, " stored"], states: CrystalStates,
 ) -> DecodeState:
-    """One row's state after its tokens and the chunks between them, whose stored keys have these inverse norms."""
+    """Return the state of one row after its pending tokens and chunks. `norms` has their stored keys' inverse norms."""
     constants, chunks, at = (rule.sentence_ends, rule.parameters, rule.engine), list(states.spliced), 0
     for place in range(len(ids) + 1):
         while chunks and chunks[0].after == place:
@@ -277,7 +276,7 @@ def _followed(
 
 
 def _joined_by(rule: DecodeRule, state: DecodeState, token: int, norm: float, kind: Pending) -> DecodeState:
-    """The state after one token that was read in this way."""
+    """Return the state after one token that the model processed as `kind` says."""
     if kind is Pending.DECODED:
         return decode_step(state, token, norm, rule.sentence_ends, rule.parameters, rule.engine)
     after = append(state, token, norm)
@@ -292,10 +291,10 @@ def _inverse_norms(engine: Backend, keys: Tensor) -> Float64[Vector, " n"]:
 
 
 def _covering(cache: RetainedCache) -> CrystalStates:
-    """The cache's states, which are about all that it has seen.
+    """Return the states of the cache.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if the states do not include all tokens that the cache has seen.
     """
     seen, states = cache.get_seq_length(), cache.continuation
     if not isinstance(states, CrystalStates) or not states.covers(seen):

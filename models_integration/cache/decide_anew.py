@@ -1,4 +1,4 @@
-"""Policies that decide at the ends of segments and keep nothing in between, SnapKV, StreamingLLM and most others."""
+"""Policies without state that decide at the end of each segment, such as SnapKV and StreamingLLM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,24 +21,25 @@ __all__ = ["DecideAnew"]
 
 @dataclass(frozen=True)
 class DecideAnew:
-    """How a cache goes on under a policy that decides each segment over all that is stored by then."""
+    """Rule for policies that decide at the end of each segment from all tokens stored by then."""
 
     step_needs: ClassVar[Needs] = Needs()
     decode: ClassVar[bool] = False
     segment_tokens: ClassVar[int | None] = None
 
     def decide_prompt(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
-        """First prompts."""
+        """Decide about first prompts."""
         decided = [retain(policy, budget, observed.prompt(row, policy.granularity)) for row in observed.prompts]
         records = tuple(records for _, records in decided if records is not None)
         return Decision(tuple(retention for retention, _ in decided), records=records)
 
     def check_turn(self, policy: Policy, cache: RetainedCache) -> None:
-        """A later segment can be decided over what the kept sets store.
+        """Check that the policy can decide about a later segment.
 
         Raises:
-            SpecError: for a policy that asks for the ids of all stored tokens; where layers or heads store other
-                tokens than the policy's kept sets, or its scores compare tokens that no longer stand side by side.
+            SpecError: if the policy needs the ids of all stored tokens, if layers or heads store different tokens than
+                the policy's sets of kept tokens, or if the scores compare neighbouring tokens and tokens in between
+                were evicted.
         """
         if policy.scorer.needs.token_ids:
             reason = "evicts from the first prompt only: read later text inside `with run.reading():`"
@@ -47,10 +48,10 @@ class DecideAnew:
             _check_own_sets(policy, cache.full_layers)
 
     def check_padded(self, policy: Policy, cache: RetainedCache) -> None:
-        """A turn of which a mask hides columns needs one kept set for the whole model.
+        """Check that the policy accepts a padded turn: the whole model must have one set of kept tokens.
 
         Raises:
-            SpecError: otherwise.
+            SpecError: if layers or heads have separate sets.
         """
         if policy.granularity is not Granularity.MODEL or cache.layers_differ:
             raise SpecError(
@@ -59,7 +60,7 @@ class DecideAnew:
             )
 
     def decide_turn(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
-        """Later segments, over what each kept set stores by now."""
+        """Decide about later segments, from the tokens that each set of kept tokens stores."""
         return Decision(tuple(self._turn(policy, budget, observed, row) for row in observed.prompts))
 
     def _turn(self, policy: Policy, budget: Budget, observed: ObservedRows, row: int) -> Retention:
@@ -67,27 +68,27 @@ class DecideAnew:
         return retain_turn(policy, budget, live, shown, observed.sets_of_a_layer(policy.granularity))
 
     def flush_pending(self, cache: RetainedCache) -> None:
-        """Nothing is pending."""
+        """Do nothing, because no token is pending."""
 
     def before_step(self, policy: Policy, cache: RetainedCache) -> None:
-        """Every cache may grow."""
+        """Accept the token, because every cache can grow."""
 
     def after_step(
         self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows | None,
     ) -> None:
-        """A token has been decoded: it is stored."""
+        """Do nothing. The cache stores the decoded token."""
 
     def before_reading(self, policy: Policy, cache: RetainedCache) -> None:
-        """Every cache may grow."""
+        """Accept the token, because every cache can grow."""
 
     def after_reading(
         self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows,
     ) -> None:
-        """Tokens have been read: they are stored."""
+        """Do nothing. The cache stores the tokens."""
 
 
 def _check_own_sets(policy: Policy, layers: Sequence[RetainedLayer]) -> None:
-    """Of layers that differ, each kept set of the policy stores the same everywhere, and may be scored alone."""
+    """Check that each set of kept tokens can be scored alone, if layers store different tokens."""
     scorer = policy.scorer
     if policy.granularity is Granularity.MODEL:
         raise SpecError(

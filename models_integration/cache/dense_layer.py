@@ -1,4 +1,4 @@
-"""The full-attention layers of a cache that forgets: what all of them say, and the one that is a rectangle of slots."""
+"""Full-attention layers of a cache with eviction: the common base class, and the dense layer."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,143 +25,143 @@ __all__ = ["DenseLayer", "IndexedLayer", "RetainedLayer", "SplicedTokens", "drop
 
 
 class SplicedTokens(NamedTuple):
-    """What one layer stores of a chunk that was computed elsewhere."""
+    """Tokens of an archived chunk that one layer stores."""
 
     keys: Tensor
-    """(heads, n, d)."""
+    """Keys and values, (heads, n, d)."""
     values: Tensor
     positions: Tensor
-    """Absolute positions, (sets, n), one set or one for each head; EMPTY where a head stores none."""
+    """Absolute positions, (sets, n), for one set or one set per head. EMPTY marks a slot without a token."""
 
 
 class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base's __init_subclass__ is untyped
-    """One full-attention layer of a cache that forgets, however it stores what is kept.
+    """Base class of a full-attention layer from which tokens can be evicted.
 
-    Keys keep the rotation of their own position. New tokens are appended, so only compaction opens gaps.
+    Each key keeps the RoPE rotation of its original position. New tokens are appended, so only compaction causes gaps.
     """
 
     rows: StoredRows
-    """The positions behind the slots: as far as all heads of a row share them."""
+    """Positions of the slots, if all heads of a row share the positions."""
 
     @property
     @abstractmethod
     def heads(self) -> int:
-        """KV heads."""
+        """Number of KV heads."""
 
     @property
     @abstractmethod
     def batch(self) -> int:
-        """Rows of the batch."""
+        """Number of rows of the batch."""
 
     @property
     @abstractmethod
     def stored_length(self) -> int:
-        """Slots in use, by the fullest head."""
+        """Number of used slots of the head with the most tokens."""
 
     @property
     @abstractmethod
     def mean_length(self) -> float:
-        """Slots in use of a KV head, on average."""
+        """Mean number of used slots per KV head."""
 
     @property
     @abstractmethod
     def uniform(self) -> bool:
-        """Whether transformers places the next tokens right by default: no row has padding, or tokens of its own."""
+        """True if the default positions of transformers are correct: rows have no padding and store equal positions."""
 
     @abstractmethod
     def held(self, row: int, heads: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values (heads, stored, d) of KV heads of one row that store as many tokens: views, if possible."""
+        """Return keys and values (heads, stored, d) of KV heads of a row with equally many tokens, if possible as views."""
 
     @abstractmethod
     def next_positions(self, tokens: int) -> Tensor:
-        """Positions of the next tokens in each row, (rows, tokens); one row where all rows agree."""
+        """Return the positions of the next tokens, (rows, tokens), or (1, tokens) if all rows have equal positions."""
 
     @abstractmethod
     def stored_positions(self) -> Tensor:
-        """Absolute positions behind the slots, ascending, (rows, stored).
+        """Return the absolute positions of the slots, ascending, (rows, stored).
 
         Raises:
-            SpecError: where heads differ; `head_positions` has those of a head.
+            SpecError: if heads store different positions. Use `head_positions` for a single head.
         """
 
     @abstractmethod
     def head_positions(self, row: int, head: int) -> Tensor:
-        """Absolute positions that one KV head of one row stores, ascending."""
+        """Return the absolute positions that one KV head of one row stores, ascending."""
 
     @abstractmethod
     def retain(self, *kept: Tensor) -> None:
-        """Keep these positions (kept,) of each row, and free the others; one tensor may stand for all rows.
+        """Keep the positions (kept,) in each row, and evict all others. If one tensor is given, it applies to all rows.
 
         Raises:
-            SpecError: when one is not stored; nothing has changed then.
+            SpecError: if a position is not stored. The layer is unchanged.
         """
 
     @abstractmethod
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise a SpecError where these cannot be taken back."""
+        """Check that `crop` can remove these tokens. Raises SpecError otherwise."""
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other."""
+        """Repeat every row `repeats` times."""
         self.batch_select_indices(torch.arange(self.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows."""
+        """Keep only the rows with these indices."""
         rows = torch.arange(self.batch, device="cpu")[indices.cpu()]
         self.reorder_cache(cast(torch.LongTensor, rows))
 
     @abstractmethod
     def splice(self, chunks: Sequence[SplicedTokens], seen: int) -> None:
-        """Put chunks behind what the one row stores; `seen` tokens are then behind the session."""
+        """Append chunks to the only row. After the call, the session has seen `seen` tokens."""
 
 
 class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's __init_subclass__ is untyped
     """A layer whose heads all store the same positions: keys and values are (rows, H_kv, stored, d), ascending.
 
-    The logical length counts columns seen; the stored length counts slots.
+    The logical length is the number of columns seen. The stored length is the number of slots.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.rows = StoredRows.none()
         self.evicted = 0
-        """Columns seen, less slots."""
+        """Number of columns seen minus number of slots."""
 
     @property
     def heads(self) -> int:
-        """KV heads."""
+        """Number of KV heads."""
         assert self.keys is not None
         return self.keys.shape[1]
 
     @property
     def batch(self) -> int:
-        """Rows of the batch."""
+        """Number of rows of the batch."""
         assert self.keys is not None
         return len(self.keys)
 
     @property
     def stored_length(self) -> int:
-        """Slots in use."""
+        """Number of used slots."""
         return int(super().get_seq_length())
 
     @property
     def mean_length(self) -> float:
-        """Slots in use of a KV head, on average."""
+        """Mean number of used slots per KV head."""
         return self.stored_length
 
     def get_seq_length(self) -> int:
-        """Tokens seen: the position of the next query."""
+        """Return the number of columns seen. Without padding, this is the position of the next query."""
         return self.stored_length + self.evicted
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Slots after `query_length` more tokens, and the offset that leads to their positions."""
+        """Return the number of slots after `query_length` more tokens, and the offset from slots to positions."""
         return self.stored_length + query_length, SlotOffset(self.evicted, self.rows)
 
     def stored_positions(self) -> Tensor:
-        """Absolute positions behind the slots, ascending, (rows, stored)."""
+        """Return the absolute positions of the slots, ascending, (rows, stored)."""
         return self.rows.positions(self.stored_length)
 
     def held(self, row: int, heads: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values (heads, stored, d) of KV heads of one row: views, if they can be."""
+        """Return keys and values (heads, stored, d) of KV heads of one row, if possible as views."""
         assert self.keys is not None
         assert self.values is not None
         keys, values = self.keys[row, heads], self.values[row, heads]
@@ -172,44 +172,44 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         return shown_columns(keys, is_stored), shown_columns(values, is_stored)
 
     def head_positions(self, row: int, head: int) -> Tensor:
-        """Absolute positions that one KV head of one row stores, ascending."""
+        """Return the absolute positions that one KV head of one row stores, ascending."""
         rows = self.stored_positions()
         positions = rows[row if len(rows) > 1 else 0]
         return positions[positions != EMPTY]
 
     @property
     def uniform(self) -> bool:
-        """Whether all rows store the same positions, and have no padding among what they have seen."""
+        """True if all rows store the same positions, and no row has seen padding."""
         rows = self.rows
         return rows.shared and int(rows.seen_at_compaction[0]) - rows.kept.shape[1] == self.evicted
 
     def next_positions(self, tokens: int) -> Tensor:
-        """Positions of the next tokens in each row, (rows, tokens); one row where all rows agree."""
+        """Return the positions of the next tokens, (rows, tokens), or (1, tokens) if all rows have equal positions."""
         return self.rows.tokens(self.stored_length)[:, None] + torch.arange(tokens, device="cpu")
 
     def expect(self, is_token: Tensor) -> None:
-        """Note, before columns are read, which of them (rows, n) hold a token of their row."""
+        """Record the mask of the next columns, (rows, n), which is True for tokens and False for padding."""
         self.rows = self.rows.grown(self.stored_length, is_token)
 
     def retain(self, *kept: Tensor) -> None:
-        """Keep these positions (kept,) of each row, and free the others; one tensor may stand for all rows.
+        """Keep the positions (kept,) in each row, and evict all others. If one tensor is given, it applies to all rows.
 
         Implements: CC-COMPACT
 
         Raises:
-            SpecError: when one is not stored; nothing has changed then.
+            SpecError: if a position is not stored. The layer is unchanged.
         """
         self.follow(self.plan(*kept))
 
     def plan(self, *kept: Tensor, padding: Tensor | None = None) -> Plan:
-        """What `retain` will do; other layers that store the same positions may follow the same plan.
+        """Return the plan of a compaction. Layers that store the same positions can share the plan.
 
         Args:
-            kept: positions, (kept,), of each row or of all.
-            padding: before the first compaction, columns left of each row's first token, (rows,).
+            kept: positions to keep, (kept,): one tensor per row, or one tensor for all rows.
+            padding: number of padding columns on the left of each row, (rows,), before the first compaction.
 
         Raises:
-            SpecError: when a position is not stored.
+            SpecError: if a position is not stored.
         """
         rows = self.rows if padding is None else StoredRows.padded(padding)
         stored = rows.positions(self.stored_length)
@@ -217,20 +217,20 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         if len(kept) == 1:
             kept = kept * len(sources)
         slots = [slots_of(stored[source], positions) for source, positions in zip(sources, kept, strict=True)]
-        # Empty slots left of a shorter row's tokens may stay; those of a turn stand among them, and go.
+        # Empty slots on the left of a shorter row may stay. Empty slots between tokens (of padded turns) are freed.
         width = max(map(len, slots))
         stays = width == self.stored_length and torch.equal(filled(kept, width), stored.expand(len(kept), -1))
         after = rows.compacted(filled(kept, width), rows.tokens(self.stored_length))
         return Plan(self.rows, self.stored_length, () if stays else tuple(slots), after)
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace all that has slots, (rows, heads, stored, d)."""
+        """Replace each tensor that has slots, (rows, heads, stored, d)."""
         assert self.keys is not None
         assert self.values is not None
         self.keys, self.values = change(self.keys), change(self.values)
 
     def follow(self, plan: Plan) -> None:
-        """Gather the slots of a plan, if it frees any."""
+        """Gather the slots that the plan keeps, if the plan frees slots."""
         seen = self.get_seq_length()
         if plan.slots:
             self.replace_tensors(lambda tensor: gathered(tensor, plan.slots))
@@ -238,7 +238,7 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         self.evicted = seen - self.stored_length
 
     def splice(self, chunks: Sequence[SplicedTokens], seen: int) -> None:
-        """Put chunks of one set each behind what the one row stores; `seen` tokens are then behind the session."""
+        """Append chunks, with one set of positions each, to the only row. The session has then seen `seen` tokens."""
         positions = torch.cat([self.stored_positions()[0], *(chunk.positions[0] for chunk in chunks)])
         if chunks:
             keys, values = [chunk.keys[None] for chunk in chunks], [chunk.values[None] for chunk in chunks]
@@ -251,21 +251,21 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         self.evicted = seen - len(positions)
 
     def restore(self, keys: Tensor, values: Tensor, rows: StoredRows, evicted: int) -> None:
-        """Hold what another layer held: keys and values (rows, H_kv, stored, d), and its `rows` and `evicted`."""
+        """Set the contents to those of a saved layer: keys and values (rows, H_kv, stored, d), `rows` and `evicted`."""
         self.lazy_initialization(keys, values)
         self.keys, self.values, self.rows, self.evicted = keys, values, rows, evicted
 
     def reset(self) -> None:
-        """Forget everything: as new."""
+        """Remove all tokens."""
         drop_tensors(self)
         self.rows = StoredRows.none()
         self.evicted = 0
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """These can be taken back.
+        """Check that `crop` can remove these tokens.
 
         Raises:
-            SpecError: as `crop`.
+            SpecError: as in `crop`.
         """
         seen = self.get_seq_length()
         if tokens_to_remove > 0 or seen + tokens_to_remove < 0:
@@ -278,11 +278,11 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
+        """Remove the last -tokens_to_remove tokens that the layer has seen, whether stored or evicted.
 
         Raises:
-            SpecError: when that is not a number from 0 down to minus the tokens seen, or more than have been read since
-                rows store different tokens.
+            SpecError: if `tokens_to_remove` is not a number from -(tokens seen) to 0. If rows store different tokens,
+                only tokens read since then can be removed.
         """
         self.check_crop(tokens_to_remove)
         if tokens_to_remove == 0:
@@ -297,13 +297,13 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         self.rows, self.evicted = rows, remaining - left
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i go on as row beam_idx[i] was."""
+        """Replace each row i by row beam_idx[i]."""
         super().reorder_cache(cast(torch.LongTensor, beam_idx))
         self.rows = self.rows.select(beam_idx)
         self._free_empty()
 
     def _free_empty(self) -> None:
-        """Slots go that a row had filled which is here no more: a row that is left alone has none that are empty."""
+        """Free the slots that only removed rows had filled. A single remaining row then has no empty slots."""
         filled_by_some = (self.rows.kept != EMPTY).any(dim=0)
         if bool(filled_by_some.all()):
             return
@@ -316,7 +316,7 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
 
 
 class IndexedLayer(DenseLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-call]
-    """A layer whose model chooses by the keys of an indexer, (rows, stored, d), which tokens a query reads."""
+    """A layer with an indexer: indexer keys (rows, stored, d) decide which tokens a query of the model attends to."""
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change keys, values and indexer keys. A layer that uses the indexer of another layer has no indexer keys."""
@@ -325,13 +325,13 @@ class IndexedLayer(DenseLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-
             self.indexer_keys = change(self.indexer_keys[:, None])[:, 0]
 
     def reset(self) -> None:
-        """Forget everything: as new."""
+        """Remove all tokens."""
         super().reset()
         self.indexer_keys, self.is_indexer_initialized = None, False
 
 
 def on_host(tensor: Tensor | None) -> Any:
-    """As a NumPy array; half precision as float32, which is exact."""
+    """Return a tensor as a NumPy array. Half precision becomes float32 without rounding."""
     if tensor is None:
         return None
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
@@ -339,7 +339,7 @@ def on_host(tensor: Tensor | None) -> Any:
 
 
 def drop_tensors(layer: Any) -> None:
-    """Forget a layer's keys and values, and that it had any."""
-    # Layers of some releases zero their tensors on a reset, and keep their length.
+    """Remove the keys and values of a layer, so that the layer is uninitialised."""
+    # In some releases of transformers, `reset` of a layer zeroes the tensors and keeps the length.
     layer.keys = layer.values = None
     layer.is_initialized = False

@@ -60,11 +60,11 @@ def prefill(
         token_ids: token ids of the prompt, (n,), n at least 2.
         sentence_ends: ids of the tokens that end a sentence.
         budget: fraction of tokens in (0, 1] (such as 0.3, "0.3" or "30%"), or number of tokens (such as 512 or "512").
-        parameters: constants of CrystalCache. Some values of these constants give the ablations of Table 10. backend: a
-        Backend, the name of a backend such as "numpy", or an import path "module:ATTRIBUTE". scaling: factor that
-        multiplies q.k in the observed layer. Default: 1 / sqrt(d). softcap: soft cap on the attention logits of the
-        observed layer, or None if the layer has no soft cap. sinks: logits of the observed layer's attention sinks, one
-        per query head, (H,), or None if the layer has no
+        parameters: constants of CrystalCache. Some values of these constants give the ablations of Table 10.
+        backend: a Backend, the name of a backend such as "numpy", or an import path "module:ATTRIBUTE".
+        scaling: factor that multiplies q.k in the observed layer. Default: 1 / sqrt(d).
+        softcap: soft cap on the attention logits of the observed layer, or None if the layer has no soft cap.
+        sinks: logits of the observed layer's attention sinks, one per query head, (H,), or None if the layer has no
             sinks.
 
     Raises:
