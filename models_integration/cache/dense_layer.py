@@ -70,7 +70,7 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
 
     @abstractmethod
     def held(self, row: int, heads: slice) -> tuple[Tensor, Tensor]:
-        """Return keys and values (heads, stored, d) of KV heads of a row with equally many tokens, if possible as views."""
+        """Return keys and values (heads, stored, d) of KV heads with equally many tokens, as views if possible."""
 
     @abstractmethod
     def next_positions(self, tokens: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compaction of a layer by kept positions that are still on its device: the host reads those of all layers at once."""
+"""Compaction of a layer by kept positions on the device. The host reads the kept positions of all layers at once."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -23,22 +23,22 @@ class Chosen(NamedTuple):
     """Kept tokens of one row of a layer, on the device."""
 
     at: Tensor
-    """Kept set times n plus position, ascending, (kept,)."""
+    """Index of the set of kept tokens times n, plus position, ascending, (kept,)."""
     unscored: Tensor
-    """The first token without a score that is not protected, as `at`, or -1, (1,)."""
+    """Entry as in `at` of the first unprotected token without a score, or -1 if there is no such token, (1,)."""
     groups: int
     n: int
-    """Tokens of the row."""
+    """Number of tokens of the row."""
     sums: Tensor | None = None
-    """Numbers that a scorer keeps with each token, in float64, (kept,)."""
+    """Number that the scorer stores for each kept token, float64, (kept,)."""
     kept: Tensor | None = None
-    """How many of `at` stay, (1,), where scores decide that: the others, which come last, leave when it is read."""
+    """Number of first entries of `at` that are kept, (1,), if scores decide this number. `settle` evicts the rest."""
 
 
 def gather(cache: RetainedCache, index: int, rows: Sequence[Chosen]) -> None:
-    """Keep only the chosen tokens of a layer; `settle` tells the layer which these are.
+    """Keep only the chosen tokens of a layer. `settle` later sets the positions of these tokens.
 
-    A layer of which nothing goes stays as it is.
+    If no token is evicted, the layer is unchanged.
     """
     layer = cache.layers[index]
     assert isinstance(layer, DenseLayer)
@@ -69,7 +69,7 @@ def _gathered(layer: DenseLayer, rows: Sequence[Chosen]) -> RaggedLayer:
 def settle(
     cache: RetainedCache, index: int, rows: Sequence[Chosen], retentions: Sequence[Retention], padding: Tensor | None,
 ) -> None:
-    """Tell a layer which tokens `gather` has left in it, and evict what it left too many."""
+    """Set the positions of the tokens that `gather` kept in a layer, and evict tokens that `gather` kept in excess."""
     layer = cache.layers[index]
     assert isinstance(layer, RetainedLayer)
     kept = [kept_by_layer(one, (index,), (index,), layer.heads)[index] for one in retentions]
@@ -87,14 +87,14 @@ def settle(
 
 
 def _without_rest(flat: Tensor | None, rows: Sequence[Chosen], retentions: Sequence[Retention]) -> Tensor:
-    """Of each row's heads (slots, d), which were chosen as one set, the first tokens."""
+    """Return the first tokens of each row's heads (slots, d). All heads' tokens of a row were chosen as one set."""
     assert flat is not None
     parts = zip(torch.split(flat, [len(row.at) for row in rows]), retentions, strict=True)
     return torch.cat([part[: len(kept.positions)] for part, kept in parts])
 
 
 def _dense(layer: RaggedLayer, kept: list[Tensor], padding: Tensor | None) -> DenseLayer:
-    """A layer of which no two heads of a row differ, as a rectangle."""
+    """Return a dense layer for a layer in which all heads of a row store the same tokens."""
     columns, heads, width = layer.padded_seen, layer.heads, max(map(len, kept))
     rows = StoredRows.none() if padding is None else StoredRows.padded(padding)
     chosen = kept[:1] if padding is None and sets_agree(kept) else kept
@@ -117,10 +117,10 @@ def _dense(layer: RaggedLayer, kept: list[Tensor], padding: Tensor | None) -> De
 def read_retentions(
     layers: Iterable[Sequence[Chosen]], granularity: Granularity,
 ) -> list[tuple[tuple[Retention, Matrix], ...]]:
-    """The retention and the sums of each layer and row: one transfer for all.
+    """Return the retention and the scorer's numbers of each layer and row, with one transfer from the device.
 
     Raises:
-        SpecError: for a token without a score.
+        SpecError: if a token has no score.
     """
     layers = list(layers)
     parts = [part for rows in layers for row in rows for part in (row.unscored, row.kept, row.at, _bits(row.sums))]

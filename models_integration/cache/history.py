@@ -1,4 +1,4 @@
-"""The token ids that a cache has read, and whether a call of generate passes the same ones again."""
+"""Token ids that a cache has seen, and the check that a call of `generate` passes the same ids again."""
 
 import inspect
 import sys
@@ -18,17 +18,17 @@ from spec.errors import SpecError
 __all__ = ["ReadIds", "call_into", "calls_of_generate", "columns_of"]
 
 UNKNOWN = -1
-"""Stands for a token that was read where nobody saw its id: outside a context, from a file, from an archive."""
+"""Id of a token whose real id is unknown, because the token was read outside a context, from a file or an archive."""
 
-# One code object, by whatever name, from whatever class or bound method generate is called.
+# The code object is the same for every name, class or bound method by which `generate` is called.
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def calls_of_generate(frame: FrameType | None = None) -> Iterator[Mapping[str, Any]]:
-    """Local variables of the calls of generate that a thread is in and that have chosen a mode, innermost first.
+    """Yield the local variables of a thread's running calls of `generate` that have chosen a mode, innermost first.
 
     Args:
-        frame: the innermost of the thread; None: of this one.
+        frame: innermost frame of the thread. None means the current thread.
     """
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
@@ -38,14 +38,14 @@ def calls_of_generate(frame: FrameType | None = None) -> Iterator[Mapping[str, A
 
 
 def call_into(cache: object) -> Mapping[str, Any] | None:
-    """The innermost call of generate, if this is its cache."""
+    """Return the innermost call of `generate` if the call uses this cache, otherwise None."""
     call = next(calls_of_generate(), None)
     return call if call is not None and call["model_kwargs"].get(CACHE) is cache else None
 
 
 def columns_of(call: Mapping[str, Any]) -> int:
-    """Columns of the text that a call of generate goes on from, those included that its cache has read."""
-    # The ids may be the new ones alone; the mask is about all.
+    """Return the number of columns of the text passed to `generate`, including columns that the cache has seen."""
+    # The ids may contain only the new tokens. The mask covers all tokens.
     mask = call["kwargs"].get("attention_mask")
     ids: Tensor = call["input_ids"]
     return mask.shape[1] if isinstance(mask, Tensor) and mask.ndim == 2 else ids.shape[1]
@@ -53,40 +53,40 @@ def columns_of(call: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class ReadIds:
-    """Ids of the columns that a cache has read, (rows, columns); none are known of those behind them."""
+    """Ids of the first columns that a cache has seen, (rows, columns). Ids of later columns are unknown."""
 
     ids: Tensor = torch.empty(1, 0, dtype=torch.int64)
 
     def extended(self, start: int, ids: Tensor) -> "ReadIds":
-        """With these ids (rows, n) from column `start` on."""
+        """Return the ids with `ids` (rows, n) inserted from column `start` on."""
         ids = ids.detach().to(torch.int64)
         known = pad(self.ids[:, :start].to(ids.device), (0, max(0, start - self.ids.shape[1])), value=UNKNOWN)
         return ReadIds(torch.cat([known.expand(len(ids), -1), ids], dim=1))
 
     def first(self, columns: int) -> "ReadIds":
-        """Of so many columns at most."""
+        """Return the ids of at most the first `columns` columns."""
         return ReadIds(self.ids[:, :columns])
 
     def select(self, rows: Tensor) -> "ReadIds":
-        """The same of other rows of the batch, by index."""
+        """Return the ids of the rows of the batch with these indices."""
         return ReadIds(self.ids[rows.to(self.ids.device)]) if self.ids.shape[1] else self
 
     def check_call(self, call: Mapping[str, Any], is_token: Tensor) -> None:
-        """The text that a call of generate is about to go on from starts with what the cache has read.
+        """Check that the text passed to a call of `generate` begins with the tokens that the cache has seen.
 
         Args:
-            call: one that has just begun to read.
-            is_token: which columns that the cache has read hold a token, (rows, columns), or one row for all.
+            call: local variables of a call that has just begun to read.
+            is_token: mask of the columns seen, True for tokens, (rows, columns) or (1, columns).
 
         Raises:
-            SpecError: where the text is no longer than that, or differs.
+            SpecError: if the text differs, or has no more tokens than the cache.
         """
         given, seen = cast(Tensor, call["input_ids"]), is_token.shape[1]
         if columns_of(call) <= seen:
             reason = f"the cache has read {seen} already: pass the whole text again, then the new tokens"
             raise SpecError("input_ids", f"{columns_of(call)} tokens", reason)
         if columns_of(call) != given.shape[1] or len(given) < len(self.ids):
-            return  # new tokens alone, or rows that the cache refuses
+            return  # only new tokens, or rows that the cache rejects
         text, columns = given.detach().to("cpu"), min(seen, self.ids.shape[1])
         known = self.ids[:, :columns].to("cpu").expand(len(text), -1)
         differs = (text[:, :columns] != known) & (known != UNKNOWN) & is_token[:, :columns]

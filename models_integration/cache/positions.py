@@ -1,10 +1,10 @@
-"""The positions behind a cache's slots: absolute position is the only coordinate.
+"""Absolute positions of the tokens in a cache's slots.
 
-`transformers` builds masks from slot numbers: a cache layer hands it `kv_length` and `kv_offset`, and slot s stands
-for position s + kv_offset. A compacted layer has gaps, so its `kv_offset` is a `SlotOffset`: the number that keeps
-stored slots in every new query's past, and the stored rows for those who need the positions themselves.
+`transformers` makes masks from slot numbers. A cache layer returns `kv_length` and `kv_offset`, and slot s has the
+position s + kv_offset. A compacted layer has gaps, so the layer returns a `SlotOffset` as `kv_offset`. This number
+makes all stored slots visible to new queries, and has the positions of the slots as an attribute.
 
-A position becomes a slot in one place, `slots_of`: what a compaction gathers is worked out before it gathers anything.
+Only `slots_of` converts positions to slots. A compaction computes all slots before it changes a tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,24 +23,24 @@ __all__ = [
 ]
 
 EMPTY = -1
-"""The position of a slot that holds no token of its row."""
+"""Position of a slot that contains no token of the row."""
 NO_HOLE = 2**62
-"""Where a row has fewer holes than another."""
-# Slots of an average run from which on copies of runs are quicker than a gather slot by slot.
+"""Entry after the last hole of a row with fewer holes than a different row."""
+# If runs have at least this number of slots on average, copying runs is faster than gathering slots.
 _LONG_RUN = 64
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """The positions behind a cache layer's slots.
+    """Positions of a cache layer's slots.
 
     Attributes:
-        kept: positions that compaction kept, by slot, ascending in each row, (rows, k); EMPTY fills shorter rows on
-            their left. One row may stand for all rows of the batch.
-        seen_at_compaction: tokens that each row had seen by then, (rows,): the j-th slot after the kept ones holds
-            position seen_at_compaction + j.
-        holes: columns of later segments that hold no token of a row, (rows, h), one row for all where there are none:
-            each by the position of the row's next token, ascending, NO_HOLE behind those of rows with fewer.
+        kept: positions kept by compaction, by slot, ascending in each row, (rows, k). Shorter rows have EMPTY on the
+            left. A single row applies to all rows of the batch.
+        seen_at_compaction: number of tokens that each row had seen at the compaction, (rows,). The j-th slot after the
+            kept slots has the position seen_at_compaction + j.
+        holes: padding columns of later segments, (rows, h), or (1, 0) if there is none. A column is given by the
+            position of the row's next token, ascending. Rows with fewer holes end with NO_HOLE.
     """
 
     kept: Tensor
@@ -49,23 +49,23 @@ class StoredRows:
 
     @classmethod
     def none(cls) -> "StoredRows":
-        """Before any compaction: slots are positions."""
+        """Return the rows before any compaction: slot numbers equal positions."""
         return cls(torch.empty(1, 0, dtype=torch.int64, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu"))
 
     @classmethod
     def padded(cls, padding: Tensor) -> "StoredRows":
-        """Before any compaction, with `padding` (rows,) columns that hold no token left of each row's first."""
+        """Return the rows before any compaction, with `padding` (rows,) columns of padding on the left of each row."""
         width = int(padding.max())
         positions = torch.arange(width, device="cpu") - padding[:, None]
         return cls(positions.clamp(min=EMPTY), width - padding)
 
     @property
     def shared(self) -> bool:
-        """Whether all rows of the batch store the same positions."""
+        """True if all rows of the batch store the same positions."""
         return len(self.kept) == 1
 
     def select(self, rows: Tensor) -> "StoredRows":
-        """The same for other rows of the batch, by index."""
+        """Return the positions of the rows of the batch with these indices."""
         chosen = rows.to(self.kept.device)
         if self.shared:
             return self
@@ -73,13 +73,13 @@ class StoredRows:
         return StoredRows(self.kept[chosen], self.seen_at_compaction[chosen], holes[chosen])
 
     def compacted(self, kept: Tensor, seen: Tensor) -> "StoredRows":
-        """The same rows when they keep these positions (rows, k), and have seen so many tokens (rows,)."""
-        # A view would be copied, with a warning of torch, in each search of `columns`.
+        """Return the rows after a compaction to the positions `kept` (rows, k), at `seen` (rows,) tokens seen."""
+        # With a view, each search in `columns` would copy the view, and torch would warn.
         holes = self.holes.expand(len(kept), -1).contiguous()
         return StoredRows(kept, seen.expand(len(kept)), holes)
 
     def grown(self, slots: int, is_token: Tensor) -> "StoredRows":
-        """The same rows when columns are to follow `slots` slots; `is_token` (rows, n): those with a token of a row."""
+        """Return the rows for new columns after `slots` slots. `is_token` (rows, n) is True for tokens."""
         rows = len(is_token)
         following = self.tokens(slots).expand(rows)[:, None] + is_token.cumsum(dim=1)
         kept = torch.cat([self.positions(slots).expand(rows, -1), torch.where(is_token, following - 1, EMPTY)], dim=1)
@@ -88,23 +88,23 @@ class StoredRows:
         return StoredRows(kept, following[:, -1], holes.values[:, :most].contiguous())
 
     def positions(self, slots: int) -> Tensor:
-        """Positions of the first `slots` slots, (rows, slots)."""
+        """Return the positions of the first `slots` slots, (rows, slots)."""
         later = torch.arange(slots - self.kept.shape[1], device=self.kept.device)
         return torch.cat([self.kept, self.seen_at_compaction[:, None] + later], dim=1)
 
     def tokens(self, slots: int) -> Tensor:
-        """Tokens that each row has seen once it fills `slots` slots, (rows,): the position of its next token."""
+        """Return the position of each row's next token, (rows,), after `slots` slots are filled."""
         return self.seen_at_compaction + (slots - self.kept.shape[1])
 
     def columns(self, positions: Tensor, seen: int, tokens: Tensor) -> Tensor:
-        """The columns of these positions (rows, k), of `seen` columns that hold `tokens` (rows,) tokens of each row."""
+        """Return the columns of the positions (rows, k). `seen` columns contain `tokens` (rows,) tokens of each row."""
         if self.holes.shape[1] == 0:
             return positions + (seen - tokens)[:, None]
         before = torch.searchsorted(self.holes, positions, right=True)
         return positions + before + (seen - tokens - (self.holes != NO_HOLE).sum(dim=1))[:, None]
 
     def is_token(self, seen: int, tokens: Tensor) -> Tensor:
-        """Which of the `seen` columns hold one of the `tokens` (rows,) that each row has seen, (rows, seen)."""
+        """Return a mask (rows, seen) that is True for the columns with the `tokens` (rows,) tokens of each row."""
         positions = self.holes.expand(len(tokens), -1)
         holes = positions != NO_HOLE
         first = (seen - tokens - holes.sum(dim=1))[:, None]
@@ -115,7 +115,7 @@ class StoredRows:
 
 
 class SlotOffset(int):
-    """Tokens seen minus slots used: the `kv_offset` of a compacted layer, which knows the positions behind it."""
+    """The `kv_offset` of a compacted layer (tokens seen minus used slots), with the positions of the slots."""
 
     rows: StoredRows
 
@@ -129,10 +129,10 @@ class SlotOffset(int):
         cls, function: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Tensor:
-        """Slot numbers plus the offset: the positions of those slots.
+        """Return the positions of slots for the sum of slot numbers and the offset.
 
-        The mask functions of `transformers` form this sum wherever they need positions, so that they are right
-        about a compacted cache even where ours is not registered: outside the context manager.
+        The mask functions of `transformers` compute this sum if they need positions. Their masks are therefore correct
+        for a compacted cache even outside the context manager, where kvspec's mask function is not registered.
         """
         slots, offset = args
         if slots.dim() == 0:
@@ -147,22 +147,22 @@ class SlotOffset(int):
 
 
 class LayersDiffer(int):
-    """The `kv_offset` of a cache whose layers store different positions: each gets its mask when it attends."""
+    """The `kv_offset` of a cache whose layers store different positions. Each layer makes a mask when it attends."""
 
 
 def slots_of(stored: Tensor, wanted: Tensor) -> Tensor:
-    """Slots that hold the `wanted` positions; the only place where a position becomes a slot.
+    """Return the slots that contain the `wanted` positions. Only this function converts positions to slots.
 
     Args:
-        stored: the positions behind the slots, ascending but for empty ones, (stored,).
-        wanted: positions, ascending, (kept,).
+        stored: positions of the slots, (stored,), ascending except for empty slots.
+        wanted: positions to find, ascending, (kept,).
 
     Raises:
-        SpecError: when a wanted position is not stored.
+        SpecError: if a wanted position is not stored.
     """
     held, sought = stored.numpy(), wanted.numpy()
     at = np.searchsorted(held, sought)
-    # Without empty slots inside: what holds a wanted position is its slot, however it was found.
+    # If the binary search finds all wanted positions, the slots are right, even if empty slots break the order.
     if (at < len(held)).all() and np.array_equal(held[at], sought):
         return torch.from_numpy(at)
     full = np.flatnonzero(held != EMPTY)
@@ -175,10 +175,10 @@ def slots_of(stored: Tensor, wanted: Tensor) -> Tensor:
 
 
 def chosen_rows(argument: str, indices: Tensor, batch: int) -> Tensor:
-    """The rows of a batch that an index or a mask (n,) means, (rows,), counted from 0.
+    """Return the rows of a batch that an index or a mask (n,) selects, (rows,), counted from 0.
 
     Raises:
-        SpecError: for a row that is not there, or none at all.
+        SpecError: if a row does not exist, or if no row is selected.
     """
     try:
         rows = torch.arange(batch, device="cpu")[indices.cpu()]
@@ -191,13 +191,13 @@ def chosen_rows(argument: str, indices: Tensor, batch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """One compaction, worked out once for all layers that store the same positions.
+    """Plan of one compaction, shared by all layers that store the same positions.
 
     Attributes:
-        before: the rows that it is about.
-        length: slots in use.
-        slots: those that stay, for each row or for all; empty where nothing goes.
-        after: the rows that it leads to.
+        before: stored rows before the compaction.
+        length: number of used slots before the compaction.
+        slots: slots that are kept, for each row or for all rows. Empty if no slot is freed.
+        after: stored rows after the compaction.
     """
 
     before: StoredRows
@@ -206,10 +206,10 @@ class Plan:
     after: StoredRows
 
     def fits(self, rows: StoredRows, length: int) -> bool:
-        """Whether a layer with these rows and slots stores what the plan is about."""
+        """Return True if a layer with these rows and slots stores the positions for which the plan was made."""
         if length != self.length:
             return False
-        # Layers that followed one plan before hold the very rows of it.
+        # Layers that followed the same earlier plan have the same `rows` object.
         before = self.before
         return rows is before or (
             torch.equal(rows.kept, before.kept) and torch.equal(rows.seen_at_compaction, before.seen_at_compaction)
@@ -217,10 +217,10 @@ class Plan:
 
 
 def gathered(tensor: Tensor, slots: Sequence[Tensor]) -> Tensor:
-    """Each row's slots, (rows, H_kv, longest, d), ends aligned; copies, as a view would keep evicted tokens alive."""
+    """Return a copy of each row's slots, (rows, H_kv, longest, d), aligned right. A view would not free memory."""
     if len(slots) == 1:
         return _taken(tensor, slots[0])
-    # Zeros, and not any memory: a masked NaN would still spoil the sum over values.
+    # The memory is zeroed, because a masked NaN would still make the sum over values NaN.
     out = tensor.new_zeros(len(slots), tensor.shape[1], max(map(len, slots)), tensor.shape[3])
     for row, row_slots in enumerate(slots):
         out[row, :, out.shape[2] - len(row_slots) :] = _taken(tensor[row], row_slots)
@@ -228,7 +228,7 @@ def gathered(tensor: Tensor, slots: Sequence[Tensor]) -> Tensor:
 
 
 def _taken(tensor: Tensor, slots: Tensor) -> Tensor:
-    """These slots of (..., stored, d): a breath leaves long runs, which are copied whole."""
+    """Return the slots of a tensor (..., stored, d). Long runs of slots, as after a breath, are copied as a whole."""
     ends = np.flatnonzero(np.diff(slots.numpy()) != 1) + 1
     if len(slots) < _LONG_RUN * (len(ends) + 1):
         return tensor.index_select(-2, slots.to(tensor.device, non_blocking=True))
@@ -239,7 +239,7 @@ def _taken(tensor: Tensor, slots: Tensor) -> Tensor:
 
 
 def filled(kept: Sequence[Tensor], width: int) -> Tensor:
-    """Positions by slot, (rows, width), EMPTY on the left of shorter rows."""
+    """Return positions by slot, (rows, width), with EMPTY on the left of shorter rows."""
     rows = torch.full((len(kept), width), EMPTY, device="cpu")
     for row, positions in enumerate(kept):
         rows[row, width - len(positions) :] = positions
@@ -247,7 +247,7 @@ def filled(kept: Sequence[Tensor], width: int) -> Tensor:
 
 
 def shown_columns(tensor: Tensor, shown: Tensor | None) -> Tensor:
-    """What (heads, columns, d) holds where `shown`; a view where that is all from one column on."""
+    """Return the columns of (heads, columns, d) for which `shown` is True, as a view if these are the last columns."""
     if shown is None or bool(shown.all()):
         return tensor
     at = torch.nonzero(shown)[:, 0]

@@ -1,8 +1,8 @@
-"""Kept sets of their own for each layer, or for each layer and KV head: real eviction, and attention over it.
+"""Cache layer in which each KV head stores a separate set of tokens.
 
-A layer whose heads keep different tokens stores them one after the other, without padding: what is evicted is freed,
-head by head. Attention then runs once for each head, over views of that storage; where all heads of the batch keep as
-many tokens, it runs once for all of them.
+The layer stores the tokens of all heads one after the other, without padding, so eviction frees memory head by head.
+Attention runs once for each head, over views of the storage. If all heads of the batch store equally many tokens,
+attention runs once for all heads.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,20 +20,20 @@ from spec.errors import SpecError
 __all__ = ["HEADS", "HeadLayout", "RaggedLayer", "rectangle"]
 
 HEADS = ("positions", "lengths", "seen", "holes")
-"""What a file says of a layer's heads beside their keys and values, in the order in which `unpacked` takes it."""
+"""Names of the tensors in a file that describe a layer's heads, in the order of the arguments of `unpacked`."""
 
-# Spare slots of a layer, as a part of those in use: appending copies a layer once in so many tokens.
+# Number of used slots per spare slot. With spare slots, appending tokens rarely copies the whole layer.
 _SPARE = 64
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Where the heads of a flat storage stand: side by side, row after row, each with the same few slots to spare.
+    """Layout of a flat storage: heads row by row, with the same number of spare slots after each head.
 
     Attributes:
-        kept: positions kept at the last compaction, ascending, one vector for each row and KV head.
-        grown: tokens since the last compaction.
-        spare: slots behind each head that no token has taken.
+        kept: positions kept by the last compaction, ascending, one vector for each row and KV head.
+        grown: number of tokens appended since the last compaction.
+        spare: number of free slots after each head.
     """
 
     kept: tuple[Tensor, ...]
@@ -42,31 +42,31 @@ class HeadLayout:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Slots in use, for each row and KV head."""
+        """Number of used slots of each row and KV head."""
         return [len(positions) + self.grown for positions in self.kept]
 
     @property
     def room(self) -> int:
-        """Slots to spare behind each head, where a layout is made anew."""
+        """Number of spare slots after each head in a new layout."""
         return sum(self.lengths) // (_SPARE * len(self.kept))
 
     @cached_property
     def starts(self) -> list[int]:
-        """The first slot of each row and KV head."""
+        """First slot of each row and KV head."""
         return [0, *np.cumsum([length + self.spare for length in self.lengths])[:-1].tolist()]
 
 
 class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's __init_subclass__ is untyped
-    """A full-attention layer of which each KV head of each row stores its own positions.
+    """Full-attention layer in which each KV head of each row stores a separate set of positions.
 
-    Keys and values are flat, (slots, d). It takes the place of a DenseLayer, by `plan_split`.
+    Keys and values are flat, (slots, d). `plan_split` replaces a DenseLayer by a RaggedLayer.
 
     Args:
-        keys: of all heads of all rows, (slots, d).
-        values: beside them.
-        rows: what the heads of a row share: the tokens seen, and columns without a token.
-        kept: positions, one vector for each row and KV head.
-        padded_seen: columns seen, padding included.
+        keys: keys of all heads of all rows, (slots, d).
+        values: values of all heads of all rows, (slots, d).
+        rows: data that the heads of a row share: number of tokens seen, and columns without a token.
+        kept: kept positions, one vector for each row and KV head.
+        padded_seen: number of columns seen, including padding.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
     def plan_split(
         cls, layer: DenseLayer, kept: Sequence[Sequence[Tensor]], padding: Tensor | None = None,
     ) -> Callable[[], "RaggedLayer"]:
-        """What makes a layer of this one, whose row r and head h keep kept[r][h]; the old layer is empty then.
+        """Return a function that replaces `layer` by a ragged layer in which row r and head h store kept[r][h].
 
         Args:
-            layer: it stays as it is until then.
-            kept: positions, ascending.
-            padding: as `DenseLayer.plan`.
+            layer: dense layer. The returned function empties this layer.
+            kept: positions to keep, ascending.
+            padding: as in `DenseLayer.plan`.
 
         Raises:
-            SpecError: at once, when one of these is not stored.
+            SpecError: if a position is not stored. The error is raised immediately, not by the returned function.
         """
         rows = layer.rows if padding is None else StoredRows.padded(padding)
         stored, seen = rows.positions(layer.stored_length), rows.tokens(layer.stored_length)
@@ -104,7 +104,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
             assert layer.values is not None
             keys, values = _flattened(layer.keys, slots), _flattened(layer.values, slots)
             made = cls(keys, values, shared, _in_a_row(kept), layer.get_seq_length())
-            # Somebody may still hold the old layer: what was evicted is freed all the same.
+            # The tensors are freed even if a caller still has a reference to the old layer.
             layer.reset()
             return made
 
@@ -112,60 +112,60 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
 
     @property
     def batch(self) -> int:
-        """Rows of the batch."""
+        """Number of rows of the batch."""
         return len(self.rows.seen_at_compaction)
 
     @property
     def heads(self) -> int:
-        """KV heads of a row."""
+        """Number of KV heads of a row."""
         return len(self.layout.kept) // self.batch
 
     @property
     def stored_length(self) -> int:
-        """Slots of the fullest head."""
+        """Number of used slots of the head with the most tokens."""
         return max(self.layout.lengths)
 
     @property
     def mean_length(self) -> float:
-        """Slots in use of a KV head, on average."""
+        """Mean number of used slots per KV head."""
         return sum(self.layout.lengths) / len(self.layout.kept)
 
     def get_seq_length(self) -> int:
-        """Tokens seen: the position of the next query."""
+        """Return the number of columns seen. Without padding, this is the position of the next query."""
         return self.padded_seen
 
     @property
     def uniform(self) -> bool:
-        """Whether no row has padding among what it has seen."""
+        """True if no row has seen padding."""
         return bool((self.next_positions(1) == self.padded_seen).all())
 
     def next_positions(self, tokens: int) -> Tensor:
-        """Positions of the next tokens in each row, (rows, tokens)."""
+        """Return the positions of the next tokens in each row, (rows, tokens)."""
         return self.rows.tokens(self.layout.grown)[:, None] + torch.arange(tokens, device="cpu")
 
     def head_rows(self, segment: int) -> StoredRows:
-        """The positions of one row and head, counted row after row, as a layer of its own would have them."""
+        """Return the positions of one row and head, as for a layer with one head. Heads are counted row by row."""
         row = segment // self.heads
         holes = self.rows.holes[row : row + 1] if len(self.rows.holes) > 1 else self.rows.holes
         return StoredRows(self.layout.kept[segment][None], self.rows.seen_at_compaction[row : row + 1], holes)
 
     def stored_positions(self) -> Tensor:
-        """No one row of positions stands for all heads.
+        """Raise an error, because heads store different positions.
 
         Raises:
-            SpecError: always; `head_positions` has those of a head.
+            SpecError: always. Use `head_positions` for a single head.
         """
         raise SpecError("past_key_values", "heads that differ", "have different positions; use head_positions")
 
     def head_positions(self, row: int, head: int) -> Tensor:
-        """Absolute positions that one head of one row stores, ascending."""
+        """Return the absolute positions that one head of one row stores, ascending."""
         segment = row * self.heads + head
         return self.head_rows(segment).positions(self.layout.lengths[segment])[0]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Append (rows, H_kv, q, d) to every head; returns the flat storage, which only `ragged_attention` can read."""
+        """Append (rows, H_kv, q, d) to all heads. Return the flat storage, which only `ragged_attention` can read."""
         q, layout = key_states.shape[2], self.layout
         assert self.keys is not None
         assert self.values is not None
@@ -181,7 +181,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         return self.keys, self.values
 
     def segments(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each row and head, (1, 1, stored, d): views."""
+        """Return the keys and values of each row and head, (1, 1, stored, d), as views."""
         assert self.keys is not None
         assert self.values is not None
         return [
@@ -190,7 +190,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         ]
 
     def held(self, row: int, heads: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values (heads, stored, d) of KV heads of one row that store as many tokens: views, if possible."""
+        """Return keys and values (heads, stored, d) of KV heads with equally many tokens, as views if possible."""
         as_one = rectangle(self)
         if as_one is not None:
             return as_one[0][row, heads], as_one[1][row, heads]
@@ -198,7 +198,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         return torch.cat([keys[0] for keys, _ in own]), torch.cat([values[0] for _, values in own])
 
     def packed(self) -> dict[str, Tensor]:
-        """Keys, values and positions of all heads, one after the other, by name; the slots to spare are left out."""
+        """Return keys, values and positions of all heads, one after the other, by name. Spare slots are left out."""
         segments = self.segments()
         keys, values = (torch.cat([segment[part][0, 0] for segment in segments]) for part in (0, 1))
         positions = [self.head_positions(row, head) for row in range(self.batch) for head in range(self.heads)]
@@ -208,16 +208,16 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
 
     @classmethod
     def unpacked(cls, packed: Mapping[str, Tensor], padded_seen: int) -> "RaggedLayer":
-        """The layer of `packed`, on the device of its keys; all that it stores counts as kept."""
+        """Return the layer from the result of `packed`, on the device of the keys. All stored tokens count as kept."""
         positions, lengths, seen, holes = (packed[name] for name in HEADS)
         kept = torch.split(positions, lengths.tolist())
         return cls(packed["keys"], packed["values"], _shared_by_heads(seen, holes), kept, padded_seen)
 
     def plan_keep(self, kept: Sequence[Sequence[Tensor]]) -> Callable[[], "RaggedLayer"]:
-        """What lets row r and head h of this layer keep kept[r][h], and frees the rest; it returns the layer.
+        """Return a function that evicts tokens until row r and head h store kept[r][h]. The function returns the layer.
 
         Raises:
-            SpecError: at once, when one of these is not stored.
+            SpecError: if a position is not stored. The error is raised immediately, not by the returned function.
         """
         chosen, layout, heads = _in_a_row(kept), self.layout, self.heads
         later = self.rows.seen_at_compaction[:, None] + torch.arange(layout.grown, device="cpu")
@@ -227,7 +227,7 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         ]
         after = HeadLayout(chosen)
         if all(map(len, own)):
-            # The next token need not move all of them again; until then a spare slot holds what its head keeps.
+            # With spare slots, the next token is stored without a move. A free slot contains a copy of a kept token.
             after = replace(after, spare=after.room)
             own = [part for slots in own for part in (slots, slots[-1:].expand(after.spare))]
         slots = torch.cat(own)
@@ -244,16 +244,16 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         return keep
 
     def retain(self, *kept: Tensor) -> None:
-        """Keep these positions (kept,) of all heads of each row; one tensor may stand for all rows.
+        """Keep the positions (kept,) in all heads of each row. If one tensor is given, it applies to all rows.
 
         Raises:
-            SpecError: when a head does not store one; nothing has changed then.
+            SpecError: if a head does not store a position. The layer is unchanged.
         """
         rows = kept * self.batch if len(kept) == 1 else kept
         self.plan_keep([[positions] * self.heads for positions in rows])()
 
     def splice(self, chunks: Sequence[SplicedTokens], seen: int) -> None:
-        """Put chunks, of one set or of one for each head, behind what the one row stores, as `DenseLayer.splice`."""
+        """Append chunks to the only row, with one set of positions or one per head (see `DenseLayer.splice`)."""
         keys, values, kept = list[Tensor](), list[Tensor](), list[Tensor]()
         for head, (stored_keys, stored_values) in enumerate(self.segments()):
             keys.append(stored_keys[0, 0])
@@ -272,19 +272,19 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         self.padded_seen = seen
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """These can be taken back.
+        """Check that `crop` can remove these tokens.
 
         Raises:
-            SpecError: as `crop`.
+            SpecError: as in `crop`.
         """
         if tokens_to_remove > 0 or self.padded_seen + tokens_to_remove < 0:
             raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{self.padded_seen}, 0]")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens seen, stored or evicted: as many as -tokens_to_remove.
+        """Remove the last -tokens_to_remove tokens that the layer has seen, whether stored or evicted.
 
         Raises:
-            SpecError: when that is not a number from 0 down to minus the tokens seen.
+            SpecError: if `tokens_to_remove` is not a number from -(tokens seen) to 0.
         """
         self.check_crop(tokens_to_remove)
         seen = (self.next_positions(1)[:, 0] + tokens_to_remove).clamp(min=0)
@@ -297,11 +297,11 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         self.padded_seen += tokens_to_remove
 
     def reset(self) -> None:
-        """Forget everything: its cache puts a DenseLayer in its place."""
+        """Remove all tokens. The cache then replaces this layer by a DenseLayer."""
         drop_tensors(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i go on as row beam_idx[i] was."""
+        """Replace each row i by row beam_idx[i]."""
         rows, heads = beam_idx.cpu(), self.heads
         chosen, parts = (rows[:, None] * heads + torch.arange(heads, device="cpu")).flatten().tolist(), self.segments()
         self.keys = torch.cat([parts[segment][0][0, 0] for segment in chosen])
@@ -316,13 +316,13 @@ def _in_a_row(kept: Iterable[Iterable[Tensor]]) -> tuple[Tensor, ...]:
 
 
 def _shared_by_heads(seen: Tensor, holes: Tensor | None = None) -> StoredRows:
-    """Rows (rows,) that have seen so many tokens at a compaction; what is kept is each head's own."""
+    """Return stored rows after a compaction at `seen` (rows,) tokens. Each head has a separate vector of positions."""
     empty = torch.empty(len(seen), 0, dtype=torch.int64, device="cpu")
     return StoredRows(empty, seen) if holes is None else StoredRows(empty, seen, holes)
 
 
 def _flattened(tensor: Tensor, slots: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Each row's and head's slots of (rows, H_kv, stored, d), one after the other, (slots, d)."""
+    """Return the slots of each row and head of (rows, H_kv, stored, d), one after the other, (slots, d)."""
     parts = [
         tensor[row, head].index_select(0, head_slots.to(tensor.device, non_blocking=True))
         for row, heads in enumerate(slots) for head, head_slots in enumerate(heads)
@@ -331,7 +331,7 @@ def _flattened(tensor: Tensor, slots: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def _moved(storage: Tensor, before: HeadLayout, after: HeadLayout) -> Tensor:
-    """The same tokens (slots, d) where another layout has them."""
+    """Return the storage (slots, d) with the tokens moved from the slots of `before` to the slots of `after`."""
     moved = storage.new_zeros(sum(after.lengths) + after.spare * len(after.kept), storage.shape[1])
     for source, target, length in zip(before.starts, after.starts, before.lengths, strict=True):
         moved[target : target + length] = storage[source : source + length]
@@ -339,10 +339,10 @@ def _moved(storage: Tensor, before: HeadLayout, after: HeadLayout) -> Tensor:
 
 
 def _put(storage: Tensor, slots: Tensor, new: Tensor) -> Tensor:
-    """The storage (slots, d) with new tokens (rows, H_kv, q, d) in these slots: itself, unless gradients are wanted.
+    """Write new tokens (rows, H_kv, q, d) to slots of the storage (slots, d). With gradients, write to a copy.
 
-    What an earlier forward has attended to is then needed again as it was. Dtypes that differ, as under autocast, meet
-    as in `torch.cat`.
+    The backward pass needs the tensors of an earlier forward pass unchanged. Different dtypes, as under autocast, are
+    promoted as in `torch.cat`.
     """
     dtype = torch.promote_types(storage.dtype, new.dtype)
     storage, tokens = storage.to(dtype), new.reshape(-1, new.shape[-1]).to(dtype)
@@ -352,7 +352,7 @@ def _put(storage: Tensor, slots: Tensor, new: Tensor) -> Tensor:
 
 
 def rectangle(layer: RaggedLayer) -> tuple[Tensor, Tensor] | None:
-    """Keys and values (rows, H_kv, stored, d), views, where every head stores as many tokens; else None."""
+    """Return keys and values (rows, H_kv, stored, d) as views if all heads store equally many tokens, else None."""
     assert layer.keys is not None
     assert layer.values is not None
     lengths = layer.layout.lengths
