@@ -1,4 +1,4 @@
-"""Recurrent states, in layers that store nothing else and beside keys and values: eviction leaves them as they are."""
+"""Recurrent states of a cache, in separate layers or together with keys and values. Eviction does not change them."""
 
 import copy
 from collections.abc import Iterable
@@ -19,17 +19,17 @@ __all__ = ["INDEXER_KEYS", "StatefulCache", "fill_states", "fresh_layer", "is_re
 
 
 class StatefulCache(DynamicCache):
-    """DynamicCache whose layers of keys and values may have a recurrent state beside them.
+    """DynamicCache in which a layer with keys and values can also have a recurrent state.
 
     Args:
-        config: the (text) config of the model.
+        config: config of the model, or text config of a model that also accepts images.
 
     Attributes:
-        beside: states by index of such a layer, each as a layer that stores no keys.
+        beside: recurrent states, by index of the layer with keys and values. Each state is a layer without keys.
     """
 
     def __new__(cls, config: PretrainedConfig | None = None) -> Self:
-        """Of the class that the model accepts; a copy has the class of what is copied."""
+        """Make an object of the class that the model accepts. A copy has the class of the original."""
         return super().__new__(cls if config is None else cls.class_for(config))
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -41,14 +41,14 @@ class StatefulCache(DynamicCache):
 
     @classmethod
     def class_for(cls, config: PretrainedConfig) -> type[Self]:
-        """This class, or the subclass of it that MiniMax accepts."""
+        """Return this class, or the subclass that MiniMax accepts."""
         if config.model_type != "minimax" or issubclass(cls, _minimax_cache()):
             return cls
         return cast(type[Self], _of_minimax(cast(Any, cls)))
 
     @property
     def recurrent(self) -> list[Any]:
-        """Every recurrent state, as layers that store no keys."""
+        """All recurrent states, as layers without keys."""
         return [*filter(is_recurrent, self.layers), *self.beside.values()]
 
     def branch(self) -> Self:
@@ -65,7 +65,7 @@ class StatefulCache(DynamicCache):
             layer.reorder_cache(beam_idx)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Append inputs of a convolution, and return all that it reads."""
+        """Append inputs of a convolution, and return all inputs of the convolution."""
         found: Tensor = self._state(layer_idx).update_conv_state(conv_states, *args, **kwargs)
         return found
 
@@ -75,17 +75,17 @@ class StatefulCache(DynamicCache):
         return found
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the inputs of a convolution; None before the first token."""
+        """Return the inputs of a convolution, or None before the first token."""
         layer = self._state(layer_idx)
         return layer.conv_states[state_idx] if layer.has_previous_state[state_idx] else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return a recurrent state; None before the first token."""
+        """Return a recurrent state, or None before the first token."""
         layer = self._state(layer_idx)
         return layer.recurrent_states[state_idx] if layer.has_previous_state[state_idx] else None
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """Return the state of a layer of MiniMax; None before the first token."""
+        """Return the state of a layer of MiniMax, or None before the first token."""
         return cast(Tensor | None, self._state(layer_idx).recurrent_states[0])
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
@@ -108,22 +108,22 @@ def _minimax_cache() -> type:
 
 @cache
 def _of_minimax(kind: type[Any]) -> type[Any]:
-    """A class of caches that is also MiniMax's own, which is all that its model accepts."""
+    """Return a cache class that is also a subclass of MiniMax's cache class. The model accepts no other class."""
     return type(kind.__name__, (kind, _minimax_cache()), {})
 
 
 STATES = ("conv_states", "recurrent_states")
-"""The tensors of a recurrent layer, by number."""
+"""Names of the tensors of a recurrent layer."""
 INDEXER_KEYS = "indexer_keys"
 
 
 def is_recurrent(layer: object) -> bool:
-    """Whether a cache layer holds a state, and no keys."""
+    """Return True if a cache layer stores a recurrent state and no keys."""
     return isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)
 
 
 def state_tensors(layer: Any) -> dict[str, Tensor]:
-    """What a layer stores that is no key or value: states, or the keys of an indexer."""
+    """Return the tensors of a layer that are not keys or values: recurrent states, or the keys of an indexer."""
     if not is_recurrent(layer):
         indexer_keys = getattr(layer, "indexer_keys", None)
         return {} if indexer_keys is None else {INDEXER_KEYS: indexer_keys}
@@ -132,7 +132,7 @@ def state_tensors(layer: Any) -> dict[str, Tensor]:
 
 
 def _copies(layers: Iterable[Any]) -> list[Any]:
-    """Layers that share keys and values with these, and have their own states: a forward changes states in place."""
+    """Copy layers with shared keys and values but separate states, because a forward pass changes states in place."""
     copies = [copy.copy(layer) for layer in layers]
     for layer in filter(is_recurrent, copies):
         for name, value in vars(layer).items():
@@ -143,12 +143,12 @@ def _copies(layers: Iterable[Any]) -> list[Any]:
 
 
 def fresh_layer(layer: Any) -> LinearAttentionLayer:
-    """A recurrent layer that has read nothing, in place of this one."""
+    """Return an empty recurrent layer that can replace `layer`."""
     return LinearAttentionLayer(number_of_states=layer.number_of_states)
 
 
 def fill_states(layer: Any, states: dict[str, Tensor]) -> None:
-    """Give a fresh layer the states of `state_tensors`; tensors of other names are left out."""
+    """Set the states of an empty layer from the result of `state_tensors`. Tensors with unknown names are ignored."""
     for name, tensor in states.items():
         kind, _, number = name.partition(".")
         if kind not in STATES:

@@ -1,4 +1,4 @@
-"""A cache that forgets: tensors and positions of the kept tokens, and the number of tokens seen."""
+"""Cache from which tokens can be evicted: tensors and positions of the kept tokens, and number of tokens seen."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ class RetainedCache(StatefulCache):
     Attributes:
         failure: reason why the cache can no longer be used, or None.
         layers_differ: True if layers or heads store different positions.
-        continuation: state of the policy, which is needed for later eviction.
+        continuation: state of the policy for later evictions.
         bytes_freed: bytes of keys and values that eviction has freed so far.
     """
 
@@ -62,7 +62,7 @@ class RetainedCache(StatefulCache):
         self.continuation: Continuation = Nothing()
         self.bytes_freed = 0
         self._read = ReadIds()
-        self._call: object = None  # the config of the last generate that read into it: each call has its own
+        self._call: object = None  # config of the last `generate` that used the cache; each call has a new config
         self._in_context = False
 
     @staticmethod
@@ -72,8 +72,8 @@ class RetainedCache(StatefulCache):
         Raises:
             SpecError: if the cache is not an empty DynamicCache.
         """
-        # `generate` made the object and passes it to every later forward: no other object can replace it. A cache that
-        # was made without a config has plain layers only, so the layers are made again.
+        # The object is converted in place, because `generate` passes the same object to every later forward pass. The
+        # layers are made again, because a cache that was made without a config has only plain layers.
         check_adoptable(cache)
         if not isinstance(cache, RetainedCache):
             cache.__class__ = RetainedCache.class_for(config)
@@ -151,7 +151,7 @@ class RetainedCache(StatefulCache):
     def expect(self, is_token: Tensor) -> None:
         """Record the mask of the next columns, (rows, n), which is True for tokens and False for padding."""
         for layer in self.full_layers:
-            # `session` refuses such columns where heads differ.
+            # If heads store different tokens, `session` rejects padding before this call.
             assert isinstance(layer, DenseLayer)
             layer.expect(is_token)
 
@@ -308,7 +308,7 @@ class RetainedCache(StatefulCache):
     def reset(self) -> None:
         """Remove all tokens, so that the cache can be used for a new prompt."""
         for index, layer in enumerate(self.layers):
-            # First of all, because other caches may share its tensors, and some releases zero those on a reset.
+            # The tensors are removed first. Caches may share tensors, and some releases zero the tensors in `reset`.
             if is_recurrent(layer):
                 self.layers[index] = fresh_layer(layer)
                 continue
@@ -335,10 +335,10 @@ class RetainedCache(StatefulCache):
 
 
 def check_adoptable(cache: Cache) -> None:
-    """Refuse a cache that cannot take a prompt.
+    """Check that a cache can be converted to a RetainedCache.
 
     Raises:
-        SpecError: unless it is an empty DynamicCache that stays on its device.
+        SpecError: if the cache is not empty, is not a DynamicCache, or offloads its tensors.
     """
     if isinstance(cache, RetainedCache):
         cache.check_usable()
@@ -352,7 +352,7 @@ def check_adoptable(cache: Cache) -> None:
 
 @contextmanager
 def failing_whole(cache: RetainedCache, change: str = "a compaction") -> Iterator[None]:
-    """What fails in here leaves some layers changed and others not: the cache drops everything, and says so."""
+    """Context manager that empties the cache after an error, because an error can leave only some layers changed."""
     try:
         yield
     except BaseException:
@@ -361,7 +361,7 @@ def failing_whole(cache: RetainedCache, change: str = "a compaction") -> Iterato
 
 
 def storage_bytes(layers: Iterable[object]) -> int:
-    """Bytes that the tensors of these cache layers occupy, each memory block counted once."""
+    """Return the number of bytes of the tensors of cache layers. Each memory block is counted once."""
     blocks = {}
     for layer in layers:
         attended = (getattr(layer, "keys", None), getattr(layer, "values", None))
@@ -373,14 +373,14 @@ def storage_bytes(layers: Iterable[object]) -> int:
 
 
 def side_by_side(cache: RetainedCache, rows: int) -> RetainedCache:
-    """A cache as so many equal rows, for `compact` to keep something else in each: views, no copies.
+    """Return a cache with `rows` equal rows, as views. `compact` can then keep different tokens in each row.
 
     Args:
-        cache: of one row, whose layers and heads store the same tokens, such as the full cache of `observe`.
-        rows: at least 1.
+        cache: cache with one row. All layers and heads must store the same tokens, as after `observe`.
+        rows: number of rows, at least 1.
 
     Raises:
-        SpecError: for another cache, or no rows.
+        SpecError: if the cache does not satisfy these conditions, or if `rows` is below 1.
     """
     batch = cache.full_layers[0].batch
     if not cache.uniform or batch != 1:

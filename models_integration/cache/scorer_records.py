@@ -1,4 +1,4 @@
-"""Policies that decide again in their decode steps, H2O, TOVA, R-KV and their kind: a scorer's records of each row."""
+"""Policies that evict while decoding, such as H2O, TOVA and R-KV. The scorer's records of each row are stored."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,26 +21,26 @@ __all__ = ["DecideInSteps", "ScorerRecords", "join_layers"]
 
 @dataclass(frozen=True)
 class ScorerRecords:
-    """The records of all rows of a batch, and the name of the policy whose records they are."""
+    """Records of a policy's scorer for all rows of a batch, and the name of the policy."""
 
     policy: str
     rows: tuple[Running, ...]
 
     def select(self, rows: Tensor) -> "ScorerRecords":
-        """The same for other rows of the batch, by index."""
+        """Return the records of the rows of the batch with these indices."""
         return ScorerRecords(self.policy, tuple(self.rows[row] for row in rows.tolist()))
 
     def crop(self, tokens: int) -> "ScorerRecords | Nothing":
-        """Sums cannot be taken back: nothing is known without the last tokens."""
+        """Return Nothing, because the attention of removed tokens cannot be subtracted from sums."""
         return Nothing() if tokens else self
 
 
 @dataclass(frozen=True)
 class DecideInSteps:
-    """How a cache goes on under a policy whose scorer has steps: each decode step may end in a decision.
+    """Rule for policies whose scorer has a method `step`. After each decode step, the policy can evict.
 
     Attributes:
-        step_needs: what the scorer must be shown of a step.
+        step_needs: tensors that the scorer needs in a decode step.
     """
 
     step_needs: Needs
@@ -48,16 +48,16 @@ class DecideInSteps:
     segment_tokens: ClassVar[int | None] = None
 
     def decide_prompt(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
-        """First prompts, and the records of what is kept."""
+        """Decide about first prompts, and make the records of the kept tokens."""
         return _decision(policy, [
             start(policy, budget, observed.prompt(row, policy.granularity)) for row in observed.prompts
         ])
 
     def check_turn(self, policy: Policy, cache: RetainedCache) -> None:
-        """The records are this policy's, and about all that the cache stores.
+        """Check that the records belong to this policy, and include all tokens that the cache stores.
 
         Raises:
-            SpecError: otherwise.
+            SpecError: if a condition fails.
         """
         records, name = cache.continuation, policy.name
         if not isinstance(records, ScorerRecords) or records.policy != name:
@@ -69,7 +69,7 @@ class DecideInSteps:
     before_step = before_reading = check_turn
 
     def check_padded(self, policy: Policy, cache: RetainedCache) -> None:
-        """Padded turns are not served.
+        """Reject padded turns.
 
         Raises:
             SpecError: always.
@@ -80,7 +80,7 @@ class DecideInSteps:
         )
 
     def decide_turn(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
-        """Later segments, each token of which joins the records as in a step."""
+        """Decide about later segments. Each token changes the records as in a decode step."""
         before = observed.continuation
         assert isinstance(before, ScorerRecords)
         return _decision(policy, [
@@ -89,12 +89,12 @@ class DecideInSteps:
         ])
 
     def flush_pending(self, cache: RetainedCache) -> None:
-        """Records know every token at once."""
+        """Do nothing, because records include every token immediately."""
 
     def after_step(
         self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows | None,
     ) -> None:
-        """The end of a step: each row decides for itself; then the cache follows."""
+        """Finish a decode step: decide for each row separately, then compact the cache."""
         before, granularity = cache.continuation, policy.granularity
         assert observed is not None
         assert isinstance(before, ScorerRecords)
@@ -112,7 +112,7 @@ class DecideInSteps:
     def after_reading(
         self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows,
     ) -> None:
-        """Tokens (rows, n) that nobody decides about: each joins the records as in a step, and nothing is evicted."""
+        """Add tokens (rows, n) to the records as in decode steps, without eviction."""
         before, granularity = cache.continuation, policy.granularity
         assert isinstance(before, ScorerRecords)
         cache.continuation = ScorerRecords(policy.name, tuple(
@@ -122,7 +122,7 @@ class DecideInSteps:
 
 
 def join_layers(policy: Policy, parts: Sequence[Decision]) -> Decision:
-    """The decision about all layers of a prompt, from those about each layer in ascending order."""
+    """Join the decisions about single layers of a prompt, in ascending order of layers, into one decision."""
     retentions = tuple(map(Retention.join, zip(*(part.retentions for part in parts), strict=True)))
     records = [part.continuation for part in parts if isinstance(part.continuation, ScorerRecords)]
     if not records:

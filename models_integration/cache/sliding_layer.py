@@ -1,4 +1,4 @@
-"""Sliding-window layers: what they can give back, and one whose past has gaps: its window counts positions."""
+"""Sliding-window layers: removal of last tokens, and a layer whose stored positions have gaps."""
 
 import torch
 from torch import Tensor
@@ -11,10 +11,10 @@ __all__ = ["GappedSlidingLayer", "check_window_crop", "crop_window"]
 
 
 def check_window_crop(layer: DynamicSlidingWindowLayer, tokens_to_remove: int) -> None:
-    """The window that ends so many tokens earlier is stored.
+    """Check that the layer stores the window that is needed after the last tokens are removed.
 
     Raises:
-        SpecError: otherwise: a layer past its window has freed the tokens in front of it.
+        SpecError: if the layer has freed tokens of this window.
     """
     first, remaining = _first_kept(layer), int(layer.get_seq_length()) + tokens_to_remove
     if max(0, remaining - layer.sliding_window + 1) < first:
@@ -23,7 +23,7 @@ def check_window_crop(layer: DynamicSlidingWindowLayer, tokens_to_remove: int) -
 
 
 def crop_window(layer: DynamicSlidingWindowLayer, tokens_to_remove: int) -> None:
-    """Take back the last tokens read, and hold what the next query can see; `check_window_crop` has passed."""
+    """Remove the last tokens, and keep the tokens that the next query can attend to. Call `check_window_crop` first."""
     if layer.keys is None or layer.values is None:
         return
     layer.cumulative_length += tokens_to_remove
@@ -36,26 +36,26 @@ def crop_window(layer: DynamicSlidingWindowLayer, tokens_to_remove: int) -> None
 
 
 def _first_kept(layer: DynamicSlidingWindowLayer) -> int:
-    """The position behind the last one that the layer has read and freed; 0 if it has freed none."""
+    """Return the position after the last freed token, or 0 if no token was freed."""
     if isinstance(layer, GappedSlidingLayer):
         return layer.first_kept
     return int(layer.get_seq_length()) - (0 if layer.keys is None else layer.keys.shape[-2])
 
 
 class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]  # an untyped __init_subclass__
-    """A sliding-window layer that has not read some of the tokens seen.
+    """Sliding-window layer that has not processed some of the tokens seen.
 
-    transformers counts a window in slots, which would stretch it over the gap. Here it counts positions.
+    transformers measures a window in slots, so the window would extend over the gap. This layer measures positions.
     """
 
     positions: Tensor
-    """Absolute positions behind the slots, (stored,)."""
+    """Absolute positions of the slots, (stored,)."""
     first_kept = 0
-    """The position behind the last one that was read and freed."""
+    """Position after the last token that was processed and freed."""
 
     @classmethod
     def after(cls, layer: DynamicSlidingWindowLayer, seen: int) -> "GappedSlidingLayer":
-        """The same layer once `seen` tokens are behind the session, of which it has read no more than it had."""
+        """Return the layer after the session has seen `seen` tokens, without new tokens in this layer."""
         made = cls(sliding_window=layer.sliding_window)
         stored = 0 if layer.keys is None else layer.keys.shape[-2]
         before = int(layer.get_seq_length())
@@ -73,7 +73,7 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens; all that some of them may see."""
+        """Append keys and values of new tokens. Return all keys and values that a new token can attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -88,7 +88,7 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
         return keys, values
 
     def _drop_unseen(self) -> None:
-        """Free what the next query, at position `cumulative_length`, and all after it cannot see."""
+        """Free the tokens that no query from position `cumulative_length` on can attend to."""
         assert self.keys is not None
         assert self.values is not None
         first = int((self.positions <= self.cumulative_length - self.sliding_window).sum())
@@ -98,12 +98,12 @@ class GappedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-
         self.positions = self.positions[first:]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Slots after `query_length` more tokens, and the offset that leads to their positions."""
+        """Return the number of slots after `query_length` more tokens, and the offset from slots to positions."""
         stored, seen = len(self.positions), self.cumulative_length
         rows = StoredRows(self.positions[None], torch.tensor([seen], device="cpu"))
         return stored + query_length, SlotOffset(seen - stored, rows)
 
     def reset(self) -> None:
-        """Forget everything: as new."""
+        """Remove all tokens."""
         super().reset()
         self.positions, self.first_kept = torch.empty(0, dtype=torch.int64, device="cpu"), 0

@@ -1,4 +1,4 @@
-"""A compacted cache in one file, with its states: prefill here, decode elsewhere."""
+"""Saving and loading of a compacted cache with all states, so that one process reads a prompt and another decodes."""
 
 import json
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ __all__ = ["load_cache", "packed", "save_cache", "unpacked"]
 
 FORMAT = "kvspec-cache/3"
 
-# What a layer knows of the positions behind its slots.
+# Fields of a layer that describe the positions of the slots.
 _ROWS = tuple(field.name for field in fields(StoredRows))
 
 
@@ -140,7 +140,7 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
 
 
 def _packed_layer(layer: object) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """A layer as numbers and tensors; one that has read nothing, or is recurrent, has neither keys nor values."""
+    """Return a layer as numbers and tensors. An empty or a recurrent layer has neither keys nor values."""
     if isinstance(layer, RaggedLayer):
         return {"padded_seen": layer.padded_seen}, layer.packed()
     if not isinstance(layer, DynamicLayer):
@@ -161,7 +161,7 @@ def _packed_layer(layer: object) -> tuple[dict[str, int], dict[str, Tensor]]:
 def _unpacked_layer(
     layer: Any, numbers: Mapping[str, int], tensors: Mapping[str, Tensor], device: torch.device,
 ) -> object:
-    """The layer of `_packed_layer`: this new one of its cache, or what stands in its place."""
+    """Return the layer from the result of `_packed_layer`: the new cache's layer, or a layer that replaces it."""
     if not isinstance(layer, DynamicLayer):
         fill_states(layer, {name: tensor.to(device) for name, tensor in tensors.items()})
         return layer
@@ -184,16 +184,16 @@ def _unpacked_layer(
 
 
 def _dtype(name: str, tensors: Mapping[str, Tensor]) -> str:
-    """The dtype of all keys or values: that of the first layer which has any."""
+    """Return the dtype of all keys or all values, which is the dtype in the first layer with tokens."""
     first = next(tensor for whose, tensor in tensors.items() if whose.endswith(f".{name}"))
     return str(first.dtype).removeprefix("torch.")
 
 
 def _file(path: str | Path) -> Path:
-    """The path, which has a file or nothing: to open a FIFO would wait for another process.
+    """Check that a path is a file or does not exist. Opening a FIFO would wait for a different process.
 
     Raises:
-        SpecError: for anything else.
+        SpecError: if the path is a folder, FIFO, socket or device.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -202,17 +202,17 @@ def _file(path: str | Path) -> Path:
 
 
 def _belongs(model: PreTrainedModel, identity: ModelIdentity | None) -> dict[str, str]:
-    """What a file and its reader must share, in the order in which differences are named."""
+    """Return the values that must be equal in a file and in the loading process. Errors report the first difference."""
     return {"spec": SPEC_VERSION, **asdict(identify(model) if identity is None else identity)}
 
 
 def _checked_states(
     manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], architecture: Architecture,
 ) -> tuple[DecodeState, ...]:
-    """The states of a manifest and tensors that are those of a cache of the model.
+    """Check that a manifest and tensors belong to a cache of the model, and return the states.
 
     Raises:
-        Damaged: otherwise; it names the first thing that does not fit.
+        Damaged: if an entry does not match. The message contains the first such entry.
     """
     check_contents(manifest, tensors, architecture)
     try:
@@ -238,12 +238,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise ValueError(f"it is a {type(manifest).__name__}")
     except (ValueError, RecursionError) as error:
         raise SpecError("path", path.name, f"its manifest cannot be read: {error}") from error
-    # Copies, as a view would keep the whole file alive.
+    # The tensors are copied, because a view would keep the whole file in memory.
     return manifest, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def packed(state: DecodeState) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A state as JSON numbers and tensors."""
+    """Return a state as JSON numbers and tensors."""
     live, W, budget = state.live, state.W, state.budget
     numbers = {
         "fraction": None if budget.fraction is None else str(budget.fraction), "count": budget.count,
@@ -260,10 +260,10 @@ def packed(state: DecodeState) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def unpacked(numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DecodeState:
-    """The state of `packed`, bit for bit.
+    """Return the state from the result of `packed`, bit for bit.
 
     Raises:
-        SpecError: when no state can be like that.
+        SpecError: if the numbers and tensors are not a valid state.
     """
     a = {name: tensor.numpy() for name, tensor in tensors.items()}
     fraction = None if numbers["fraction"] is None else Fraction(numbers["fraction"])
@@ -278,5 +278,5 @@ def unpacked(numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Decod
 
 
 def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin so, by what follows."""
+    """Return the tensors whose names begin with `prefix`, by the rest of the name."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

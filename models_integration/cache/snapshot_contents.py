@@ -1,4 +1,4 @@
-"""Whether what a saved cache's file says is a cache of a model: checked before anything is made of it."""
+"""Checks that the contents of a saved file are a cache of the model, before the cache is built."""
 
 import math
 import re
@@ -23,18 +23,18 @@ from spec.decode import DecodeState
 __all__ = ["check_contents", "check_states_fit"]
 
 MOST = 1 << 40
-"""Tokens, steps and ids are below it."""
+"""Upper bound of numbers of tokens, numbers of steps and ids."""
 HALVES = ("float16", "bfloat16")
-"""What autocast computes in."""
+"""Dtypes that autocast uses."""
 _FRACTION = re.compile(r"[1-9][0-9]{0,399}(/[1-9][0-9]{0,399})?")
 _ROWS = {"kept": 2, "seen_at_compaction": 1, "holes": 2}
-"""What a layer knows of the positions behind its slots, with the number of dimensions."""
+"""Tensors that describe the positions of a dense layer's slots, with their numbers of dimensions."""
 _HEADS = dict(zip(HEADS, (1, 1, 1, 2), strict=True))
-"""The same of a layer whose heads differ."""
+"""Tensors that describe the positions of a ragged layer's slots, with their numbers of dimensions."""
 _FULL, _SLIDING = ({"evicted"}, {"padded_seen"}), ({"seen"}, {"seen", "first_kept"})
-"""The numbers of a layer: of one set, or of heads that differ; of a whole window, or of one with a gap."""
+"""Names of a layer's numbers: (dense, ragged) for full attention, (without gap, with gap) for sliding windows."""
 _PLACES = {"evicted": _ROWS, "padded_seen": _HEADS, "seen": {}, "first_kept": {"positions": 1}}
-"""The tensors that come with each of these numbers."""
+"""Tensors that a layer with this number has."""
 _STATE = {
     **dict.fromkeys(("positions", "offsets", "indptr", "indices", "ids", "counts"), torch.int64),
     **dict.fromkeys(("impact", "inverse_norms", "trunk_impact", "D", "weights", "tail_inverse_norms"), torch.float64),
@@ -43,10 +43,10 @@ _NUMBERS = {"fraction", "count", "seen", "step", "mu", "sigma", "tail_ids"}
 
 
 def check_contents(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], architecture: Architecture) -> None:
-    """A manifest and tensors are those of a cache of the model.
+    """Check that a manifest and tensors belong to a cache of the model.
 
     Raises:
-        Damaged: otherwise; it names the first thing that does not fit.
+        Damaged: if an entry does not match. The message contains the first such entry.
     """
     layers: Sequence[Any] = RetainedCache(architecture.config).layers
     sample = _sample(architecture)
@@ -68,12 +68,12 @@ def check_contents(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], a
 def check_states_fit(
     states: Sequence[DecodeState], manifest: Mapping[str, Any], tensors: Mapping[str, Tensor],
 ) -> None:
-    """The states, what is pending and the chunks speak of the tokens that the cache stores first.
+    """Check that states, pending tokens and chunks describe the first tokens that the cache stores.
 
-    It may have read others since, outside of a context.
+    The cache may contain later tokens that were read outside a context.
 
     Raises:
-        Damaged: otherwise.
+        Damaged: if the tokens do not match.
     """
     if not states and not manifest["chunks"]:
         return
@@ -89,7 +89,7 @@ def check_states_fit(
 
 
 def _sample(architecture: Architecture) -> RetainedCache:
-    """A cache that has read three tokens: its tensors have the shapes that the model stores."""
+    """Return a cache after three tokens. The tensors show the shapes that the model stores."""
     cache = RetainedCache(architecture.config)
     with isolated_forward(architecture):
         read_tokens(architecture, cache, 3)
@@ -128,7 +128,7 @@ def _check_manifest(manifest: Mapping[str, Any], layers: Sequence[Any]) -> None:
 def _check_names(
     manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], states: Mapping[str, Tensor],
 ) -> None:
-    """The tensors are there, no others, each with its number of dimensions; all but keys and values with its dtype."""
+    """Check that exactly the expected tensors exist, with the right dimensions and (except keys and values) dtypes."""
     expected = dict(_expected(manifest, tensors)) | {name: (one.dtype, one.ndim) for name, one in states.items()}
     wrong = sorted(expected.keys() ^ tensors.keys())
     _require(not wrong, f"tensors are missing or too many: {', '.join(wrong[:4])}")
@@ -160,13 +160,13 @@ def _stored_rows(index: int, tensors: Mapping[str, Tensor]) -> StoredRows:
 
 
 def _slots(index: int, tensors: Mapping[str, Tensor]) -> int:
-    """Slots of a layer, of all heads where they differ; 0 of one that has read nothing."""
+    """Return a layer's number of slots (for a ragged layer: of all heads), or 0 for an empty layer."""
     keys = tensors.get(f"{index}.keys")
     return 0 if keys is None else keys.shape[-2]
 
 
 def _batch(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-    """Rows of the first full-attention layer that has read anything; 0 where none has."""
+    """Return the number of rows of the first full-attention layer with tokens, or 0 if all layers are empty."""
     for index, numbers in enumerate(manifest["layers"]):
         if "padded_seen" in numbers:
             return len(tensors[f"{index}.seen"])
@@ -178,7 +178,7 @@ def _batch(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
 def _check_layers(
     manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], layers: Sequence[Any], sample: RetainedCache,
 ) -> None:
-    """The keys and values of all layers are of one batch and one text."""
+    """Check that the keys and values of all layers belong to the same batch and the same text."""
     batch, columns, tokens, stored = _batch(manifest, tensors), set[int](), list[Tensor](), list[Tensor]()
     _require(batch > 0, "it has no rows")
     for index, (layer, numbers) in enumerate(zip(layers, manifest["layers"], strict=True)):
@@ -211,14 +211,14 @@ def _check_layers(
 
 
 def _check_set(index: int, evicted: int, tensors: Mapping[str, Tensor], batch: int) -> tuple[int, Tensor, Tensor]:
-    """A layer of one set: the columns that it has seen, the tokens of each row, and the positions that rows store."""
+    """Check a dense layer. Return the columns seen, the number of tokens per row, and the stored positions."""
     rows, slots = _stored_rows(index, tensors), _slots(index, tensors)
     _check_rows(index, rows, slots, slots + evicted, batch)
     return slots + evicted, rows.tokens(slots).expand(batch), rows.positions(slots).expand(batch, -1)
 
 
 def _check_heads(index: int, seen: int, tensors: Mapping[str, Tensor], batch: int, heads: int) -> None:
-    """A layer whose heads differ: how many tokens each stores, and their positions."""
+    """Check the number of tokens and the positions of each head of a ragged layer."""
     positions, lengths, tokens, holes = (tensors[f"{index}.{name}"] for name in _HEADS)
     _check_rows(index, StoredRows(torch.empty(batch, 0, dtype=torch.int64), tokens, holes), 0, seen, batch)
     slots = _slots(index, tensors)
@@ -232,7 +232,7 @@ def _check_heads(index: int, seen: int, tensors: Mapping[str, Tensor], batch: in
 
 
 def _check_window(index: int, window: int, numbers: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
-    """A layer that slides stores what its next query sees; one with a gap, some of that."""
+    """Check that a sliding-window layer stores all tokens that the next query attends to, or some if it has a gap."""
     seen, slots = numbers["seen"], _slots(index, tensors)
     first = max(0, seen - window + 1)
     if "first_kept" not in numbers:
@@ -245,12 +245,12 @@ def _check_window(index: int, window: int, numbers: Mapping[str, int], tensors: 
 
 
 def _rises(positions: Tensor, end: int) -> bool:
-    """Whether positions ascend, from 0 or above, and end below `end`."""
+    """Return True if positions are strictly ascending inside [0, end)."""
     return bool((positions[1:] > positions[:-1]).all()) and _inside(positions, end)
 
 
 def _check_rows(index: int, rows: StoredRows, slots: int, columns: int, batch: int) -> None:
-    """The positions behind the slots of one layer."""
+    """Check the positions of one layer's slots."""
     kept, seen, holes = rows.kept, rows.seen_at_compaction, rows.holes
     fits = len(kept) in (1, batch) and seen.shape == (len(kept),) and len(holes) in (1, len(kept))
     _require(fits and kept.shape[1] <= slots, f"layer {index} has positions of other rows or slots than its keys")
@@ -266,7 +266,7 @@ def _check_rows(index: int, rows: StoredRows, slots: int, columns: int, batch: i
 
 
 def _check_tensor(name: str, found: Tensor, wanted: tuple[int, ...], dtype: str, filled: Tensor | None) -> None:
-    """Keys or values of one layer; `filled` says which slots (rows, slots) hold a token."""
+    """Check the keys or values of one layer. `filled` (rows, slots) is True for slots with a token."""
     _require(tuple(found.shape) == wanted, f"{name} has the shape {tuple(found.shape)}, not {wanted}")
     _require(str(found.dtype) == f"torch.{dtype}", f"{name} has the dtype {found.dtype}, not {dtype}")
     finite = found.isfinite()
@@ -276,7 +276,7 @@ def _check_tensor(name: str, found: Tensor, wanted: tuple[int, ...], dtype: str,
 
 
 def _check_known(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], vocabulary: int) -> None:
-    """What the continuation knows: states, pending tokens and chunks, by themselves."""
+    """Check the states, pending tokens and chunks, without the stored tokens."""
     batch, states, chunks = _batch(manifest, tensors), manifest["states"], manifest["chunks"]
     _require(len(states) in (0, batch), f"it has {len(states)} states of {batch} rows")
     _require(not (manifest["differ"] and (states or chunks)), "its layers differ, and states know of one set")
@@ -306,7 +306,7 @@ def _inside(numbers: Tensor, end: int) -> bool:
 
 
 def _check_numbers(row: str, numbers: object, vocabulary: int) -> None:
-    """What a state says beside its tensors."""
+    """Check the numbers of a state."""
     _require(type(numbers) is dict and numbers.keys() == _NUMBERS, f"{row} must say {', '.join(sorted(_NUMBERS))}")
     assert isinstance(numbers, dict)
     fraction, count, ids = (numbers[name] for name in ("fraction", "count", "tail_ids"))
@@ -325,14 +325,14 @@ def _pending(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _behind(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-    """Tokens that were read after the states: pending ones, and those of chunks."""
+    """Return the number of tokens after the states: pending tokens and tokens of chunks."""
     return _pending(tensors) + sum(len(tensors[f"chunk {at}.ids"]) for at in range(len(manifest["chunks"])))
 
 
 def _known_positions(
     state: DecodeState | None, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor],
 ) -> Iterable[int]:
-    """The positions that a row must store first: those of its state, then pending tokens and chunks in their order."""
+    """Return the first positions that a row must store: first of the state, then of pending tokens and chunks."""
     at = 0
     if state is not None:
         yield from state.stored.tolist()

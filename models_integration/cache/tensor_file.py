@@ -1,7 +1,7 @@
-"""A safetensors file that proves its own bytes.
+"""Safetensors file with a digest of its own bytes.
 
-The header's first entry is `__metadata__`, and its first value the digest: sha256 of the whole file in which the 64
-digits of the digest itself are zeros. Any safetensors reader opens such a file.
+The header's first entry is `__metadata__`, and the first value of this entry is the digest. The digest is the SHA-256
+hash of the whole file, with zeros instead of the 64 digits of the digest. Any safetensors reader can open the file.
 """
 
 import hashlib
@@ -33,33 +33,33 @@ ZEROS = b"0" * 64
 OPENING = b'{"__metadata__":{"digest":"'
 DIGEST_AT = 8 + len(OPENING)
 HEADER_MOST = 1 << 24
-"""Bytes. A cache of 4096 rows needs 6 MiB; reading JSON takes ten times its size."""
+"""Largest header in bytes. A cache of 4096 rows has 6 MiB. Parsing JSON needs ten times the size of the text."""
 SIZE_MOST, DIMENSIONS_MOST = 1 << 48, 8
 SPARSE_FROM, SPARSE_RATIO = 1 << 30, 64
-"""A file of this many bytes that takes less than a 64th of them on the disk was not written by us."""
+"""A file of at least SPARSE_FROM bytes with less than 1 / SPARSE_RATIO of the bytes on the disk is rejected."""
 
 
 class Damaged(Exception):
-    """The bytes are not those that were written."""
+    """Error for a file whose bytes differ from the bytes that were written."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What stands before the tensors."""
+    """Header of a file, which precedes the tensors."""
 
     metadata: dict[str, str]
     entries: dict[str, dict[str, Any]]
-    """Of each tensor: dtype, shape, and its place behind the header."""
+    """Dtype, shape and offsets after the header, for each tensor."""
     size: int
-    """Bytes before the first tensor."""
+    """Number of bytes before the first tensor."""
     end: int
-    """Bytes up to the end of the last one."""
+    """Number of bytes up to the end of the last tensor."""
 
 
 def parts(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> tuple[list[memoryview], Late]:
-    """The file, in parts that are written one after the other, and its digest, whose place holds zeros in the parts.
+    """Return the parts of the file in order, with zeros instead of the digest, and the digest.
 
-    No tensor of the CPU is copied. Wide dtypes come first, so that every tensor is aligned.
+    Tensors on the CPU are not copied. Wide dtypes come first, so that every tensor is aligned.
     """
     entries: dict[str, dict[str, object]] = {}
     views, at = [], 0
@@ -74,32 +74,32 @@ def parts(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> tuple[l
 
 
 def header_bytes(metadata: Mapping[str, str], entries: Mapping[str, Mapping[str, object]]) -> bytes:
-    """A header, of a multiple of 8 bytes."""
+    """Return a header, padded to a multiple of 8 bytes."""
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def sign_header(header: bytes) -> bytes:
-    """A header of ZEROS as its digest, with the digest of its own bytes in their place: `prove` takes it."""
+    """Replace the ZEROS in a header by the digest of the header's bytes, so that `prove` accepts the header."""
     return header[:DIGEST_AT] + _digest([header]) + header[DIGEST_AT + 64 :]
 
 
 def write(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Put the file in the place of the one of before; `metadata` has a `format` and a `manifest`.
+    """Write the file, and replace an existing file. `metadata` has the entries `format` and `manifest`.
 
     Raises:
-        OSError: from the file system; nothing has changed.
+        OSError: from the file system. An existing file is unchanged.
     """
     whole, digest = parts(metadata, tensors)
     publish(path, whole, late=digest, nameless=True)
 
 
 def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """What a file says of itself and its tensors, once its digest has proved them. The tensors share one buffer.
+    """Check the digest of a file, and return the metadata and the tensors. The tensors share one buffer.
 
     Raises:
-        Damaged: when the bytes are not those that were written.
+        Damaged: if the bytes differ from the bytes that were written.
         OSError: from the file system.
     """
     data = read_bytes(path)
@@ -109,12 +109,12 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def read_bytes(path: Path, header_most: int = HEADER_MOST, follow_links: bool = True) -> Tensor:
-    """All bytes of a file, in one buffer that nobody else holds; nothing is proved yet.
+    """Return all bytes of a file in a new buffer. The digest is not checked.
 
-    No memory is taken for a file whose header does not account for each of its bytes, or that is all holes.
+    If the header does not match the file's size, or if the file is sparse, no memory is allocated.
 
     Raises:
-        Damaged: when it cannot be such a file.
+        Damaged: if the file cannot be a file of this format.
         OSError: from the file system.
     """
     with _opened(path, follow_links) as descriptor:
@@ -156,10 +156,10 @@ def _plausible_size(descriptor: int, header_most: int) -> int:
 
 
 def header_at(path: Path, header_most: int) -> Header:
-    """The header of a file, which is no link; nothing is proved.
+    """Return the header of a file without a check of the digest. Links are rejected.
 
     Raises:
-        Damaged: when it cannot be read.
+        Damaged: if the header cannot be read.
         OSError: from the file system.
     """
     with _opened(path, follow_links=False) as descriptor:
@@ -168,10 +168,10 @@ def header_at(path: Path, header_most: int) -> Header:
 
 
 def header_of(data: Tensor) -> Header:
-    """The header of a file's bytes, which may be followed by padding; nothing is proved.
+    """Return the header from a file's bytes without a check of the digest. The bytes may end with padding.
 
     Raises:
-        Damaged: when it cannot be read.
+        Damaged: if the header cannot be read.
     """
     view = raw_bytes(data)
     size = _header_size(bytes(view[:8]), len(data))
@@ -185,7 +185,7 @@ def prove(data: Tensor) -> None:
     """Check that the bytes of a file, or of a header from `sign_header`, match the digest stored in them.
 
     Raises:
-        Damaged: otherwise.
+        Damaged: if the digest does not match.
     """
     view, end = raw_bytes(data), DIGEST_AT + 64
     digest = _digest([view[:DIGEST_AT], ZEROS, view[end:]])
@@ -194,10 +194,10 @@ def prove(data: Tensor) -> None:
 
 
 def tensors_of(header: Header, data: Tensor) -> dict[str, Tensor]:
-    """The tensors of a file's bytes, which they share.
+    """Return the tensors in a file's bytes, as views of these bytes.
 
     Raises:
-        Damaged: when one does not fit its place.
+        Damaged: if the shape of a tensor does not match the tensor's bytes.
     """
     try:
         return {name: _tensor(entry, data[header.size :]) for name, entry in header.entries.items()}
@@ -211,9 +211,9 @@ def _tensor(entry: Mapping[str, Any], data: Tensor) -> Tensor:
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, shared with it where it is contiguous and on the CPU."""
+    """Return the bytes of a tensor, without a copy if the tensor is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().flatten()
-    # Of no or one element, any stride is contiguous; a view as bytes wants 1.
+    # A tensor of at most one element is contiguous with any stride, but a view as bytes needs stride 1.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
@@ -250,10 +250,10 @@ def _header(text: bytes, size: int) -> Header:
 
 
 def _place(name: str, entry: dict[str, Any]) -> tuple[int, int, str]:
-    """Where a tensor's bytes begin and end, and its name.
+    """Return where a tensor's bytes begin and end, and the tensor's name.
 
     Raises:
-        ValueError, KeyError, TypeError: for what describes no tensor.
+        ValueError, KeyError, TypeError: if the entry does not describe a tensor.
     """
     shape, (low, high) = entry["shape"], entry["data_offsets"]
     plausible = type(shape) is list and len(shape) <= DIMENSIONS_MOST
