@@ -1,1 +1,1 @@
-"""The model's attention, observed and masked by position."""
+"""Observation of the model's attention, and attention masks by position."""

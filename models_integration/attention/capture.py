@@ -1,8 +1,7 @@
-"""What a policy is shown: q, k (and v) of chosen layers after RoPE, while the model attends as it always does.
+"""Capture of q, k (and v) of chosen layers after RoPE. The computation of the model does not change.
 
-An attention function is registered under a name of its own. It shows what it is given to whoever watches the layer,
-calls the model's own attention, and says when that is done. For the time of one forward the config names it; then the
-config is as it was.
+kvspec registers an attention function under a new name. This function calls the model's own attention, and passes the
+inputs to the layer's watcher. The model's config has the new name only during a forward pass.
 """
 
 import sys
@@ -41,7 +40,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Attended:
-    """What one layer attended with: query (rows, H, n, d), key and value (rows, H_kv, live, d), or a ragged layer's."""
+    """Attention inputs of a layer: query (rows, H, n, d), key and value (rows, H_kv, live, d), or of a ragged layer."""
 
     layer: int
     """Index of the layer."""
@@ -49,51 +48,51 @@ class Attended:
     key: Tensor
     value: Tensor
     lse: Tensor | None
-    """(rows, H, n), where it came with the output."""
+    """Log-sum-exp (rows, H, n), or None if the attention did not return it."""
     mask: object
-    """What the module handed on as its mask."""
+    """Mask that the module passed to the attention function."""
     options: Mapping[str, Any]
 
 
 OTHER_TENSORS = "its attention gets different keys or values than its cache returned"
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Heads that the kernel takes as they are: others are padded first, by torch, on CUDA.
+# Head sizes that the kernel accepts unchanged. On CUDA, torch first pads all other sizes.
 _CUDA_WIDTHS = range(8, 257, 8)
 _KERNELS = {"cpu": "_scaled_dot_product_flash_attention_for_cpu", "cuda": "_scaled_dot_product_flash_attention"}
 
 
 def reads_attention(needs: Needs) -> bool:
-    """Whether a scorer reads queries, of this prompt or of its repeat: attention weights follow from them."""
+    """Return True if a scorer needs queries, of the prompt or of the repetition of the prompt."""
     return needs.layers != "none" and (needs.query_rows != 0 or needs.rehearsal is not None)
 
 
 class Watcher(Protocol):
-    """Is told of every attention of the layers that it watches."""
+    """Observer that is called at each attention step of the observed layers."""
 
     def wants_lse(self, layer: int) -> bool:
-        """Whether the attention's log-sum-exp would be of use."""
+        """Return True if the log-sum-exp of the layer's attention is useful."""
         ...
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
-        """A layer has attended: nobody reads its keys and values again in this forward."""
+        """Handle the inputs of a layer's attention, after the last use of the keys and values in this forward pass."""
         ...
 
 
 class Repeated(NamedTuple):
-    """What one layer attended with while a chunk of the prompts, start to stop, was repeated behind them."""
+    """Attention inputs of one layer while the model repeated the chunk from start to stop after the prompts."""
 
     start: int
     stop: int
     q: Tensor
-    """(rows, H, r, d)."""
+    """Queries, (rows, H, r, d)."""
     k: Tensor
-    """(rows, H_kv, r, d)."""
+    """Keys, (rows, H_kv, r, d)."""
     norms: Tensor
-    """Of the hidden states that it read, (rows, r)."""
+    """L2 norms of the hidden states at the input of the attention, (rows, r)."""
 
     def of_row(self, row: int, accepts_tensor: Callable[[Tensor], bool] | None) -> Repeat:
-        """One row's, on the host unless a scorer takes such tensors."""
+        """Return the inputs of one row, on the host unless the scorer accepts these tensors."""
         parts = [part[row] for part in (self.q, self.k, self.norms)]
         taken = accepts_tensor is not None and all(map(accepts_tensor, parts))
         return Repeat(self.start, self.stop, *(parts if taken else map(on_host, parts)))
@@ -109,29 +108,29 @@ class _Seen:
     lse: Tensor | None
     sinks: Tensor | None
     query: ref[Tensor]
-    """The last forward's own, of which `q` holds the rows."""
+    """Query tensor of the last forward pass. `q` contains the needed rows of this tensor."""
     repeats: tuple[Repeated, ...] | None = None
 
 
 @dataclass
 class Recorder:
-    """Collects what `needs` asks for, over the forwards of one segment."""
+    """Collects the tensors that `needs` declares, over all forward passes of one segment."""
 
     needs: Needs
     seen: dict[int, _Seen] = field(default_factory=dict)
     hidden: int = 0
-    """Columns of the segment, at most, that hold no token of a row: so many queries more are noted."""
+    """Largest number of padding columns in a row of the segment. The same number of additional queries is recorded."""
     latent: bool = False
-    """Whether the cache stores latents, of which the model makes the keys and values of its heads."""
+    """True if the cache stores latents from which the model computes the keys and values of the heads."""
 
     def record(self, module: nn.Module, layer: Attended) -> None:
-        """Note one layer's inputs.
+        """Record the attention inputs of one layer.
 
-        Queries of one layer's later forwards follow its earlier ones; its last keys and values hold all of them. A
-        layer that attends twice with the same queries has asked once.
+        Queries of later forward passes are appended. The last keys and values contain all earlier keys and values. If a
+        layer attends twice with the same query tensor, the queries are recorded once.
 
         Raises:
-            SpecError: for a dtype or an attention that the specification does not cover.
+            SpecError: if the specification does not cover the dtype or the attention.
         """
         if layer.options.get("position_bias") is not None and reads_attention(self.needs):
             raise SpecError("model", type(module).__name__, "attention with a position bias is not supported")
@@ -151,25 +150,25 @@ class Recorder:
         ))
 
     def rehearsed(self, repeats: Mapping[int, tuple[Repeated, ...]]) -> None:
-        """Note what the layers attended with when the prompt was rehearsed."""
+        """Record the attention inputs of the repetition of the prompt."""
         for layer, each in repeats.items():
             self.seen[layer].repeats = each
 
     def _needed(self, seen: _Seen) -> _Seen:
-        """No more values and query rows than are needed."""
+        """Return only the needed values and query rows."""
         q, lse, v = seen.q, seen.lse, seen.v if self.needs.values else None
         rows = q.shape[2] if self.needs.query_rows is None else self.needs.query_rows + self.hidden
         if rows < q.shape[2]:
-            # The last rows are copied, so that the others need not live until the decision.
+            # The last rows are copied, so that the memory of all other rows is freed before the decision.
             q = q[:, :, q.shape[2] - rows :].clone()
             lse = None if lse is None else lse[:, :, lse.shape[2] - rows :]
         return replace(seen, q=q, v=v, lse=lse)
 
     def narrowed(self, needs: Needs, layers: Iterable[int]) -> "Recorder":
-        """What a recorder with these needs would have noted of these layers in the same forwards.
+        """Return the recorder that these needs and layers would have given in the same forward passes.
 
         Raises:
-            SpecError: where this one has noted less.
+            SpecError: if this recorder has fewer tensors.
         """
         own, narrow = self.needs, Recorder(needs, hidden=self.hidden, latent=self.latent)
         fewer = own.query_rows is not None and (needs.query_rows is None or needs.query_rows > own.query_rows)
@@ -179,20 +178,20 @@ class Recorder:
                 raise SpecError(
                     "observation", own, f"lacks tensors that the policy reads; call kvspec.observe(..., needs={needs})"
                 )
-            # A session asks for the sum where the observed layer decides alone.
+            # A session requests the log-sum-exp only if the observed layer alone decides.
             lse = self.seen[layer].lse if needs.layers == "observed" else None
             narrow.seen[layer] = narrow._needed(replace(self.seen[layer], lse=lse))
         return narrow
 
     def views(self, row: int, slots: Tensor | None = None, queries: Tensor | None = None) -> dict[int, LayerView]:
-        """What was seen of one row.
+        """Return the recorded inputs of one row, by layer.
 
-        On the host, half precision as float32, which is exact; or as it is, where the scorer takes such tensors.
+        Tensors that the scorer accepts are unchanged. Others become NumPy arrays, half precision as float32.
 
         Args:
-            row: which.
-            slots: those that hold a token of it, (stored,); all where None.
-            queries: the segment's columns that do, (n,); all where None.
+            row: index of the row.
+            slots: slots with a token of the row, (stored,). None means all slots.
+            queries: columns of the segment with a token of the row, (n,). None means all columns.
         """
         return {layer: self._view(seen, row, slots, queries) for layer, seen in self.seen.items()}
 
@@ -207,20 +206,20 @@ class Recorder:
     def view(
         self, index: int, row: int, heads: slice, layer: RetainedLayer, kv_heads: slice, queries: Tensor | None = None,
     ) -> LayerView:
-        """What these query heads of one row asked, beside the keys and values that KV heads of a layer now store."""
+        """Return queries of some heads of one row, with the keys and values that KV heads of a layer store now."""
         seen = self.seen[index]
         k, v = self._expanded(seen, row, layer) if self.latent else layer.held(row, kv_heads)
         asked = self._asked(seen.q[row, heads], queries)
         return self._shown(seen, asked, k, v if self.needs.values else None, None, heads)
 
     def _expanded(self, seen: _Seen, row: int, layer: RetainedLayer) -> tuple[Tensor, Tensor | None]:
-        """Keys and values (H, stored, d) that the model has made of the latents of one row."""
+        """Return the keys and values (H, stored, d) that the model computed from the latents of one row."""
         stored = layer.stored_positions()
         slots = stored[row if len(stored) > 1 else 0] != EMPTY
         return shown_columns(seen.k[row], slots), None if seen.v is None else shown_columns(seen.v[row], slots)
 
     def _asked(self, q: Tensor, queries: Tensor | None) -> Tensor:
-        """The queries (H, n, d) that are a token's, and no more than asked for."""
+        """Return the queries (H, n, d) of tokens, limited to the needed number."""
         noted = q.shape[1]
         q = shown_columns(q, None if queries is None else queries[len(queries) - noted :])
         return q[:, max(0, q.shape[1] - (noted if self.needs.query_rows is None else self.needs.query_rows)) :]
@@ -234,9 +233,9 @@ class Recorder:
         return LayerView(q, k, v, seen.scaling, seen.softcap, lse, sinks=sinks)
 
 
-# Who watches which attention module, and of which layer, for the time of one forward.
+# Layer index and watcher of each observed attention module, during a forward pass.
 _WATCHERS: WeakKeyDictionary[nn.Module, tuple[int, Watcher]] = WeakKeyDictionary()
-# The layer of a cache that a full-attention module reads, for the time of one forward.
+# Cache layer that each full-attention module uses, during a forward pass.
 _READS: WeakKeyDictionary[nn.Module, RetainedLayer] = WeakKeyDictionary()
 
 
@@ -244,7 +243,7 @@ _READS: WeakKeyDictionary[nn.Module, RetainedLayer] = WeakKeyDictionary()
 def observing(
     architecture: Architecture, cache: RetainedCache, watcher: Watcher | None = None, layers: Iterable[int] = (),
 ) -> Iterator[None]:
-    """Route this model's attention and masks through ours, and these layers' attention past the watcher."""
+    """Context manager that installs kvspec's attention and masks in a model, with a watcher for some layers."""
     config = architecture.config
     stock = config._attn_implementation
     ours = _register(stock)
@@ -254,7 +253,7 @@ def observing(
         for index in layers:
             assert watcher is not None
             _WATCHERS[architecture.attention[index]] = index, watcher
-        # Layers that agree share the forward's one mask: none of them need be asked.
+        # Layers with equal positions share one mask per forward pass, so no layer is registered here.
         for index, owner in architecture.owners.items() if cache.layers_differ else ():
             layer = cache.layers[owner]
             assert isinstance(layer, RetainedLayer)
@@ -269,12 +268,12 @@ def observing(
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, which torch.compile neither traces nor looks into: its graphs end here and begin behind.
+    """Return the function excluded from torch.compile. A compiled graph ends before the function and restarts after it.
 
-    For what works by module, by cache and by forward, which a trace would freeze. The compiler takes seconds to load,
-    so that nothing is asked of it before somebody else has loaded it.
+    Use it for functions that depend on the module, the cache or the forward pass, because a trace would make these
+    values constant. Loading the compiler takes seconds, so this function never loads the compiler.
     """
-    skipped: list[Callable[P, R]] = []  # made once: that takes longer than many a call
+    skipped: list[Callable[P, R]] = []  # made once, because making it is slow
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -288,13 +287,13 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _register(stock: str) -> str:
-    # Continuous batching hands its own masks over, so that of a "paged|" name none is made.
+    # Continuous batching passes its own masks, so no mask is made for a "paged|" name.
     plain = stock.removeprefix("paged|")
     assert plain in IMPLEMENTATIONS
     ours = f"kvspec_{stock}"
     if ours not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(ours, untraced(_observed(stock)))
-        # Without its own mask function, an attention name gets no mask at all: cached continuation would be wrong.
+        # Without a registered mask function, attention under a new name has no mask, and gives wrong results.
         AttentionMaskInterface.register(ours, untraced(retained_mask(ALL_MASK_ATTENTION_FUNCTIONS[plain])))
     return ours
 
@@ -306,7 +305,7 @@ def _observed(stock: str) -> AttentionFunction:
         own, layer = _own_attention(stock, module), _READS.get(module)
         index, watcher = _WATCHERS.get(module, (0, None))
         if isinstance(layer, RaggedLayer):
-            # What stands for the heads' tokens is what the layer returned: it cannot be rearranged, or another's.
+            # The flat tensors must be those that the layer returned. Rearranged or different tensors cannot be used.
             if key is not layer.keys or value is not layer.values:
                 raise SpecError("model", type(module).__name__, OTHER_TENSORS)
             merged = ragged_attention(own, module, query, layer, attention_mask, options)
@@ -337,16 +336,16 @@ def _observed(stock: str) -> AttentionFunction:
 
 
 def _causal_mask(query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask of the last queries of a prompt: a model may give no others to layers that share a cache.
+    """Return a causal mask for the last queries of a prompt, for layers that share a cache and receive no mask.
 
-    None if no mask is needed.
+    The result is None if no mask is needed.
     """
     q, n = query.shape[2], key.shape[2]
     return torch.ones(q, n, dtype=torch.bool, device=query.device).tril(n - q) if 1 < q < n else None
 
 
 def _own_attention(stock: str, module: nn.Module) -> AttentionFunction:
-    # Eager attention belongs to each modelling file: it is where a model's own softcap lives.
+    # Each modelling file has a separate eager attention, which applies the model's soft cap.
     own: AttentionFunction = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
     function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(stock, own)
     return function
@@ -355,10 +354,11 @@ def _own_attention(stock: str, module: nn.Module) -> AttentionFunction:
 def flash_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor] | None:
-    """Causal attention without a mask: its output (rows, n, H, d) and log-sum-exp (rows, H, n), from one pass.
+    """Compute causal attention without a mask: output (rows, n, H, d) and log-sum-exp (rows, H, n) in one pass.
 
-    None unless `scaled_dot_product_attention` would itself choose this very kernel for this very call, so that the
-    output has the model's own bits. On a CPU half precision gives None too: there the kernel rounds the logits.
+    The result is None unless `scaled_dot_product_attention` would select the same kernel for the same call. The output
+    therefore equals the model's own output bit for bit. For half precision on a CPU the result is None, because this
+    kernel rounds the logits.
     """
     n, scaling = query.shape[2], options.get("scaling")
     plain = (

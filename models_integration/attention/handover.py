@@ -1,7 +1,7 @@
-"""Whether a model's attention is handed what its cache returned: found out with three tokens, before it is used.
+"""Test, with three tokens, that a model's attention uses the tensors that the cache returns.
 
-A policy is shown what attention is handed, and decides about what the cache stores; where heads store different
-tokens, attention runs on the storage itself. Both hold only of models that hand the cache's own tensors on.
+A policy scores the tensors passed to attention, and evicts tokens stored in the cache. If heads store different tokens,
+attention runs on the cache's storage. Both are correct only if the model passes the cache's own tensors to attention.
 """
 
 from contextlib import suppress
@@ -28,7 +28,7 @@ from spec.retention import Granularity, Retention
 __all__ = ["check_handover", "check_readable"]
 
 _TOKENS = 3
-# Of so many tokens, these stay when it is tested what eviction does to the others.
+# Number of tokens in the test of eviction, and the tokens that are kept.
 _SEEN, _KEPT = 8, [0, 3, 4, 7]
 _BY_SLOT = "its attention depends on the distance of slots, as with ALiBi: eviction changes that distance"
 LATENTS = (
@@ -43,14 +43,13 @@ _OWN_MASK = "it makes its own attention mask"
 
 
 def check_handover(architecture: Architecture, needs: Needs, granularity: Granularity) -> None:
-    """A policy that is shown this, and keeps sets of this granularity, can be served.
+    """Check that the model supports policies with these needs and this granularity.
 
-    The model reads a few tokens into a cache of its own, once for all that is asked of it later.
+    The model processes a few tokens with a separate cache. The result is stored for later checks.
 
     Raises:
-        SpecError: for a model with a layer that stores nothing of what it reads, or whose attention is handed other
-            tensors than its cache returned, or without the layer that is observed; for a rehearsal's template with an
-            id that is not the model's.
+        SpecError: if a layer stores nothing, if attention uses different tensors than the cache returned, if the
+            observed layer does not exist, or if a template of KVzip has an id outside the model's vocabulary.
     """
     asked = () if needs.rehearsal is None else needs.rehearsal.template or ()
     for token_id in (token_id for part in asked for token_id in part):
@@ -74,10 +73,10 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
 
 
 def _check_positions(architecture: Architecture) -> None:
-    """Evicted tokens leave the same as masked ones, so that keys and biases depend on positions and not on slots.
+    """Check that evicting tokens has the same effect as masking tokens: keys and biases must not depend on slots.
 
     Raises:
-        SpecError: otherwise, as with ALiBi.
+        SpecError: if the effects differ, as with ALiBi.
     """
     known = _APART.setdefault(architecture.decoder, set())
     key = architecture.config._attn_implementation, Granularity.MODEL
@@ -102,10 +101,10 @@ def _check_positions(architecture: Architecture) -> None:
 
 
 def _check_numbering(architecture: Architecture) -> None:
-    """Tokens without position ids have the positions 0, 1, ..., as kvspec numbers them.
+    """Check that tokens without position ids have the positions 0, 1, ..., as in kvspec.
 
     Raises:
-        SpecError: otherwise, as with RoBERTa, whose first position is behind its padding's.
+        SpecError: if the positions differ, as with RoBERTa, whose positions begin after the id of the padding token.
     """
     try:
         with isolated_forward(architecture):
@@ -120,10 +119,10 @@ def _check_numbering(architecture: Architecture) -> None:
 
 
 def _check_causal(architecture: Architecture) -> None:
-    """Later tokens do not change what earlier ones store.
+    """Check that later tokens do not change the stored keys and values of earlier tokens.
 
     Raises:
-        SpecError: otherwise, as with PaliGemma, whose prompts attend in both directions.
+        SpecError: if a stored value changes, as with PaliGemma, whose prompts attend in both directions.
     """
     try:
         with isolated_forward(architecture):
@@ -137,7 +136,7 @@ def _check_causal(architecture: Architecture) -> None:
 
 
 def _after_eviction(architecture: Architecture, gather: bool) -> Tensor:
-    """The last hidden state of a token after others, of which some were evicted, or are masked where they stand."""
+    """Return the last hidden state of a token after some earlier tokens were evicted (`gather`) or masked."""
     cache, kept = RetainedCache(architecture.config), torch.tensor(_KEPT, device="cpu")
     stays = torch.arange(_SEEN, device="cpu")
     visible = torch.where(torch.isin(stays, kept), stays, EMPTY).expand(2, -1)
@@ -152,10 +151,10 @@ def _after_eviction(architecture: Architecture, gather: bool) -> Tensor:
 
 
 def check_readable(architecture: Architecture, cache: RetainedCache) -> None:
-    """The model can read this cache, whose layers or heads store different tokens.
+    """Check that the model can use this cache, in which layers or heads store different tokens.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if the model cannot use the cache.
     """
     ragged = any(isinstance(layer, RaggedLayer) for layer in cache.full_layers)
     _check_apart(architecture, Granularity.HEAD if ragged else Granularity.LAYER)
@@ -174,22 +173,22 @@ def _check_apart(architecture: Architecture, granularity: Granularity) -> None:
 
 @dataclass(frozen=True)
 class _Handed:
-    """Whether every full-attention layer is handed what its cache returned, and asks with one set of queries."""
+    """Result of the test: whether each full-attention layer uses the cache's tensors and a single set of queries."""
 
     keys: bool
     values: bool
     queries: bool
     observed: bool
-    """Whether every full-attention layer was observed."""
+    """True if every full-attention layer was observed."""
 
     @property
     def all(self) -> bool:
-        """Whether nothing is missing."""
+        """Return True if all conditions are satisfied."""
         return self.keys and self.values and self.queries and self.observed
 
 
 class _Watcher:
-    """Compares what each layer attends with to what the cache holds, and keeps the masks."""
+    """Watcher that compares each layer's attention inputs with the cache's tensors, and records the masks."""
 
     def __init__(self, cache: RetainedCache) -> None:
         self.keys = self.values = self.queries = True
@@ -198,11 +197,11 @@ class _Watcher:
         self._cache = cache
 
     def wants_lse(self, layer: int) -> bool:
-        """Never."""
+        """Return False: the log-sum-exp is not needed."""
         return False
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
-        """A layer has attended."""
+        """Compare the inputs of a layer's attention with the cache."""
         layer = self._cache.layers[seen.layer]
         assert isinstance(layer, RetainedLayer)
         self.keys &= seen.key is layer.keys
@@ -211,7 +210,7 @@ class _Watcher:
         self.queries &= self.asked.setdefault(seen.layer, seen.query) is seen.query
 
 
-# What was found out, by decoder and attention implementation. What failed is tried again: its cause may be gone.
+# Results of successful tests, by decoder and attention implementation. Failed tests are repeated at the next use.
 _HANDED: WeakKeyDictionary[nn.Module, dict[str, _Handed]] = WeakKeyDictionary()
 _APART: WeakKeyDictionary[nn.Module, set[tuple[str, Granularity]]] = WeakKeyDictionary()
 
@@ -235,7 +234,7 @@ def _handed(architecture: Architecture) -> _Handed:
 
 
 def _read_apart(architecture: Architecture, granularity: Granularity) -> str | None:
-    """What fails where every other layer, or head, has evicted a token; None where nothing does."""
+    """Evict a token from every second layer or head. Return the reason if the model then fails, otherwise None."""
     cache = RetainedCache(architecture.config)
     try:
         with isolated_forward(architecture):
@@ -254,7 +253,7 @@ def _read_apart(architecture: Architecture, granularity: Granularity) -> str | N
 
 
 def _makes_masks(architecture: Architecture) -> bool:
-    """Whether attention is handed another mask than the model is."""
+    """Return True if attention receives a different mask than the mask passed to the model."""
     decoder, cache = architecture.decoder, RetainedCache(architecture.config)
     dtype = next(decoder.parameters()).dtype
     mask = torch.zeros((1, 1, _TOKENS, _TOKENS), dtype=dtype, device=device_of(decoder))

@@ -1,4 +1,4 @@
-"""Who sees whom in a compacted cache: decided by the positions of the stored tokens, never by their slots."""
+"""Attention masks for a compacted cache. Visibility depends on the positions of stored tokens, not on slots."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,46 +14,46 @@ from spec.errors import SpecError
 __all__ = ["AttentionFunction", "LayerMasks", "MaskFunction", "Pattern", "by_position", "chosen_alone", "retained_mask"]
 
 Pattern: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(row, head, query, key) to visible, over broadcast index tensors: causal, sliding window, ..."""
+"""Function from broadcast index tensors (row, head, query, key) to visibility: causal, sliding window, ..."""
 MaskFunction: TypeAlias = Callable[..., Tensor | None]
-"""What `AttentionMaskInterface` holds: builds one attention mask from sizes, offsets and a pattern."""
+"""Function type in `AttentionMaskInterface`: builds one attention mask from sizes, offsets and a pattern."""
 
 AttentionFunction: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
-"""What `AttentionInterface` holds."""
+"""Function type in `AttentionInterface`."""
 
 _CAUSAL = cast(Pattern, masking_utils.causal_mask_function)
 
 
 @dataclass(frozen=True)
 class LayerMasks:
-    """Stands where a forward's one attention mask would, and makes the mask of each layer, or of one of its heads."""
+    """Placeholder for the single attention mask of a forward pass. It makes a separate mask for each layer or head."""
 
     mask: MaskFunction
     sizes: Mapping[str, int]
-    """batch_size, q_length and q_offset."""
+    """The numbers batch_size, q_length and q_offset of the forward pass."""
     pattern: Pattern
     padding: Tensor | None
     options: Mapping[str, object]
     queries: slice | None = None
-    """Of the forward, those whose masks are made; None: all."""
+    """Queries of the forward pass for which masks are made. None means all queries."""
 
     def __getitem__(self, index: tuple[slice, ...]) -> "LayerMasks":
-        """As a tensor (rows, heads, queries, slots) of which a model takes some queries."""
+        """Return the placeholder for some queries, indexed like a mask tensor (rows, heads, queries, slots)."""
         return replace(self, queries=index[2])
 
     @property
     def plain(self) -> bool:
-        """Whether a query sees all that is stored before it."""
+        """True if each query attends to all tokens stored before the query."""
         return self.pattern is _CAUSAL and (self.padding is None or bool(self.padding.all()))
 
     def of(self, rows: StoredRows, slots: int, seen: int, row: int | None = None) -> Tensor | None:
-        """The mask over `slots` slots of these rows; None where all of them are visible.
+        """Return the mask over `slots` slots of these rows, or None if all slots are visible.
 
         Args:
-            rows: positions behind the slots.
-            slots: how many there are, the queries' own included.
-            seen: columns, the queries' own included.
-            row: the row of the batch that `rows` is about; None where it is about all.
+            rows: positions of the slots.
+            slots: number of slots, including the slots of the queries.
+            seen: number of columns seen, including the columns of the queries.
+            row: row of the batch to which `rows` belongs. None means all rows.
         """
         if self.sizes["q_length"] == 1 and rows.shared and self.plain:
             return None
@@ -68,9 +68,9 @@ class LayerMasks:
 
 
 def chosen_alone(mask: Tensor, chosen: Tensor) -> Tensor:
-    """A mask (rows, 1, queries, slots) that also hides the slots that an indexer has not chosen, (rows, queries, k).
+    """Hide all slots that an indexer did not choose, (rows, queries, k), in a mask (rows, 1, queries, slots).
 
-    Models do so themselves if their attention is called sdpa or eager.
+    Models hide these slots themselves only if the name of their attention is "sdpa" or "eager".
     """
     others = torch.ones_like(mask, dtype=torch.bool).scatter(-1, chosen[:, None].long(), False)
     return mask & ~others if mask.dtype == torch.bool else mask.masked_fill(others, torch.finfo(mask.dtype).min)
@@ -80,26 +80,26 @@ def by_position(
     pattern: Pattern, rows: StoredRows, seen: int, q_length: int, kv_length: int, padding: Tensor | None,
     device: torch.device | str,
 ) -> Pattern:
-    """The same pattern over slots: queries are numbered from 0, keys by slot; both are looked up as positions.
+    """Return the pattern over slots. Queries are numbered from 0, keys by slot. Both numbers are mapped to positions.
 
     Args:
-        pattern: visibility over positions.
-        rows: the layer's stored rows; the queries' own keys are its last `q_length` slots.
-        seen: columns seen before this forward, padding included.
-        q_length: queries of this forward.
-        kv_length: slots, the queries' own keys included.
-        padding: True where a column holds a token, (batch, seen + q_length), or None.
-        device: where the indices are.
+        pattern: visibility as a function of positions.
+        rows: stored rows of the layer. The last `q_length` slots contain the keys of the queries.
+        seen: number of columns seen before this forward pass, including padding.
+        q_length: number of queries in this forward pass.
+        kv_length: number of slots, including the keys of the queries.
+        padding: mask (batch, seen + q_length) that is True for tokens, or None.
+        device: device of the index tensors.
 
     Raises:
-        SpecError: when `padding` does not cover all columns; a short one would silently hide the new tokens.
+        SpecError: if `padding` does not cover all columns. A shorter mask would silently hide the new tokens.
     """
     if padding is not None and padding.shape[1] != seen + q_length:
         raise SpecError("attention_mask", tuple(padding.shape), f"must cover the {seen + q_length} tokens seen so far")
     stored = rows.positions(kv_length)
     tokens = rows.tokens(kv_length)
     is_token = stored[:, kv_length - q_length :] != EMPTY
-    # A query in a column without a token has no position, and no reader; it stands where the row's last token does.
+    # A query in a padding column has no position, and its result is unused. It has the position of the last token.
     queries = tokens[:, None] - is_token.sum(dim=1, keepdim=True) + is_token.cumsum(dim=1) - 1
     columns = rows.columns(stored, seen + q_length, tokens).clamp(min=0)
     stored, queries, columns = (one.to(device, non_blocking=True) for one in (stored, queries, columns))
@@ -116,10 +116,11 @@ def by_position(
 
 
 def retained_mask(stock: MaskFunction) -> MaskFunction:
-    """The registered mask function: `stock`, with visibility decided by stored positions.
+    """Return the mask function to register: `stock`, but with visibility by stored positions.
 
-    Serves gaps, rows with different counts and sliding windows over positions. Where slots and positions agree, or
-    one query sees all that is stored, it is `stock` itself, so that an uncompacted cache loses no fast path.
+    The mask function supports gaps, rows with different numbers of tokens, and sliding windows over positions. If slots
+    equal positions, or if a single query attends to all stored tokens, `stock` is called unchanged. The fast paths for
+    a cache without evictions therefore remain.
     """
 
     def mask(
@@ -140,7 +141,7 @@ def retained_mask(stock: MaskFunction) -> MaskFunction:
         pattern = by_position(
             mask_function, kv_offset.rows, q_offset, q_length, kv_length, attention_mask, options.get("device", "cpu")
         )
-        # The queries' numbers start at 0 here, so stock's test for a plain causal mask would misfire.
+        # Queries are numbered from 0 here, so the test of `stock` for a plain causal mask would give a wrong result.
         options["allow_is_causal_skip"] = False
         return stock(**sizes, mask_function=pattern, **options)
 

@@ -1,7 +1,7 @@
 """Attention over layers whose heads store different tokens.
 
-It runs once for each head, over views of the storage; where all heads of the batch keep as many tokens, it runs once
-for all of them.
+Attention runs once for each head, over views of the storage. If all heads of the batch store equally many tokens,
+attention runs once for all heads.
 """
 
 from collections.abc import Mapping
@@ -22,18 +22,18 @@ def ragged_attention(
     stock: AttentionFunction, module: nn.Module, query: Tensor, layer: RaggedLayer, masks: object,
     options: Mapping[str, Any],
 ) -> Tensor:
-    """The model's own attention over a ragged layer, (rows, q, H, d), without weights.
+    """Return the output of the model's own attention over a ragged layer, (rows, q, H, d), without weights.
 
     Args:
         stock: the model's attention function, eager or SDPA.
         module: the attention module.
-        query: (rows, H, q, d), after RoPE; the last q tokens of the layer are its own.
-        layer: keys and values, those of this forward included.
-        masks: what our mask function made of this forward.
-        options: what the module passed on.
+        query: queries after RoPE, (rows, H, q, d). The last q tokens of the layer are the tokens of the queries.
+        layer: layer with all keys and values, including those of this forward pass.
+        masks: masks that kvspec's mask function made for this forward pass.
+        options: options that the module passed to the attention function.
 
     Raises:
-        SpecError: for a mask of the caller's own, which knows nothing of heads.
+        SpecError: if the caller passes a custom mask, because it does not distinguish heads.
     """
     if not isinstance(masks, LayerMasks):
         raise SpecError("attention_mask", type(masks).__name__, "must be 2D, or left out: heads store different tokens")
@@ -53,7 +53,7 @@ def ragged_attention(
 
 
 class _SinksOfHeads:
-    """An attention module as some of its heads read it: with the sinks of those heads."""
+    """View of an attention module that has only the sinks of some heads."""
 
     def __init__(self, module: nn.Module, sinks: Tensor) -> None:
         self._module, self.sinks = module, sinks
@@ -65,7 +65,7 @@ class _SinksOfHeads:
 def _of_heads(
     module: nn.Module, first: int, stop: int, options: Mapping[str, Any],
 ) -> tuple[nn.Module, Mapping[str, Any]]:
-    """The module and options for query heads first to stop alone: each head has a sink of its own, if it has one."""
+    """Return module and options for the query heads from first to stop. If the model has sinks, each head has one."""
     sinks = getattr(module, "sinks", None)
     if not isinstance(sinks, Tensor):
         return module, options
@@ -77,9 +77,9 @@ def _attended(
     stock: AttentionFunction, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
     options: Mapping[str, Any],
 ) -> Tensor:
-    """The model's attention, (rows, q, H, d); one query of a group of heads goes in as that many rows of one head.
+    """Run the model's attention, (rows, q, H, d). A single query of a group of heads becomes several rows of one head.
 
-    SDPA would otherwise repeat the keys for each head of the group: on a CPU that takes twice the time.
+    Otherwise SDPA would repeat the keys for each head of the group, which takes twice the time on a CPU.
     """
     rows, H, q, d = query.shape
     grouped = q == 1 and mask is None and keys.shape[1] < H and use_gqa_in_sdpa(None, keys, values)

@@ -1,7 +1,7 @@
-"""Whether a model's recurrent layers go on from their state as one forward would: found out with nine tokens.
+"""Test, with nine tokens, that a model's recurrent layers continue correctly from their states.
 
-Some releases of transformers begin anew when several tokens follow others, or count padding as tokens: the full cache
-of such a model is wrong, and no oracle that runs the same code can tell.
+In some releases of transformers, recurrent layers lose the state if several tokens follow earlier tokens, or process
+padding as tokens. The full cache of such a model is wrong, and a comparison with the same code cannot detect the error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,15 +25,15 @@ _TURN = "its recurrent layers lose their state when several tokens follow others
 _PADDED = "its recurrent layers read padding as tokens: pass rows of equal length"
 _PADDED_TURN = "its recurrent layers read padding as tokens after a first forward: pass rows of equal length"
 
-# The probes that a decoder has passed.
+# Tests that each decoder has passed.
 _PASSED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def check_recurrence(architecture: Architecture, arguments: Mapping[str, object], cache: object) -> None:
-    """The model reads these arguments behind what the cache has seen as it would read all in one forward.
+    """Check that the model processes these arguments after the cached tokens as in a single forward pass.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if the results differ.
     """
     if architecture.takes_positions and not architecture.recurrent:
         return
@@ -56,10 +56,10 @@ def check_recurrence(architecture: Architecture, arguments: Mapping[str, object]
 
 
 def check_turns(architecture: Architecture) -> None:
-    """The model can read several tokens behind others.
+    """Check that the model can process several tokens after earlier tokens.
 
     Raises:
-        SpecError: if recurrent layers lose their state then.
+        SpecError: if recurrent layers lose their states.
     """
     if architecture.recurrent:
         _check(architecture, _TURN, "input_ids", [5, 3])
@@ -82,7 +82,7 @@ def _check(architecture: Architecture, reason: str, argument: str, pieces: Seque
 
 
 def _hidden(architecture: Architecture, pieces: Sequence[int], padding: int) -> Tensor:
-    """Last hidden states of the tokens behind some padding, read piece by piece, (tokens, width)."""
+    """Return the last hidden states of tokens after padding, (tokens, width), processed piece by piece."""
     decoder, cache = architecture.decoder, RetainedCache(architecture.config)
     device, columns = device_of(decoder), sum(pieces)
     mask = torch.arange(columns, device=device)[None] >= padding
