@@ -1,1 +1,1 @@
-"""What a policy must know of a model: its layers, weights, rotation, sentence ends, and who uses it."""
+"""Properties of a model that policies need: layers, weights, RoPE, sentence ends, and open contexts."""

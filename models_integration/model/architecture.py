@@ -1,4 +1,4 @@
-"""Which models can be compacted: what a policy needs to know of one, who is refused by name, and who is in use."""
+"""Description of a model's decoder, and checks that kvspec supports the model."""
 
 import re
 import sys
@@ -40,12 +40,12 @@ __all__ = [
 ]
 
 IMPLEMENTATIONS = ("sdpa", "eager")
-# Modules that a decoder adds to its embeddings: learned positions, or sines.
+# Names of modules whose output a decoder adds to the embeddings: learned or sinusoidal positions.
 POSITION_TABLES = ("wpe", "embed_positions")
 _FIXED_SIZE = "nothing to evict: it has no full-attention layer, and windows and recurrent states have a fixed size"
 _UNOBSERVED = "its attention cannot be observed: its module has no eager_attention_forward"
 
-# Decoders inside a context: a second context on one of them would fight over its cache.
+# Decoders inside a context. A second context on the same decoder is not allowed.
 BUSY: WeakSet[nn.Module] = WeakSet()
 
 
@@ -53,50 +53,50 @@ class Part(NamedTuple):
     """A module of the decoder."""
 
     siblings: Mapping[str, nn.Module | None]
-    """The modules beside it, as their parent has them now."""
+    """Current child modules of the module's parent."""
     name: str
     module: nn.Module
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder as the integration sees it."""
+    """Properties of a decoder."""
 
     name: str
-    """The model's class, by which it is refused."""
+    """Name of the model's class, for error messages."""
     decoder: nn.Module
-    """The module that maps ids to hidden states: every forward passes through it."""
+    """Module that maps token ids to hidden states. Every forward pass calls this module."""
     config: PretrainedConfig
-    """The one config that all its layers read."""
+    """Config that all layers use."""
     attention: Mapping[int, nn.Module]
-    """Attention modules by layer index."""
+    """Attention modules, by layer index."""
     full_layers: tuple[int, ...]
     """Indices of the full-attention layers that store keys and values, ascending."""
     owners: Mapping[int, int]
-    """By index of a full-attention layer, the layer whose cache it reads: itself, or an earlier layer."""
+    """Layer whose cache each full-attention layer uses (the layer itself or an earlier layer), by layer index."""
     recurrent: bool
-    """Whether some layers have a recurrent state."""
+    """True if some layers have a recurrent state."""
     latent: bool
-    """Whether full-attention layers store one latent for all heads (MLA)."""
+    """True if full-attention layers store one latent for all heads (MLA)."""
     indexed: bool
-    """Whether an indexer chooses which tokens a query reads."""
+    """True if an indexer chooses the tokens that a query attends to."""
     takes_positions: bool
-    """Whether the decoder is passed position ids: see `decoder_inputs`."""
+    """True if kvspec may pass position ids to the decoder (see `decoder_inputs`)."""
     known_positions: bool
-    """Whether keys are known to hold the positions of their tokens: rotated, or from a table."""
+    """True if cached keys contain the positions of the tokens, by rotation or from a table of embeddings."""
     wraps: bool
-    """Whether the decoder takes images or sound too, and passes embeddings to a text model."""
+    """True if the decoder also accepts images or sound, and passes embeddings to a text model."""
     causal: bool
-    """Whether every attention module says that it is causal; some that do not are causal all the same."""
+    """True if every attention module is marked as causal. Some unmarked modules are also causal."""
     vocabulary: int
     parts: tuple[Part, ...]
-    """The attention modules, and the modules between the decoder and them."""
+    """Attention modules, and the modules between the decoder and the attention modules."""
 
     def check_attention(self) -> None:
-        """The decoder still has the attention modules that were described.
+        """Check that the decoder still has the same attention modules.
 
         Raises:
-            SpecError: where one was replaced.
+            SpecError: if an attention module was replaced.
         """
         for siblings, name, module in self.parts:
             if siblings.get(name) is not module:
@@ -104,10 +104,10 @@ class Architecture:
                 raise SpecError("model", self.name, reason)
 
     def watched(self, needs: Needs) -> tuple[int, ...]:
-        """The layers whose attention a scorer is shown.
+        """Return the indices of the layers whose attention inputs a scorer needs.
 
         Raises:
-            SpecError: when it observes a layer that is not there.
+            SpecError: if the observed layer does not exist.
         """
         if needs.layers == "observed":
             return (observed_layer(self.full_layers, needs.observed),)
@@ -115,10 +115,10 @@ class Architecture:
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The model itself: inside `torch.compile(model)`, or with the adapters of peft at work in it.
+    """Return the model inside `torch.compile(model)` or inside a peft model. Active adapters stay active.
 
     Raises:
-        SpecError: for anything else.
+        SpecError: if `model` is not a transformers model.
     """
     inner = model
     while not isinstance(inner, PreTrainedModel):
@@ -133,10 +133,10 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def describe(model: PreTrainedModel) -> Architecture:
-    """Look at a model, without changing it.
+    """Return the properties of a model's decoder. The model does not change.
 
     Raises:
-        SpecError: for a model whose cache cannot be compacted or whose attention cannot be observed; it says why.
+        SpecError: if the cache cannot be compacted, or if the attention cannot be observed. The message has the reason.
     """
     model = unwrapped(model)
     config = model.config.get_text_config(decoder=True)
@@ -166,28 +166,28 @@ def describe(model: PreTrainedModel) -> Architecture:
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The module of a model that maps ids to hidden states: of a model that takes images too, what embeds both."""
+    """Return the module that maps token ids (and images, if the model accepts images) to hidden states."""
     config = model.config
     wraps = type(config.get_text_config(decoder=True)) is not type(config) and not config.is_encoder_decoder
     return model.base_model if wraps else _text_decoder(model)
 
 
 def decoders_of(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
-    """`decoder_of` a model, and the text model inside, to which it may pass embeddings."""
+    """Return `decoder_of(model)`, and the text model inside, which may receive embeddings."""
     return decoder_of(model), _text_decoder(model)
 
 
 def _text_decoder(model: PreTrainedModel) -> nn.Module:
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    # Some models call their last projection so.
+    # In some models this is the name of the last projection.
     return decoder if any(True for _ in decoder.children()) else model.base_model
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes: weights that accelerate keeps elsewhere are on the device meta until a hook loads them.
+    """Return the device on which a module computes. Weights offloaded by accelerate are on the device "meta" until use.
 
     Raises:
-        SpecError: for a module whose parameters have no values.
+        SpecError: if the parameters of the module have no values.
     """
     for part in module.modules():
         hook = getattr(part, "_hf_hook", None)
@@ -201,22 +201,22 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def check_free(model: PreTrainedModel) -> None:
-    """No context is open on the model.
+    """Check that no context is open on the model.
 
     Raises:
-        SpecError: otherwise: what it reads would be that policy's.
+        SpecError: if a context is open, because the context's policy would evict from the text.
     """
     if any(decoder in BUSY for decoder in decoders_of(model)):
         raise SpecError("model", type(model).__name__, "is inside a context already: contexts do not nest")
 
 
 def check_positions(config: PretrainedConfig, argument: str, tokens: int, behind: int = 0) -> None:
-    """The model was made for a text of so many tokens, and `behind` more of a question and its answer.
+    """Check that the model's range of positions includes `tokens` tokens, and `behind` more tokens (question, answer).
 
-    Rotations that stretch an original range (`factor`) reach as far as that.
+    RoPE scaling extends the original range by the factor `factor`.
 
     Raises:
-        SpecError: otherwise, with the most that can be asked for.
+        SpecError: if the range is too short. The message contains the largest possible number of tokens.
     """
     text = config.get_text_config(decoder=True)
     stated = getattr(text, "max_position_embeddings", None)
@@ -231,22 +231,22 @@ def check_positions(config: PretrainedConfig, argument: str, tokens: int, behind
 
 
 def attention_modules(decoder: nn.Module) -> dict[int, nn.Module]:
-    """A decoder's modules by layer index that attend to stored keys."""
+    """Return the modules of a decoder that attend to stored keys, by layer index."""
     types = layer_types(cast(PretrainedConfig, decoder.config).get_text_config(decoder=True))
     keyless = {index for index, kind in enumerate(types) if kind in (*RECURRENT, *STORELESS)}
     modules: dict[int, nn.Module] = {}
     for name, module in decoder.named_modules():
         index = _layer_index(name, module) if type(module).__name__.endswith(("Attention", "MLA")) else None
         if index is not None:
-            # A layer's attention to an encoder comes after its attention to itself.
+            # The cross-attention of a layer comes after its self-attention.
             modules.setdefault(index, module)
     return {index: module for index, module in modules.items() if index not in keyless}
 
 
 def decoder_inputs(decoder: nn.Module) -> set[str]:
-    """Names of the inputs that kvspec may add to a forward.
+    """Return the names of the inputs that kvspec may add to a forward pass.
 
-    RoBERTa and its kin number positions themselves, behind the id of their padding: position ids from 0 would be wrong.
+    RoBERTa and similar models compute position ids that begin after the padding id. Position ids from 0 would be wrong.
     """
     numbers = any(hasattr(part, "create_position_ids_from_input_ids") for part in decoder.modules())
     return set(signature(decoder.forward).parameters) - ({"position_ids"} if numbers else set())
@@ -254,9 +254,9 @@ def decoder_inputs(decoder: nn.Module) -> set[str]:
 
 @contextmanager
 def restored_rotation(model: nn.Module) -> Iterator[None]:
-    """Restore the rotary embeddings after a forward that the caller did not ask for.
+    """Context manager that restores the rotary embeddings after a forward pass that kvspec itself started.
 
-    Some change with the length that is read: dynamic NTK replaces its frequencies, longrope writes over them.
+    Some rotary embeddings change with the length of the text: dynamic NTK and longrope change their frequencies.
     """
     embeddings = [
         module for module in model.modules() if any(name.endswith("inv_freq") for name in module._buffers)
@@ -281,12 +281,12 @@ def restored_rotation(model: nn.Module) -> Iterator[None]:
 
 
 def _version(buffer: Tensor) -> int | None:
-    """How often a tensor was written to, which needs no host read; torch does not count this for inference tensors."""
+    """Return torch's count of writes to a tensor, without a transfer to the host, or None for an inference tensor."""
     return None if buffer.is_inference() else buffer._version
 
 
 def _layer_index(name: str, module: nn.Module) -> int | None:
-    """Index of the layer of an attention module; the name says it of modules that were made without, as Zamba's."""
+    """Return the layer index of an attention module. Zamba's modules have the index only in their names."""
     index, of_name = getattr(module, "layer_idx", None), re.match(r"layers\.(\d+)\.", name)
     if of_name and hasattr(module, "layer_idx") and index in (None, -1):
         return int(of_name[1])
@@ -294,7 +294,7 @@ def _layer_index(name: str, module: nn.Module) -> int | None:
 
 
 def _parts(module: nn.Module, attention: Set[nn.Module]) -> tuple[Part, ...]:
-    """These modules, and the modules between one and them."""
+    """Return the attention modules, and the modules between `module` and the attention modules."""
     found: list[Part] = []
     for name, part in module.named_children():
         inner = () if part in attention else _parts(part, attention)
@@ -372,7 +372,7 @@ def _refuse_attention(
 
 
 def _keeps_positions(decoder: nn.Module) -> bool:
-    """Whether a cached key keeps the position of its token: rotated by it, or from an embedding that holds it."""
+    """Return True if a cached key contains the position of the token, by rotation or from a position embedding."""
     rotated = any(name.endswith("inv_freq") for name, _ in decoder.named_buffers())
     return rotated or any(name in POSITION_TABLES for name, _ in decoder.named_children())
 

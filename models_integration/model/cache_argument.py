@@ -1,4 +1,4 @@
-"""The argument by which a model is given its cache: `past_key_values`, and `cache` since transformers 5.24."""
+"""Name of a model's cache argument: `past_key_values`, or `cache` since transformers 5.24."""
 
 import inspect
 from collections.abc import Mapping
@@ -11,27 +11,27 @@ from spec.errors import SpecError
 __all__ = ["CACHE", "NAMES", "cache_name", "for_generate", "with_one_cache"]
 
 NAMES = ("past_key_values", "cache")
-"""The first is what this package and its errors call the argument: every transformers so far accepts it."""
+"""Names of the cache argument. kvspec uses the first name, which every release of transformers accepts."""
 
 CACHE = NAMES["cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
-"""The name that the installed transformers has, in its generate and in what its models return."""
+"""Name that the installed transformers uses in `generate` and in model outputs."""
 
 
 def cache_name(module: nn.Module) -> str:
-    """The name by which a module's forward takes a cache.
+    """Return the name of the cache argument of a module's `forward`.
 
-    A forward that does not say (peft, `torch.compile`) hands all that it is given on to a model of transformers; a
-    model whose file is older than the installed transformers has the older name.
+    A `forward` without named arguments (peft, `torch.compile`) passes all arguments to a transformers model. A model
+    file written for an older transformers uses the older name.
     """
     stated = [name for name in NAMES if name in inspect.signature(module.forward).parameters]
     return CACHE if CACHE in stated or not stated else stated[0]
 
 
 def with_one_cache(given: Mapping[str, object]) -> dict[str, object]:
-    """The arguments of a forward, whose cache is `past_key_values` by whichever of its names it was given.
+    """Return the arguments of a forward pass with the cache renamed to `past_key_values`.
 
     Raises:
-        SpecError: for two caches: transformers would read one of them, and say nothing or only warn.
+        SpecError: if two caches are given. transformers would silently use one of the caches, or only warn.
     """
     arguments = {name: value for name, value in given.items() if name not in NAMES}
     caches = {name: given[name] for name in NAMES if given.get(name) is not None}
@@ -43,10 +43,10 @@ def with_one_cache(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def for_generate(given: Mapping[str, object]) -> dict[str, object]:
-    """The arguments of generate, whose cache has the name that the installed transformers does not deprecate.
+    """Return the arguments of `generate` with the cache under the name that the installed transformers prefers.
 
     Raises:
-        SpecError: for two caches.
+        SpecError: if two caches are given.
     """
     arguments = with_one_cache(given)
     return {CACHE if name == NAMES[0] else name: value for name, value in arguments.items()}

@@ -1,7 +1,7 @@
-"""What a model can be refused with, beside a SpecError."""
+"""Error for models that kvspec does not recognise."""
 
 __all__ = ["UnknownModel"]
 
 
 class UnknownModel(RuntimeError):
-    """The self-calibration did not recognise how the model rotates its keys."""
+    """Error for a model whose rotation of keys (RoPE) the test prefills did not identify."""

@@ -1,4 +1,4 @@
-"""Code that somebody put onto a model: hooks, exchanged methods, and functions that are not a trusted package's."""
+"""Detection of code that was added to a model: hooks, replaced methods, and functions from untrusted packages."""
 
 import sys
 from collections.abc import Iterator
@@ -15,25 +15,25 @@ __all__ = [
     "KEPT_AS", "check_hooks", "computing_hooks", "is_foreign", "is_known", "is_own_method", "name_of", "refuse_code",
 ]
 
-# Whose code is told by its name: a release of these packages is not part of a model.
+# Packages whose code is identified by name. The release of these packages is not part of a model's identity.
 TRUSTED = sys.stdlib_module_names | {"accelerate", "models_integration", "numpy", "peft", "torch", "transformers"}
-# Whose hooks watch, or move values, and come and go.
+# Modules whose hooks only observe or move values.
 WATCHING = ("accelerate.", "models_integration.", "torch._dynamo.", "torch.distributed.", "transformers.")
-# The hooks of accelerate that only move values; LayerwiseCastingHook computes in another dtype.
+# Hooks of accelerate that only move values. (LayerwiseCastingHook computes in a different dtype.)
 MOVING = {"ModelHook", "SequentialHook", "AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook"}
-# Attributes in which torch and accelerate keep a method of another name.
+# Attributes in which torch and accelerate store a method under a different name.
 KEPT_AS = {"_compiled_call_impl": "_call_impl", "_old_forward": "forward"}
-# Of the flags of a class: it is written in Python, or like one.
+# Flag of a class that is written in Python or behaves like such a class.
 HEAP = 1 << 9
 
 
 def name_of(value: object) -> str:
-    """What a class or a function is called, or the class of anything else."""
+    """Return the name of a class or function, or for any other value the name of its class."""
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def is_known(value: Any) -> bool:
-    """Whether a class or a function is what a trusted package has under the name that it says."""
+    """Return True if a trusted package contains this class or function under its stated name."""
     if isinstance(value, type) and not value.__flags__ & HEAP:
         return True
     found: Any = sys.modules.get(str(value.__module__))
@@ -43,14 +43,14 @@ def is_known(value: Any) -> bool:
 
 
 def is_foreign(value: object) -> bool:
-    """Whether anything that a callable is made of is code of no trusted package."""
+    """Return True if any part of a callable is code from an untrusted package."""
     return any(home.partition(".")[0] not in TRUSTED for homes in _homes(value) for home in homes)
 
 
 def _homes(value: Any) -> Iterator[set[str]]:
-    """The modules of the functions and classes that a callable is made of: what each says, and where it was compiled.
+    """Yield the modules of a callable's functions and classes: the stated module, and the module of the code.
 
-    `functools.wraps` copies what a function says.
+    The two can differ, because `functools.wraps` copies the stated module.
     """
     waiting, seen = [value], dict[int, object]()
     while waiting:
@@ -83,7 +83,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def is_own_method(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether an attribute is only the method that it hides: bound, compiled by torch, or wrapped by accelerate."""
+    """Return True if an attribute is the class's own method: bound, compiled by torch, or wrapped by accelerate."""
     called = getattr(value, "func", value)
     if isinstance(called, FunctionType):
         home = str(called.__globals__.get("__name__"))
@@ -98,10 +98,10 @@ def is_own_method(module: nn.Module, name: str, value: Any) -> bool:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Nothing but the modules' own code computes what the model says.
+    """Check that only the modules' own code computes the output of the model.
 
     Raises:
-        SpecError: for a hook that somebody else has put there: its name would say nothing of its values.
+        SpecError: if a module has a hook from an untrusted package, because a name does not identify its values.
     """
     everywhere = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
     for hook in (hook for hooks in everywhere for hook in hooks.values()):
@@ -123,12 +123,12 @@ def _check_trusted(hook: object, where: str) -> None:
 
 
 def _hidden(value: object) -> list[str]:
-    """The methods of an object's class that its attributes hide."""
+    """Return the names of the class's methods that attributes of the object hide."""
     return [name for name in vars(value) if callable(getattr(type(value), name, None))]
 
 
 def computing_hooks(module: nn.Module) -> list[object]:
-    """The hooks that compute something, from what the module holds: legacy weight and spectral norm, pruning."""
+    """Return the hooks that compute values from the module's tensors: weight norm, spectral norm, pruning."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return [hook for hook in hooks if not all(_is_watching(homes) for homes in _homes(hook))]
 
@@ -138,7 +138,7 @@ def _is_watching(homes: set[str]) -> bool:
 
 
 def refuse_code(what: str, function: object, where: str) -> None:
-    """Raise the error for code whose name says nothing of its values."""
+    """Raise the error for code that a name does not identify."""
     raise SpecError(
         "model", where, f"has {what}, {name_of(function)}, which may change its answers: remove it. If it changes no"
         " answer, make the identity without it and pass identity=..."

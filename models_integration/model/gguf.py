@@ -1,4 +1,4 @@
-"""Models in GGUF files, as llama.cpp writes them: read whole, with their tokenizer, and dequantised."""
+"""Reading of models from GGUF files, as llama.cpp writes them: dequantised weights and tokenizer."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,14 +11,14 @@ __all__ = ["check_gguf", "read_gguf"]
 
 _NEEDED = ("gguf", "accelerate")
 _DIGITS_APART = ("smollm",)
-"""Values of `tokenizer.ggml.pre` whose tokenizers split every digit off before anything else."""
+"""Values of `tokenizer.ggml.pre` whose tokenizers first split off every digit."""
 
 
 def check_gguf() -> None:
-    """What reads GGUF files is installed.
+    """Check that the packages for GGUF files are installed.
 
     Raises:
-        ModuleNotFoundError: for the first package that is not.
+        ModuleNotFoundError: if a package is missing. The message has the first missing package.
     """
     for name in _NEEDED:
         if find_spec(name) is None:
@@ -26,30 +26,30 @@ def check_gguf() -> None:
 
 
 def read_gguf(path: Path, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and the tokenizer of one file; a minute for 135 M parameters, most of it for the vocabulary.
+    """Return the model and the tokenizer of a file. 135 M parameters take about a minute, most of it the vocabulary.
 
-    The model is an ordinary one, which can be saved: what `from_pretrained` makes of the file counts as quantised,
-    although its values are not.
+    The model can be saved like any other model. `from_pretrained` alone would mark the model as quantised, although the
+    values are dequantised.
 
     Args:
-        path: of the file.
-        options: for `from_pretrained`; its dtype is float32 where none is given, since blocks have none.
+        path: path of the GGUF file.
+        options: options of `from_pretrained`. The default dtype is float32, because GGUF blocks have no dtype.
 
     Raises:
-        ModuleNotFoundError: as `check_gguf`.
-        Exception: of transformers, for a file that it cannot read.
+        ModuleNotFoundError: as in `check_gguf`.
+        Exception: any exception of transformers, if the file cannot be read.
     """
     check_gguf()
     given = {"dtype": "float32", **options}
     read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **given)
     config = read.config
-    vars(config).pop("quantization_config", None)  # transformers before 5.17 leaves it out
+    vars(config).pop("quantization_config", None)  # transformers before 5.17 does not set the entry
     model = type(read).from_pretrained(None, config=config, state_dict=read.state_dict(), **given)
     return model, _tokenizer(path)
 
 
 def _tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """With the split that the file states: transformers reads its vocabulary and merges, and not this."""
+    """Return the tokenizer with the file's split of digits. transformers reads only the vocabulary and the merges."""
     from gguf import GGUFReader
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

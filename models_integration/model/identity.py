@@ -1,4 +1,4 @@
-"""Which model this is: one record that saved caches, archived chunks, calibrations and rows of results carry."""
+"""Identity of a model, stored in saved caches, archived chunks, calibrations and rows of results."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from spec.errors import SpecError
 
 __all__ = ["ModelIdentity", "identify"]
 
-# The tables of functions that a config names: in which field.
+# Field of the config that contains the name of a function, for each table of functions.
 REGISTRIES: tuple[tuple[str, Any], ...] = (
     ("_attn_implementation", ALL_ATTENTION_FUNCTIONS), ("_attn_implementation", ALL_MASK_ATTENTION_FUNCTIONS),
     ("_experts_implementation", ALL_EXPERTS_FUNCTIONS),
@@ -30,56 +30,56 @@ REGISTRIES: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """A model by all that its keys, its values and its answers come from, in parts: a refusal names what differs.
+    """Hashes of all parts of a model that determine its keys, values and answers. Errors name the part that differs.
 
-    It does not depend on the device, the folder, the kind of attention or how the model was loaded. It does not depend
-    on the generation config, which changes no logits, or on the release of torch or transformers, unless a release
-    renames an activation. Activations, exchanged modules and functions are read, also those that a table (ACT2FN,
-    attention, experts) has under a name.
+    The identity does not depend on the device, the folder, the attention implementation, the way of loading or the
+    generation config. The release of torch or transformers changes the identity only if the release renames an
+    activation. The identity includes activations, replaced modules and replaced functions, also if a table (ACT2FN,
+    attention, experts) has them under a name.
 
-    Code of torch, transformers, accelerate, peft, numpy and Python is known by its name; other code by its bytecode,
-    which another Python changes. So these are not covered: global variables that functions read, Python modules by
-    more than their names, and who patches functions of these packages or torch itself.
+    Code of torch, transformers, accelerate, peft, numpy and Python is identified by name, and all other code by
+    bytecode. The bytecode depends on the Python version. Not covered are global variables that functions read, the
+    contents of Python modules, and patched functions of these packages.
 
-    The structure decides, and no probe: the answers to fixed tokens depend on device, threads and kind of attention, a
-    rounded answer may lie on either side of a step, and experts that the tokens do not reach would be missed.
+    The identity is not computed from answers to fixed tokens. Such answers depend on device, threads and attention
+    implementation, rounding could change a hash of the answers, and some experts would not be used.
 
-    Compute it once and pass it on. It is not stored with a model, because the values of a model may change.
+    Compute the identity once and pass it on. It is not stored in the model, because the values of a model can change.
     """
 
     weights: str
-    """sha256 of every parameter, and of every buffer but rotary frequencies: names, dtypes, shapes, bytes."""
+    """SHA-256 of names, dtypes, shapes and bytes of all parameters and of all buffers except rotary frequencies."""
     rotation_dtype: str
-    """The dtypes of the rotary frequencies; `.to(bfloat16)` rounds them."""
+    """Dtypes of the rotary frequencies. (`.to(bfloat16)` rounds the frequencies.)"""
     rotation: str
-    """sha256 of every buffer of rotary frequencies that the model starts from, and of its factor."""
+    """SHA-256 of the initial rotary frequencies and of their factors."""
     config: str
-    """sha256 of the model's class, its config, and all that its modules hold and the config would not have built:
-    adapters with their scaling and switches, modules, constants and functions that were exchanged."""
+    """SHA-256 of the model's class, the config, and all differences between the modules and the config: adapters
+    (with scaling and switches), and replaced modules, constants and functions."""
     dtype: str
-    """Of the keys and values that it computes."""
+    """Dtype of the keys and values that the model computes."""
 
     @property
     def digest(self) -> str:
-        """sha256 of all of the above, in hexadecimal."""
+        """SHA-256 of all fields, in hexadecimal."""
         return sha(asdict(self))
 
     @property
     def unrotated(self) -> str:
-        """sha256 of weights and config: whatever queries and keys come from before they are rotated."""
+        """SHA-256 of weights and config, which determine queries and keys before RoPE."""
         return sha([self.weights, self.config])
 
     def named(self, label: str) -> str:
-        """A label with 16 digits of the digest: two models of one label have two names."""
+        """Return the label with 16 digits of the digest. Different models with the same label have different names."""
         return f"{label}@{self.digest[:16]}"
 
 
 def identify(model: PreTrainedModel) -> ModelIdentity:
-    """The identity of a model; seconds for each gigabyte of parameters.
+    """Return the identity of a model. The computation takes seconds per gigabyte of parameters.
 
     Raises:
-        SpecError: for a parameter or buffer without values (on the device "meta"); for a forward hook, or a `forward`
-            of a module's own, which may change the answers and cannot be read; for an attribute that cannot be read.
+        SpecError: if a parameter or buffer has no values (device "meta"), if a module has a forward hook or a replaced
+            `forward` of unknown effect, or if an attribute cannot be read.
     """
     check_hooks(model)
     frequencies = list(starting_frequencies(model))
@@ -106,12 +106,12 @@ def _rotation(frequencies: Iterable[tuple[str, Tensor, float]]) -> str:
 
 
 def _unconfigured(model: PreTrainedModel, modules: dict[str, nn.Module], reader: Reader) -> list[object]:
-    """Modules that are not as the model's class makes them of its config, and activations; by name.
+    """Return, by name, activations and all modules that differ from the modules that the config gives.
 
-    A table of activations may have been changed before the model was made, so these are always told.
+    Activations are always included, because the table of activations can be changed before the model is made.
 
     Raises:
-        SpecError: for an attribute of such a module that cannot be read.
+        SpecError: if an attribute of such a module cannot be read.
     """
     expected = _configured(model)
     theirs_reader = Reader.of(expected)
@@ -130,27 +130,27 @@ def _unconfigured(model: PreTrainedModel, modules: dict[str, nn.Module], reader:
 
 
 def _is_of_its_class(module: nn.Module, made: nn.Module) -> bool:
-    """Whether what is as its class makes it need not be told: the class is known, and no table may have named it."""
+    """Return True if an unchanged module can be left out: its class is trusted, and not selected from a table."""
     told = module._parameters or module._buffers or module._modules or isinstance(module, DROPOUT)
     kind: Any = type(module)
     return bool(told) and type(made) is kind and is_known(kind) and not is_foreign(kind.forward)
 
 
 def _configured(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The modules that the model's class makes of its config, without values; none where it needs more than that."""
+    """Return the modules that the model's class makes from the config, without values, or {} if this fails."""
     config = copy.deepcopy(model.config)
     try:
         config._attn_implementation = "eager"
         for one in (config, config.get_text_config(decoder=True)):
-            one.pad_token_id = 0  # where a module counts positions by it, that is told
+            one.pad_token_id = 0  # a module that counts positions by this id is included
         with torch.device("meta"):
             return dict(type(model)(config).named_modules(remove_duplicate=False))
-    except Exception:  # of code that is not ours
+    except Exception:  # the model's code can raise anything
         return {}
 
 
 def _registered(modules: dict[str, nn.Module], reader: Reader) -> list[object]:
-    """Functions for attention, its masks and experts that a config names and somebody else has registered."""
+    """Return functions for attention, masks and experts that the config names and untrusted code registered."""
     found = set()
     for name, module in modules.items():
         for field, registry in REGISTRIES:

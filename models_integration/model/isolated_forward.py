@@ -1,4 +1,4 @@
-"""A few tokens that kvspec itself reads with a model: the model is as before afterwards."""
+"""Forward passes over a few test tokens that leave the model unchanged."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from models_integration.model.cache_argument import cache_name
 
 __all__ = ["FORWARD_ERRORS", "isolated_forward", "read_tokens", "states_agree"]
 
-# A wrong state or position is off by 0.1 and more; rounding by less than 1e-5 in float32, 1e-2 in bfloat16.
+# A wrong state or position causes errors of at least 0.1. Rounding causes less than 1e-5 (float32), 1e-2 (bfloat16).
 _BOUND, _BOUND_HALF = 1e-3, 6e-2
 
-# What a modelling file raises that was not written for what it is given.
+# Exceptions of a modelling file that does not support the inputs.
 FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
 
 
 @contextmanager
 def isolated_forward(architecture: Architecture) -> Iterator[None]:
-    """Call no hooks and drop nothing out, and restore torch's random numbers and the rotary embeddings afterwards."""
+    """Context manager without hooks and dropout. Afterwards torch's random state and RoPE are restored."""
     modules = list(architecture.decoder.modules())
     states = [(module, module._forward_pre_hooks, module._forward_hooks, module.training) for module in modules]
     used = {device_of(architecture.decoder), *(one.device for one in architecture.decoder.parameters())}
@@ -44,12 +44,12 @@ def read_tokens(
     architecture: Architecture, cache: Cache, tokens: int, mask: Tensor | None = None, rows: int = 1,
     start: int | None = None,
 ) -> Tensor:
-    """Let the decoder read some ids into a cache, and return its last hidden states (rows, tokens, width).
+    """Process some ids with the decoder and a cache, and return the last hidden states (rows, tokens, width).
 
     If `start` is given, the tokens have the position ids start, start + 1, ...
     """
     device = device_of(architecture.decoder)
-    # Not the first ids, which are often padding: some decoders do not count padding in their positions.
+    # The first ids of a vocabulary are often padding, which some decoders exclude from positions.
     ids = ((37 * torch.arange(tokens, device=device) + 5) % architecture.vocabulary).expand(rows, -1)
     given: dict[str, object] = {cache_name(architecture.decoder): cache}
     if start is not None:
@@ -60,6 +60,6 @@ def read_tokens(
 
 
 def states_agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether hidden states differ by no more than rounding; False if one is not finite."""
+    """Return True if hidden states differ only by rounding. The result is False if a value is not finite."""
     bound = _BOUND if expected.dtype in (torch.float32, torch.float64) else _BOUND_HALF
     return float((found - expected).double().norm()) <= bound * float(expected.double().norm())

@@ -1,4 +1,4 @@
-"""What the layers of a decoder are: what each attends to, and whose cache it reads, as its configuration has it."""
+"""Kinds of a decoder's layers according to the config, and the layer whose cache each layer uses."""
 
 from typing import Any
 
@@ -10,39 +10,39 @@ __all__ = [
 ]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-# Layers with a state of a fixed size, and layers that store nothing.
+# Layers with a state of a fixed size, or without a state.
 RECURRENT, STORELESS = ("linear_attention", "conv"), ("moe", "mlp")
-# Layers that store keys and values, and have a state beside them.
+# Layers that store keys and values, and also a recurrent state.
 HYBRID = "hybrid"
-# Layers whose queries read the tokens that an indexer chooses.
+# Layers whose queries attend to the tokens that an indexer chooses.
 INDEXED = "indexed_attention"
-# Layers that read the cache of an earlier layer.
+# Layers that use the cache of an earlier layer.
 SHARING = "sharing"
 
 
 def by_layer(config: PretrainedConfig, name: str) -> list[Any]:
-    """What a configuration says of its layers: one value for all of them, or one for each; None where it says nothing.
+    """Return the config's value for all layers or the values per layer, as a list. Values that are not set are None.
 
-    Configurations whose layers differ raise an error of their own where such a value is asked of all.
+    A config with different layers raises its own error if a per-layer value is read as one value.
     """
     parts = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     return [getattr(part, name, None) for part in parts]
 
 
 def of_layer(config: PretrainedConfig, name: str, layer: int) -> Any:
-    """What a configuration says of one layer."""
+    """Return the config's value for one layer."""
     values = by_layer(config, name)
     return values[layer if len(values) > 1 else 0]
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:
-    """What each layer attends to, as the cache that transformers makes for this config has it."""
+    """Return the kind of each layer, as in the cache that transformers makes for this config."""
     kinds = [FULL if kind in (HYBRID, INDEXED) else kind for kind in stated_types(config)]
     return [SHARING if owner != index else kinds[index] for index, owner in enumerate(cache_owners(config))]
 
 
 def stated_types(config: PretrainedConfig) -> list[str]:
-    """The kind of each layer by the configuration."""
+    """Return the kind of each layer according to the config."""
     stated = getattr(config, "layer_types", None)
     if stated is not None:
         return list(stated)
@@ -55,9 +55,9 @@ def stated_types(config: PretrainedConfig) -> list[str]:
 
 
 def cache_owners(config: PretrainedConfig) -> list[int]:
-    """By layer, the layer whose cache it reads: itself, or the last one of its kind that stores for others.
+    """Return for each layer the layer whose cache it uses: itself, or the last layer of its kind that stores a cache.
 
-    -1 for a layer that reads the cache of a different model.
+    The entry is -1 for a layer that uses the cache of a different model.
     """
     kinds, modes = stated_types(config), getattr(config, "kv_sharing_modes", None) or ()
     owners = list(range(len(kinds)))
