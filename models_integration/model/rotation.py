@@ -1,4 +1,4 @@
-"""How a model rotates its keys: read from two tiny prefills, or refused by name; and turning cached keys elsewhere."""
+"""Recognition of a model's RoPE from two tiny prefills, and rotation of cached keys to new positions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,25 +23,25 @@ __all__ = [
 
 
 CHANGING = ("dynamic", "longrope")
-"""Rotations whose frequencies change with the session's length: past the original one, chunks are re-based."""
-# Attributes that a rotation whose frequencies change keeps of them; `starting_frequencies` compares their values.
+"""RoPE types whose frequencies change if the session exceeds the original length. Chunks are then re-based."""
+# Attributes with frequencies in RoPE types whose frequencies change. `starting_frequencies` compares the values.
 ROTATING = ("long_inv_freq", "max_seq_len_cached", "original_inv_freq")
 
 
 def keeps_frequencies(module: nn.Module, name: str) -> bool:
-    """Whether a rotary module keeps something of its frequencies under a name."""
+    """Return True if an attribute of a rotary module with this name has data about frequencies."""
     return hasattr(module, "rope_type") and name.endswith(ROTATING)
 
 
 def starting_frequencies(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, float]]:
-    """Name, frequencies and factor of each rotary buffer; those of before, where a long prompt exchanges them."""
+    """Yield name, initial frequencies and factor of each rotary buffer. A long prompt may replace the frequencies."""
     for name, buffer in sorted(rotary_buffers(model)):
         for values in _starts(*rotary_module(model, name), buffer):
             yield name, values, scaling_of(model, name)
 
 
 def _starts(module: Any, prefix: str, kind: str, buffer: Tensor) -> Iterator[Tensor]:
-    """The frequencies that a module starts from; and those that it holds now, if its config does not make them."""
+    """Yield a module's initial frequencies, and the present frequencies if the config does not give them."""
     if not any(word in kind for word in CHANGING):
         yield buffer
         return
@@ -55,7 +55,7 @@ def _starts(module: Any, prefix: str, kind: str, buffer: Tensor) -> Iterator[Ten
 
 
 def _longer(module: Any, prefix: str, kind: str) -> list[Tensor]:
-    """The frequencies that a module's config makes for the length that the module has read, if not the first ones."""
+    """Return the frequencies that the config gives for the length read so far, or [] if these are the initial ones."""
     try:
         if "dynamic" in kind:
             length = int(getattr(module, f"{prefix}max_seq_len_cached", module.max_seq_len_cached))
@@ -67,12 +67,12 @@ def _longer(module: Any, prefix: str, kind: str) -> list[Tensor]:
         return [ROPE_INIT_FUNCTIONS[kind](
             module.config, torch.device("cpu"), seq_len=length, layer_type=prefix.removesuffix("_") or None,
         )[0]]
-    except Exception:  # of code that is not ours
+    except Exception:  # the model's code can raise anything
         return []
 
 
 def _near(held: Tensor, made: Tensor) -> bool:
-    """Whether frequencies are those made in float32, on whichever device, and rounded to the dtype that is held."""
+    """Return True if `held` equals `made` up to float32 rounding on any device and rounding to the dtype of `held`."""
     rounding = 4 * torch.finfo(torch.float32).eps
     low, high = ((made.cpu().double() * (1 + off)).to(held.dtype) for off in (-rounding, rounding))
     return held.shape == made.shape and bool(((low <= held.cpu()) & (held.cpu() <= high)).all())
@@ -81,18 +81,18 @@ def _near(held: Tensor, made: Tensor) -> bool:
 STYLES = ("half_split", "interleaved")
 ATTENTION = ("full_attention", "sliding_attention")
 PROBE_TOKENS, PROBE_START = 9, 37
-# The last start of a probe.
+# Largest start position of a test prefill.
 _FURTHEST = 2**15
-# A wrong style, slot or frequency is off by 0.9 and more; rounding by less than 1e-5 in float32, 1e-2 in bfloat16.
+# A wrong style, tensor or frequency causes errors of at least 0.9. Rounding: below 1e-5 (float32), 1e-2 (bfloat16).
 PROBE_BOUND = {torch.float32: 2e-3, torch.float64: 2e-3}
 PROBE_BOUND_HALF = 6e-2
 
 
 @dataclass(frozen=True)
 class LayerRotary:
-    """Which tensor of a cache layer turns ("keys", or "values" for MLA latents), in which style, by which buffer.
+    """RoPE of a cache layer: rotated tensor ("keys", or "values" for MLA latents), style, and buffer of frequencies.
 
-    All three are None where nothing turns: a layer without positions.
+    All three fields are None for a layer without RoPE.
     """
 
     slot: str | None = None
@@ -102,24 +102,24 @@ class LayerRotary:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotations of all layers, and the frequencies behind them."""
+    """RoPE of all layers, and the frequencies."""
 
     layers: tuple[LayerRotary, ...]
     frequencies: Mapping[str, Tensor]
-    """Inverse frequencies by buffer, (pairs,), as the model holds them."""
+    """Inverse frequencies (pairs,) of each buffer, in the model's dtype."""
     scaling: Mapping[str, float]
-    """The factor on cosine and sine by buffer. A unit rotation does not need it; other factors are another model."""
+    """Factor of cosine and sine for each buffer. The factor is part of the model's identity, not of the rotation."""
 
     def used(self) -> list[str]:
-        """The buffers that some layer turns by."""
+        """Buffers that at least one layer uses."""
         return sorted({layer.buffer for layer in self.layers if layer.buffer is not None})
 
 
 def recognise(model: PreTrainedModel) -> Rotary:
-    """The rotations of a model, confirmed: keys prefilled at 0 and moved equal keys prefilled at a later start.
+    """Return the RoPE of a model, after a test: keys from position 0, rotated to a later start, equal keys from there.
 
     Raises:
-        UnknownModel: when no slot, style and buffer of the model do that in some layer; it says which.
+        UnknownModel: if no tensor, style and buffer pass the test in a layer. The message contains the layer.
     """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
@@ -136,7 +136,7 @@ def recognise(model: PreTrainedModel) -> Rotary:
         if all(layer.slot is None for layer in layers):
             _check_orderless(model, at_zero)
         elif not any(changing in rotary_module(model, key)[2] for key in frequencies for changing in CHANGING):
-            # Further out, the rounding of angles to float32 would look like another model.
+            # At larger positions, the rounding of angles to float32 would look like a different model.
             past = min(_FURTHEST, 2 * max(originals, default=0))
             if past:
                 _explained_layers(name, at_zero, _probe(model, past), past, frequencies)
@@ -161,10 +161,10 @@ def _explained_layers(
 
 
 def _originals(name: str, config: PretrainedConfig) -> list[int]:
-    """Lengths beyond which the configuration says that positions are read in another way.
+    """Return the lengths above which the config changes the use of positions.
 
     Raises:
-        UnknownModel: where queries grow with their position: keys alone cannot follow.
+        UnknownModel: if queries are scaled by position, because a rotation of keys cannot reproduce the scaling.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     each = [parameters, *(one for one in parameters.values() if isinstance(one, dict))]
@@ -175,10 +175,10 @@ def _originals(name: str, config: PretrainedConfig) -> list[int]:
 
 
 def _check_orderless(model: PreTrainedModel, before: Sequence[Mapping[str, Tensor]]) -> None:
-    """Where no key turns, positions are nowhere: the first layer's attention to a set depends on no order.
+    """Check that a model without RoPE ignores positions: token order must not change the first layer's attention.
 
     Raises:
-        UnknownModel: otherwise: distances are in the attention itself, as with ALiBi, where a splice has no part.
+        UnknownModel: if the order changes the attention, as with ALiBi. Chunks cannot be inserted in such a model.
     """
     first, *others, last = _probe_ids(model)
     swapped = _probe(model, 0, [*others, first, last])
@@ -195,12 +195,12 @@ def _probe_ids(model: PreTrainedModel) -> list[int]:
 
 
 def frequencies_at(model: PreTrainedModel, rotary: Rotary, length: int) -> Rotary:
-    """The rotations of a session that will hold `length` tokens.
+    """Return the RoPE of a session that will have `length` tokens.
 
-    longrope exchanges its frequencies when the session outgrows its first range: keys archived before are re-based.
+    If a session exceeds the first range, longrope replaces its frequencies. Keys archived earlier are then re-based.
 
     Raises:
-        SpecError: for a length beyond the range of a dynamic rotation, whose frequencies depend on the session's past.
+        SpecError: if the length exceeds the range of dynamic RoPE. Frequencies then depend on the past.
     """
     live = dict(rotary.frequencies)
     for name in rotary.used():
@@ -218,10 +218,10 @@ def frequencies_at(model: PreTrainedModel, rotary: Rotary, length: int) -> Rotar
 
 
 def angles_between(tokens: int, start: int, archived: Tensor, live: Tensor) -> Tensor:
-    """Angles (tokens, pairs) in float64 from positions 0, 1, ... to start, start + 1, ...
+    """Return the angles (tokens, pairs), float64, that rotate positions 0, 1, ... to start, start + 1, ...
 
-    Each product is rounded to float32, as the model's own angle is, so that the result is what the model would have
-    computed at the new position and not the geometrically better value (they differ by start * 2^-24).
+    Each product is rounded to float32, like the model's own angles. The result therefore equals the model's result at
+    the new position. The exact angle would differ by up to start * 2^-24.
     """
     at = torch.arange(tokens, device=live.device, dtype=torch.float32)[:, None]
     to, back = (at + start) * live.float(), at * archived.float()
@@ -229,7 +229,7 @@ def angles_between(tokens: int, start: int, archived: Tensor, live: Tensor) -> T
 
 
 def turned(x: Tensor, angles: Tensor, style: str) -> Tensor:
-    """x (..., tokens, d) with its first 2 * pairs channels turned; computed in float64, rounded once."""
+    """Return x (..., tokens, d) with the first 2 * pairs channels rotated, computed in float64 and rounded once."""
     pairs = angles.shape[-1]
     width = 2 * pairs
     wide = x[..., :width].double()
@@ -242,10 +242,10 @@ def turned(x: Tensor, angles: Tensor, style: str) -> Tensor:
 
 
 def prefilled(model: PreTrainedModel, ids: Sequence[int], start: int = 0) -> DynamicCache:
-    """A plain cache of one forward over the ids: every layer full, also where the model slides.
+    """Return a plain cache after one forward pass over the ids. Sliding-window layers also store all tokens.
 
     Raises:
-        SpecError: for a model inside a policy's context, which would evict from it.
+        SpecError: if the model is inside a policy's context, because the policy would evict from the cache.
     """
     check_free(model)
     device = device_of(model)
@@ -261,7 +261,7 @@ def prefilled(model: PreTrainedModel, ids: Sequence[int], start: int = 0) -> Dyn
 
 
 def plain_layers(cache: DynamicCache) -> list[Any]:
-    """The layers of a cache that keeps tokens: keys and values (rows, heads, stored, d) each."""
+    """Return the layers of a cache, with keys and values (rows, heads, stored, d) each."""
     return list(cache.layers)
 
 
@@ -281,7 +281,7 @@ def _probe(model: PreTrainedModel, start: int, ids: Sequence[int] | None = None)
 
 
 def probed(keys: Tensor, values: Tensor) -> Mapping[str, Tensor]:
-    """What one layer stores, in float64, and the bound of its rounding."""
+    """Return the tensors of a layer in float64, and the bound of the rounding error."""
     bound = torch.tensor(PROBE_BOUND.get(keys.dtype, PROBE_BOUND_HALF), device="cpu")
     return {"keys": keys.double(), "values": values.double(), "bound": bound}
 
@@ -289,7 +289,7 @@ def probed(keys: Tensor, values: Tensor) -> Mapping[str, Tensor]:
 def explain_rotation(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], start: int, frequencies: Mapping[str, Tensor],
 ) -> LayerRotary | None:
-    """The hypothesis that explains one layer; None where none does."""
+    """Return the tensor, style and buffer that explain the keys of a layer, or None."""
     bound = float(before["bound"])
     moving = [slot for slot in ("keys", "values") if _error(before[slot], after[slot]) >= bound]
     if not moving:
@@ -311,14 +311,14 @@ def _error(a: Tensor, b: Tensor) -> float:
 
 
 def rotary_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and inverse frequencies (pairs,) as the model holds them now."""
+    """Yield the names and the present inverse frequencies (pairs,) of the model's rotary buffers."""
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name.endswith("inv_freq") and "original" not in name and buffer.dim() == 1:
             yield name, buffer
 
 
 def rotary_module(model: nn.Module, name: str) -> tuple[Any, str, str]:
-    """The rotary module of a buffer, the layer type in front of the buffer's own name, and the kind of its rotation."""
+    """Return a buffer's rotary module, the layer type at the start of the buffer's name, and the RoPE type."""
     path, _, attribute = name.rpartition(".")
     module: Any = model.get_submodule(path)
     prefix, kinds = attribute.removesuffix("inv_freq"), getattr(module, "rope_type", "default")
@@ -326,6 +326,6 @@ def rotary_module(model: nn.Module, name: str) -> tuple[Any, str, str]:
 
 
 def scaling_of(model: nn.Module, name: str) -> float:
-    """The factor on cosine and sine that goes with a buffer."""
+    """Return the factor of cosine and sine that belongs to a buffer."""
     module, prefix, _ = rotary_module(model, name)
     return float(getattr(module, f"{prefix}attention_scaling", 1.0))

@@ -1,4 +1,4 @@
-"""sha256 of tensors: dtype, shape and values, wherever and however a tensor is stored."""
+"""SHA-256 of tensors: dtype, shape and values, independent of device and memory layout."""
 
 import hashlib
 import json
@@ -12,11 +12,11 @@ from spec.errors import SpecError
 __all__ = ["CHUNK_BYTES", "digest_of_named", "digest_of_tensor", "plain"]
 
 CHUNK_BYTES = 1 << 24
-"""How much of a tensor is on the host at a time."""
+"""Number of bytes of a tensor that are copied to the host at a time."""
 
 
 def digest_of_named(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 of names and values; a tensor of several names is read once, and counts under each."""
+    """Return the SHA-256 of names and values. A tensor with several names is read once, and included for each name."""
     digest, read = hashlib.sha256(), dict[int, str]()
     for name, tensor in tensors:
         if id(tensor) not in read:
@@ -26,10 +26,10 @@ def digest_of_named(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def digest_of_tensor(tensor: Tensor, name: str | None) -> str:
-    """sha256 of dtype, shape and values; without a name, a tensor may have none.
+    """Return the SHA-256 of dtype, shape and values. Only a tensor without a name may have no values.
 
     Raises:
-        SpecError: for a tensor without values that has a name; for a layout whose values torch does not say.
+        SpecError: if a tensor with a name has no values, or if torch cannot read the values of the layout.
     """
     digest = hashlib.sha256()
     try:
@@ -42,25 +42,25 @@ def digest_of_tensor(tensor: Tensor, name: str | None) -> str:
 
 
 def _described(name: str | None, tensor: Tensor) -> Iterator[bytes | memoryview]:
-    """What a tensor is like, then its bytes, a chunk at a time."""
+    """Yield a description of the tensor, then its bytes in chunks."""
     if tensor.is_meta:
         raise SpecError("model", name, "has no values: it must be loaded, not on the device meta")
     yield json.dumps([plain(tensor.dtype), list(tensor.shape)]).encode()
     for dense in _dense(tensor.detach()):
         flat = dense.flatten()
         for part in torch.split(flat, CHUNK_BYTES // flat.element_size()):
-            # Of no or one element, any stride is contiguous; a view as bytes wants 1.
+            # A tensor of at most one element is contiguous with any stride, but a view as bytes needs stride 1.
             one = part.cpu().resolve_conj().resolve_neg()
             yield one.as_strided((one.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _dense(tensor: Tensor) -> list[Tensor]:
-    """Dense tensors that hold the values: codes and what they mean, if it is quantised."""
+    """Return dense tensors with the values. For a quantised tensor these are the codes and the scales."""
     if tensor.is_quantized:
         return [tensor.int_repr(), tensor.dequantize()]
     return [tensor if tensor.layout is torch.strided else tensor.to_dense()]
 
 
 def plain(dtype: torch.dtype) -> str:
-    """A dtype's name without torch's."""
+    """Return the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What a value is, as JSON: the same for equal values in every process, and different for any others."""
+"""Description of values as JSON. Equal values have equal descriptions in every process, and different values differ."""
 
 import enum
 import hashlib
@@ -43,37 +43,37 @@ from spec.errors import SpecError
 __all__ = ["DROPOUT", "Reader", "Unreadable", "UnreadableError", "sha"]
 
 DEEPEST = 6
-"""Levels of an attribute's value that are read; a deeper value is refused."""
+"""Largest number of nested levels that are read in a value. A deeper value raises an error."""
 
-# Fields of a config, and attributes of known modules, that only training reads.
+# Fields of a config, and attributes of known modules, that only training uses.
 TRAINING = frozenset({
     "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "embd_pdrop", "hidden_dropout",
     "hidden_dropout_prob", "neftune_noise_alpha", "output_router_logits", "resid_pdrop", "router_aux_loss_coef",
 })
-# Fields of a config that change no key, value or logit, beside those that begin with an underscore.
+# Fields of a config that change no key, value or logit. Fields with a leading underscore also change none.
 SILENT = TRAINING | frozenset({
     "architectures", "attn_implementation", "bos_token_id", "dtype", "eos_token_id", "id2label", "initializer_range",
     "label2id", "name_or_path", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
     "return_dict", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
 })
-# Which compute nothing where a model answers.
+# Modules that compute nothing at inference.
 DROPOUT = nn.modules.dropout._DropoutNd
-# What torch keeps of every module, read elsewhere (tensors, parts, hooks) or of no effect on a forward.
+# Attributes of every torch module. They are read elsewhere (tensors, parts, hooks) or do not change a forward pass.
 OF_MODULES = frozenset(vars(nn.Module()))
 OF_BUFFERS = frozenset(vars(nn.Buffer(torch.empty(0))))
-# What transformers and accelerate write on any module that they load; `_hf_hook` is checked with the hooks.
+# Attributes that transformers and accelerate set on modules at loading. `_hf_hook` is checked with the hooks.
 OF_LOADING: dict[str, type] = {
     "_hf_hook": object, "_is_hf_initialized": bool, "gradient_checkpointing": bool,
     "_gradient_checkpointing_func": object,
 }
-# What transformers and accelerate write on a whole model: how it was loaded, resized, generates and is trained.
+# Attributes that transformers and accelerate set on a model for loading, resizing, generation and training.
 OF_WHOLE = frozenset({
     "__getstate__", "_compiled_call", "_hf_peft_config_loaded", "_last_compile_config", "_loss_function",
     "_output_capturing_hooks_installed", "_previous_max_cache_length", "_require_grads_hook", "_require_grads_hooks",
     "_use_kernels", "_weight_conversions", "generate", "generation_config", "hf_device_map", "hf_quantizer",
     "is_parallelizable", "model_parallel", "model_tags", "name_or_path", "padding_idx", "vocab_size", "warnings_issued",
 })
-# What holds functions, and says so in attributes alone.
+# Types that wrap functions, with the attributes that contain the functions.
 WRAPPERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (property, ("fget", "fset", "fdel")), (classmethod | staticmethod, ("__func__",)), (cached_property, ("func",)),
     (_lru_cache_wrapper, ("__wrapped__",)), (MethodType, ("__func__", "__self__")),
@@ -82,26 +82,26 @@ WRAPPERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 
 
 class UnreadableError(Exception):
-    """A value that has no description."""
+    """Error for a value that cannot be described."""
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """In the place of a value's description: why there is none."""
+    """Placeholder for the description of a value that cannot be described, with the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads modules, and values of their attributes.
+    """Reader of modules and of the values of modules' attributes.
 
-    Types are told apart, and order counts. Code of trusted packages is told by its name; other functions by their code
-    and the values that they hold, other classes by their functions and the attributes of their objects.
+    Descriptions include types and order. Code of trusted packages is described by name. All other functions are
+    described by bytecode and captured values, and all other classes by functions and by the attributes of objects.
     """
 
     names: Mapping[int, str]
-    """The paths of the model's modules, by id."""
+    """Paths of the model's modules, by id."""
     configs: dict[int, object] = field(default_factory=dict)
     classes: dict[int, str] = field(default_factory=dict)
     opened: list[int] = field(default_factory=list)
@@ -111,10 +111,10 @@ class Reader:
         return cls({id(module): name for name, module in reversed(list(modules.items()))})
 
     def module(self, module: nn.Module) -> dict[str, object]:
-        """What a module is beside its tensors; values that cannot be read are Unreadable."""
+        """Return the description of a module without tensors. Values that cannot be read are `Unreadable`."""
         hooks = computing_hooks(module)
         made_by_hooks = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
-        # A layer that is known reads its parameters by their names.
+        # A trusted layer accesses its parameters by name.
         parameters: Iterable[str] = () if is_known(type(module)) else module._parameters
         found: dict[str, object] = {"class": type(module), "order": [*module._modules, "", *parameters]}
         if hooks:
@@ -129,10 +129,10 @@ class Reader:
         return {name: self._attempt(value) for name, value in found.items()}
 
     def _is_its_own(self, module: nn.Module, name: str, value: object) -> bool:
-        """Whether an attribute is only the method that it hides.
+        """Return True if an attribute is the class's own method.
 
         Raises:
-            SpecError: for code of somebody else in the place of a method.
+            SpecError: if code from an untrusted package replaces a method.
         """
         if value is None or not (callable(getattr(type(module), name, None)) or name in KEPT_AS):
             return False
@@ -149,10 +149,10 @@ class Reader:
             return Unreadable(str(error))
 
     def read(self, value: object, levels: int = DEEPEST) -> object:
-        """A value as JSON.
+        """Return a value as JSON.
 
         Raises:
-            UnreadableError: for a value that is too deep, or of a kind that does not say what it holds.
+            UnreadableError: if a value has too many levels, or if its type does not allow reading the contents.
         """
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
@@ -166,7 +166,7 @@ class Reader:
         if isinstance(value, type):
             return self.class_of(value)
         if isinstance(value, PretrainedConfig):
-            if id(value) not in self.configs:  # most modules hold one config
+            if id(value) not in self.configs:  # most modules refer to the same config
                 self.configs[id(value)] = self.config(value)
             return self.configs[id(value)]
         if isinstance(value, Tensor):
@@ -187,7 +187,7 @@ class Reader:
         return [self.read(one, levels) for one in values]
 
     def _fields(self, values: Mapping[str, object], levels: int) -> dict[str, object]:
-        """Values that are told by their names, in any order."""
+        """Return the descriptions of named values, independent of the order."""
         return {str(name): self.read(one, levels) for name, one in values.items()}
 
     def _composed(self, value: Any, levels: int) -> object:
@@ -207,7 +207,7 @@ class Reader:
         if isinstance(value, FunctionType):
             return [value.__module__, name_of(value)] if is_known(value) else self._function(value, levels)
         if isinstance(value, CodeType):
-            # A function in a function is no deeper.
+            # A nested function does not count as a level.
             parts = (value.co_code, value.co_argcount, value.co_names, value.co_varnames, *value.co_consts)
             return ["code", *self._read_all(parts, levels + 1)]
         for wrapper, names in WRAPPERS:
@@ -220,17 +220,17 @@ class Reader:
         return ["array", array.dtype.str, list(array.shape), getattr(held, "hexdigest", lambda: held)()]
 
     def _function(self, function: FunctionType, levels: int) -> object:
-        """What a function does, and the values that it does it with."""
+        """Return the description of a function: bytecode, and values that the function uses."""
         try:
             cells = [cell.cell_contents for cell in function.__closure__ or ()]
         except ValueError as error:
             raise UnreadableError(f"holds {name_of(function)}, which reads a variable without a value") from error
         values = (function.__code__, function.__defaults__, function.__kwdefaults__, cells, vars(function))
-        # What a function wraps is no deeper.
+        # A wrapped function does not count as a level.
         return [name_of(function), *self._read_all(values, levels + 1)]
 
     def class_of(self, kind: type) -> object:
-        """A class by its name, and by what its functions do unless they are a trusted package's."""
+        """Return the description of a class: the name and, for an untrusted class, its functions."""
         if id(kind) in self.opened:
             return ["again", len(self.opened) - self.opened.index(id(kind))]
         if id(kind) not in self.classes:
@@ -242,21 +242,21 @@ class Reader:
         return [name_of(kind), self.classes[id(kind)]]
 
     def _class(self, kind: type) -> object:
-        """A trusted package's class is told by its name, with what somebody else has put into it.
+        """Return the description of a class. For a trusted class: the name, and untrusted code added to the class.
 
-        Torch makes some classes at run time, such as those of parametrized layers. No module has a name for them, so
-        their attributes and bases are told, too.
+        Torch makes some classes at run time, such as classes of parametrized layers. No module has a name for such a
+        class, so the description includes attributes and bases.
         """
         known, foreign = is_known(kind), is_foreign(kind)
         own = {name: one for name, one in vars(kind).items() if _is_told(name, one, known, foreign)}
         names = [] if known else sorted(name for name in vars(kind) if name[:2] != "__")
-        # What a class of somebody's own metaclass does, its attributes included, may come from that.
+        # An untrusted metaclass can define the behaviour and the attributes of a class.
         bases = () if known else (*kind.__bases__, *filter(is_foreign, [type(kind)]))
         home = "" if foreign else kind.__module__
         return [home, name_of(kind), names, self._fields(own, DEEPEST), self._read_all(bases, DEEPEST)]
 
     def _object(self, value: object, levels: int) -> object:
-        """What an object is made of: its own description, and its attributes if its class is not known."""
+        """Return the description of an object: its pickle form, and for an untrusted class the attributes."""
         try:
             made: Any = value.__reduce_ex__(2)
         except Exception as error:
@@ -268,7 +268,7 @@ class Reader:
         return [self.class_of(type(value)), self._fields(fields, levels), *self._read_all(made, levels)]
 
     def _unregistered(self, module: nn.Module) -> object:
-        """A module that is an attribute's value, and no part of the model by its parameters."""
+        """Return the description of a module that is the value of an attribute and not a submodule of the model."""
         check_hooks(module)
         inner = dict(module.named_modules(remove_duplicate=False))
         reader = Reader({**Reader.of(inner).names, **self.names}, self.configs, self.classes)
@@ -280,14 +280,14 @@ class Reader:
         return ["own module", parts, [[name, digest_of_tensor(tensor, None)] for name, tensor in tensors]]
 
     def config(self, config: PretrainedConfig) -> object:
-        """What a config says beyond the defaults of its class: a later release may add fields with a default.
+        """Return the values of a config that differ from the defaults, because a later release may add default fields.
 
         Raises:
-            SpecError: for a value that cannot be read.
+            SpecError: if a value cannot be read.
         """
         try:
             defaults = type(config)().to_dict()
-        except Exception:  # a class of the user's own, which needs arguments
+        except Exception:  # a user's class whose constructor needs arguments
             defaults = {}
         stated = config.to_dict()
         own = {key: value for key, value in stated.items() if key not in defaults or defaults[key] != value}
@@ -297,7 +297,7 @@ class Reader:
             raise SpecError("model", "config", f"{error}: keep numbers, strings and lists there") from error
 
     def _audible(self, value: object) -> object:
-        """A config's value as JSON, without the fields that change no answer."""
+        """Return a value of a config as JSON, without fields that change no answer."""
         if isinstance(value, Mapping):
             named = {str(key): one for key, one in value.items()}
             return {key: self._audible(one) for key, one in named.items() if not _is_silent(key)}
@@ -310,7 +310,7 @@ def _is_silent(field: str) -> bool:
 
 def _is_bookkeeping(module: nn.Module, name: str, value: object) -> bool:
     whole = isinstance(module, PreTrainedModel) and name in OF_WHOLE
-    gradients = isinstance(module, nn.Embedding) and name == "padding_idx"  # which a forward does not read
+    gradients = isinstance(module, nn.Embedding) and name == "padding_idx"  # not used in a forward pass
     training = is_known(type(module)) and (name in TRAINING or (name == "p" and isinstance(module, DROPOUT)))
     silent = name in OF_MODULES or _is_of_loading(name, value) or keeps_frequencies(module, name)
     return whole or gradients or training or silent
@@ -321,7 +321,7 @@ def _is_of_loading(name: str, value: object) -> bool:
 
 
 def _beside_values(tensor: Tensor) -> list[object]:
-    """The class and the attributes of a tensor, if it has more than its values: scales of quantised ones."""
+    """Return the class and the attributes of a tensor that has more than values, such as scales of quantised values."""
     own = {
         name: value for name, value in vars(tensor).items()
         if name not in OF_BUFFERS and not _is_of_loading(name, value) and not name.startswith("_dynamo_")
@@ -331,7 +331,7 @@ def _beside_values(tensor: Tensor) -> list[object]:
 
 
 def _state(value: object) -> dict[str, object]:
-    """The attributes of an object, in its dictionary and in slots."""
+    """Return the attributes of an object, from its dictionary and from slots."""
     slots = {
         name: slot.__get__(value) for base in type(value).__mro__ for name, slot in vars(base).items()
         if isinstance(slot, MemberDescriptorType) and hasattr(value, slot.__name__)
@@ -340,7 +340,7 @@ def _state(value: object) -> dict[str, object]:
 
 
 def _is_told(name: str, attribute: Any, known: bool, foreign: bool) -> bool:
-    """Whether an attribute of a class says what its objects do, beside the name of the class."""
+    """Return True if the description of a class must include this attribute."""
     held = (attribute, *(getattr(attribute, wrapped, None) for wrapped in ("fget", "fset", "func", "__func__")))
     functions = [one for one in held if isinstance(one, FunctionType)]
     if functions:
@@ -349,5 +349,5 @@ def _is_told(name: str, attribute: Any, known: bool, foreign: bool) -> bool:
 
 
 def sha(parts: object) -> str:
-    """sha256 of JSON."""
+    """Return the SHA-256 of JSON."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

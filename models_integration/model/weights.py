@@ -1,4 +1,4 @@
-"""Output projections, which a few policies read beside attention inputs."""
+"""Output projections, which some policies need in addition to attention inputs."""
 
 from collections.abc import Mapping
 
@@ -18,13 +18,13 @@ _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def output_projections(architecture: Architecture, on_device: bool = False) -> Mapping[int, DeviceArray]:
-    """W_o (H, d, hidden) of each full-attention layer: the rows of each query head.
+    """Return W_o (H, d, hidden) of each full-attention layer: the rows of the output projection for each query head.
 
     Args:
-        on_device: return views of the model's weights, not float64 arrays.
+        on_device: if True, return views of the model's weights instead of float64 arrays.
 
     Raises:
-        SpecError: for a model whose output projection is not a linear layer of a known name, with its weights there.
+        SpecError: if the output projection is not a linear layer with a known name, or if the weights have no values.
     """
     found = {}
     for layer in architecture.full_layers:
@@ -36,7 +36,7 @@ def output_projections(architecture: Architecture, on_device: bool = False) -> M
         if type(weight) is not Tensor or weight.dtype not in _PLAIN or weight.is_meta:
             reason = "its output projection is quantised or offloaded: load the model in bfloat16, float16 or float32"
             raise SpecError("model", type(module).__name__, reason)
-        rows = weight if isinstance(linear, Conv1D) else weight.T  # a Conv1D, as GPT-2 has it, is stored by its inputs
+        rows = weight if isinstance(linear, Conv1D) else weight.T  # the rows of a Conv1D weight (GPT-2) are the inputs
         cut = (rows if on_device else rows.to("cpu", torch.float64)).reshape(H, -1, rows.shape[1])
         found[layer] = cut if on_device else cut.numpy()
     return found
