@@ -1,1 +1,1 @@
-"""Archived keys and values of wrapped chunks: recognising models, storing, finding and splicing."""
+"""Archive of keys and values of wrapped chunks: storage, retrieval, and insertion into sessions."""

@@ -1,4 +1,4 @@
-"""Archived keys and values as 8-bit integers, and back."""
+"""Quantisation of archived keys and values to 8-bit integers, and dequantisation."""
 
 from collections.abc import Mapping
 
@@ -15,12 +15,12 @@ HIGHEST = 2 ** (BITS - 1) - 1
 
 
 def encode(layers: Mapping[int, tuple[Tensor, Tensor]], arm: str, depth: int) -> dict[str, Tensor]:
-    """Tensors of an object from keys and values (heads, n, d) by layer; `depth` is the number of the model's layers.
+    """Encode keys and values (heads, n, d) by layer as tensors of an object. The model has `depth` layers.
 
-    The twin of reference/injection/quantisers.py on tensors.
+    This function computes the same as reference/injection/quantisers.py, but on tensors.
 
     Raises:
-        SpecError: for an unknown arm.
+        SpecError: if the arm is unknown.
     """
     if arm not in ARMS:
         raise SpecError("codec", arm, f"must be one of {', '.join(ARMS)}")
@@ -34,13 +34,13 @@ def encode(layers: Mapping[int, tuple[Tensor, Tensor]], arm: str, depth: int) ->
 
 
 def decode(tensors: Mapping[str, Tensor], layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values (heads, n, d) of one layer, in the dtype in which they were computed."""
+    """Return the keys and values (heads, n, d) of one layer, in the dtype of the original keys and values."""
     keys, values = (_decoded(tensors, f"{layer}.{name}", dtype) for name in "kv")
     return keys, values
 
 
 def _coded(name: str, x: Tensor, axes: tuple[int, ...], tokens: range) -> dict[str, Tensor]:
-    """Codes, scales, and the tokens before and after the region as they were."""
+    """Return the codes and the scales, and the unquantised tokens before and after the quantised region."""
     part = x[:, tokens.start : tokens.stop].double()
     step = (part.abs().amax(axes, keepdim=True) / HIGHEST).clamp_min(SMALLEST_SCALE).float()
     codes = (part / step.double()).round().clamp(-HIGHEST, HIGHEST).to(torch.int8)

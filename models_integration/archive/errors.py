@@ -1,4 +1,4 @@
-"""What an archive can fail with, by name. None of these changes what is stored."""
+"""Errors of the archive. After an error the stored objects are unchanged."""
 
 import errno
 from collections.abc import Iterator
@@ -16,48 +16,48 @@ NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class ArchiveError(RuntimeError):
-    """The base of all of them."""
+    """Base class of all errors of the archive."""
 
 
 class ArchiveFull(ArchiveError):
-    """The disk, or the quota, has no room."""
+    """Error if the disk or the quota is full."""
 
 
 class ArchiveReadOnly(ArchiveError):
-    """The folder cannot be written."""
+    """Error if the folder cannot be written."""
 
 
 class ForeignVersion(ArchiveError):
-    """The object was written under another version of the format, or of the specification."""
+    """Error if the object has a different version of the format or of the specification."""
 
 
 class KeyUnavailable(ArchiveError):
-    """The archive is encrypted, and no key, another one or a forgotten one was given."""
+    """Error if the archive is encrypted and the given key is missing, wrong or deleted."""
 
 
 class NoSuchChunk(ArchiveError):
-    """There is no chunk of that key, or its bytes are not those that were written."""
+    """Error if no chunk has the key, or if the bytes of the chunk are damaged."""
 
 
 class NotEncrypted(ArchiveError):
-    """The archive is encrypted, and the object is not: anybody who can write the folder can have made it."""
+    """Error if the object of an encrypted archive is unencrypted. Anyone with write access can have made the object."""
 
 
 class OtherDtype(ArchiveError):
-    """The frequencies were kept in another dtype: `.to(bfloat16)` rounds the buffer."""
+    """Error if the RoPE frequencies have a different dtype. (`.to(bfloat16)` rounds the frequencies.)"""
 
 
 class OtherFrequencies(ArchiveError):
-    """The keys were rotated by other inverse frequencies."""
+    """Error if the keys were rotated by different inverse frequencies."""
 
 
 class WrongModel(ArchiveError):
-    """The keys and values come from other weights."""
+    """Error if a model with different weights computed the keys and values."""
 
 
 @contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """A full disk and a read-only folder by name; every other OSError as it is."""
+    """Context manager that raises ArchiveFull or ArchiveReadOnly for the OSError of a full disk or read-only folder."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Keys of tenants: derived from one master key and a salt per tenant, which `destroy` takes away for ever.
+"""Keys of tenants, derived from one master key and a salt for each tenant. `destroy` deletes the salt of a tenant.
 
-Whoever has the folder without the master key learns how many tenants there are, and nothing of their names.
+Without the master key, the folder reveals the number of tenants, but not the names.
 """
 
 import hashlib
@@ -24,17 +24,17 @@ __all__ = ["NONCE_BYTES", "Cipher", "Keyring", "read_master"]
 
 MASTER_BYTES = 32
 DISTINCT_LEAST = 16
-"""Different bytes of a master key; 32 random ones have fewer once in 10^10 keys."""
+"""Smallest number of different bytes in a master key. Of 10^10 random keys, about one has fewer."""
 SALT_BYTES = 32
 NONCE_BYTES = 12
 TAG_BYTES = 16
 OWNER = re.compile("[0-9a-f]{64}")
 PURPOSE = b"kvarc/3 "
-"""Of the version that made the first such keys: `forget` finds the salts and the objects of later ones, too."""
+"""Text in the derivation of keys. It never changes, so that `forget` finds the salts and objects of all versions."""
 
 
 class Cipher:
-    """AES-256-GCM under one tenant's key, and the names of its chunks."""
+    """AES-256-GCM with the key of one tenant, and the derivation of the tenant's chunk keys."""
 
     overhead = TAG_BYTES
 
@@ -45,28 +45,28 @@ class Cipher:
         self._identity, self._binding, self._check, self._mask = identity, binding, check, mask
 
     def key_of(self, identity: str) -> str:
-        """The key of a chunk: nobody without the tenant's key can tell it from the chunk's text."""
+        """Return the key (name) of a chunk. It cannot be computed from the chunk's text without the tenant's key."""
         digest = hmac.new(self._identity, identity.encode(), hashlib.sha256).hexdigest()
         return key_of(identity_digits(digest), self._binding, SEALED)
 
     def mark(self, nonce: bytes) -> bytes:
-        """Which salt the key was made from, for who has the master key; without it, two marks tell nothing."""
+        """Return the mark of the salt. Only with the master key does a mark reveal which salt was used."""
         return _masked(self._mask, nonce, self._check)
 
     @staticmethod
     def fresh_nonce() -> bytes:
-        """12 random bytes: good for 2^32 objects of one tenant."""
+        """Return 12 random bytes, which suffice for 2^32 objects of one tenant."""
         return os.urandom(NONCE_BYTES)
 
     def encrypt(self, nonce: bytes, data: bytes, header: bytes) -> bytes:
-        """Ciphertext and tag; the header is authenticated, not encrypted."""
+        """Return ciphertext and tag. The header is authenticated, but not encrypted."""
         sealed: bytes = self._aead.encrypt(nonce, data, header)
         return sealed
 
     def decrypt(self, nonce: bytes, data: Tensor, header: bytes) -> Tensor | None:
-        """The plain bytes in the place of `data`; None where key, nonce, header or data are not the encryption's.
+        """Decrypt `data` in place. Return None if key, nonce, header or data differ from those of the encryption.
 
-        A second buffer would cost more than the decryption: its pages are new.
+        A second buffer would take more time than the decryption, because its memory pages would be new.
         """
         from cryptography.exceptions import InvalidTag
 
@@ -81,10 +81,10 @@ class Cipher:
 
 
 class Keyring:
-    """The keys of an archive: `folder` holds a salt per tenant, the master key stays outside it.
+    """Keys of an archive. `folder` contains a salt for each tenant, and the master key is stored elsewhere.
 
     Raises:
-        SpecError: for a master key that is not 32 bytes, or that cannot be random.
+        SpecError: if the master key does not have 32 bytes, or is obviously not random.
     """
 
     def __init__(self, folder: Path, master: bytes) -> None:
@@ -99,13 +99,13 @@ class Keyring:
         self._master = master
         self._mask = self._named(b"mask")
         self._known: tuple[int, dict[bytes, list[str]]] = (-1, {})
-        """When the folder had changed last, and the owners by the check of their salts."""
+        """Time of the last change of the folder, and owners by the check of each salt."""
 
     def cipher(self, tenant: str, create: bool = False) -> Cipher:
-        """The tenant's cipher; `create` makes a salt for a tenant that has none.
+        """Return the cipher of the tenant. With `create`, a salt is made if the tenant has no salt.
 
         Raises:
-            KeyUnavailable: for a tenant without a salt (never seen, or forgotten), or another master key.
+            KeyUnavailable: if the tenant has no salt (unknown or deleted), or if the master key is wrong.
         """
         owner = self._owner(tenant)
         path = self.folder / owner
@@ -114,14 +114,14 @@ class Keyring:
         return self._cipher(owner)
 
     def is_of(self, key: str, tenant: str) -> bool:
-        """Whether a key is the tenant's, also when it was forgotten."""
+        """Return True if a chunk key belongs to the tenant, even if the tenant's salt was deleted."""
         return is_of(key, self._binding(self._owner(tenant)), SEALED)
 
     def cipher_of(self, key: str, nonce: bytes, mark: bytes) -> Cipher:
-        """The cipher under which an object of a key was encrypted.
+        """Return the cipher with which an object was encrypted.
 
         Raises:
-            KeyUnavailable: when its salt is not here, or is another tenant's.
+            KeyUnavailable: if the salt is missing, or belongs to a different tenant.
         """
         owners = self._owners_by_check().get(_masked(self._mask, nonce, mark), [])
         owner = next((owner for owner in owners if is_of(key, self._binding(owner), SEALED)), None)
@@ -130,7 +130,7 @@ class Keyring:
         return self._cipher(owner)
 
     def strays(self) -> list[str]:
-        """Files of the folder that make no key under this master key, or the same one; temporary files are none."""
+        """Return files that are not salts of this master key or duplicate a key. Temporary files are excluded."""
         return sorted(name for names in self._owners_by_check().values() if len(names) > 1 for name in names) + sorted(
             path.name for path in self.folder.glob("*")
             if not path.name.startswith(TEMPORARY) and not (OWNER.fullmatch(path.name) and self._opens(path.name))
@@ -138,28 +138,28 @@ class Keyring:
 
     @property
     def opens_any(self) -> bool:
-        """Whether the master key is that of a tenant who is here."""
+        """Return True if the master key is right for at least one tenant."""
         return any(self._opens(owner) for owner in self._owners())
 
     def check_master(self) -> None:
-        """The master key is that of the tenants that are here.
+        """Check that the master key is right for the tenants in the folder.
 
         Raises:
-            KeyUnavailable: when it is none's.
+            KeyUnavailable: if the master key is wrong for every tenant.
         """
         if next(self._owners(), None) is not None and not self.opens_any:
             raise KeyUnavailable("the master key is not the one under which the tenants' keys were made")
 
     def destroy(self, tenant: str) -> None:
-        """Erase the salt: what was encrypted under it can never be read again."""
+        """Overwrite the salt of a tenant. All objects encrypted with this salt become unreadable for ever."""
         owner = self._owner(tenant)
         with named_errors(self.folder):
-            # A writer that was killed leaves the salt under two names; both go.
+            # A killed writer can leave the salt under two names. Both files are deleted.
             for path in [*self.folder.glob(f"{TEMPORARY}{owner}*"), self.folder / owner]:
                 erase(path)
 
     def _make_durable(self, path: Path) -> None:
-        """A salt and the folder of the salts; whoever made one that is there may not have come to sync its name."""
+        """Make a salt and the folder of salts durable. The process that made the salt may have been killed earlier."""
         there = path.exists()
         if not there:
             self.check_master()
@@ -187,16 +187,16 @@ class Keyring:
         )
 
     def _stored(self, owner: str) -> bytes:
-        """A salt and its check.
+        """Return a salt and its check.
 
         Raises:
-            OSError: from the file system; for what is no regular file.
+            OSError: from the file system, or if the path is not a regular file.
         """
         with regular_file(self.folder / owner) as descriptor:
             return read_at(descriptor, 2 * SALT_BYTES + 1, 0)
 
     def _owners_by_check(self) -> dict[bytes, list[str]]:
-        """Read once, and again when the folder has changed: a check of everything would read each salt per object."""
+        """Return owners by check. The salts are read again only if the folder changed, not for each object."""
         try:
             changed = os.stat(self.folder).st_mtime_ns
         except FileNotFoundError:
@@ -207,7 +207,7 @@ class Keyring:
                 try:
                     if self._fits(stored := self._stored(owner)):
                         found.setdefault(stored[SALT_BYTES:], []).append(owner)
-                except OSError as error:  # the objects of this tenant are locked, until the salt can be read
+                except OSError as error:  # objects of this tenant cannot be read until the salt can be read
                     read_all = read_all and isinstance(error, NotRegular)
             if not read_all or not found:
                 return found
@@ -231,7 +231,7 @@ class Keyring:
             return False
 
     def _owner(self, tenant: str) -> str:
-        """A tenant's name for who has no master key; the name of the file of its salt."""
+        """Return the file name of a tenant's salt. Without the master key, it does not reveal the tenant's name."""
         return self._named(b"owner " + tenant.encode()).hex()
 
     def _binding(self, owner: str) -> bytes:
@@ -246,10 +246,10 @@ class Keyring:
 
 
 def read_master(path: Path, archive: Path) -> bytes:
-    """A master key from a file.
+    """Read a master key from a file.
 
     Raises:
-        SpecError: for a file that cannot be read, that lies in the archive, or that others than its owner may read.
+        SpecError: if the file cannot be read, is inside the archive, or can be read by users other than the owner.
     """
     if path.resolve().is_relative_to(archive.resolve()):
         bound = f"must be outside the archive {archive}: a copy of the archive would hold the key too"
@@ -271,6 +271,6 @@ def read_master(path: Path, archive: Path) -> bytes:
 
 
 def _masked(mask: bytes, nonce: bytes, data: bytes) -> bytes:
-    """32 bytes that tell nothing without the mask; masked again, the bytes."""
+    """Mask or unmask 32 bytes. Masked bytes reveal nothing without the mask."""
     pad = hmac.new(mask, nonce, hashlib.sha256).digest()
     return bytes(a ^ b for a, b in zip(data, pad, strict=True))

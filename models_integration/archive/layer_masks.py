@@ -1,4 +1,4 @@
-"""Masks for layers that store different positions, outside any policy's context."""
+"""Attention masks for layers that store different positions, for use outside a policy's context."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -24,23 +24,23 @@ __all__ = ["additive", "layer_masks"]
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask (1, 1, queries, slots) that sdpa and eager attention read alike: 0 where visible, else the lowest."""
+    """Return an additive mask (1, 1, queries, slots) for sdpa and eager: 0 if visible, otherwise the lowest number."""
     lowest = torch.full(visible.shape, torch.finfo(dtype).min, dtype=dtype, device=visible.device)
     return lowest.masked_fill(visible, 0.0)[None, None]
 
 
 @contextmanager
 def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
-    """Read a cache whose full-attention layers store different positions: each layer gets a mask of its own.
+    """Context manager for a cache whose full-attention layers store different positions. Each layer has its own mask.
 
-    transformers makes one mask for all full-attention layers, from the first of them. Where heads differ, each head
-    attends alone. Every forward inside the block reads this cache, and what it is told of positions and masks must
-    agree with what the cache has seen, as inside a policy's context.
+    transformers alone makes one mask for all full-attention layers, from the first layer. If heads store different
+    positions, attention runs separately for each head. Every forward pass inside the block must use this cache.
+    Position ids and masks must match the tokens seen, as inside a policy's context.
 
     Raises:
-        SpecError: for attention that is neither sdpa nor eager, for a model that no policy serves, if heads differ,
-            and for rows that differ, if heads do not. Forwards: for another cache, for what does not agree with this
-            one, or for padding; nothing has changed then.
+        SpecError: if the attention is neither sdpa nor eager, if heads differ and kvspec does not support the model, or
+            if heads agree and rows differ. A forward pass raises the error for a different cache, for inputs that do
+            not match the cache, and for padding. Nothing has changed then.
     """
     ragged = any(isinstance(layer, RaggedLayer) for layer in cache.layers)
     if not ragged and model.config._attn_implementation not in ("sdpa", "eager"):
@@ -68,7 +68,7 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
 def _agreeing(
     decoder: nn.Module, cache: RetainedCache, vocabulary: int,
 ) -> Callable[..., tuple[tuple[()], dict[str, object]]]:
-    """Before a forward of the decoder: its inputs agree with the cache, and those that it needs are there."""
+    """Return a hook that, before a forward pass, checks that the inputs match the cache and adds missing inputs."""
     names, own_name = tuple(inspect.signature(decoder.forward).parameters), cache_name(decoder)
     inputs = decoder_inputs(decoder)
 
@@ -89,7 +89,7 @@ def _agreeing(
 
 
 def _masked(cache: RetainedCache, index: int) -> Callable[..., tuple[tuple[object, ...], dict[str, object]]]:
-    """Before one layer attends: the mask of what it stores."""
+    """Return a hook that, before a layer attends, sets the mask for the layer's stored tokens."""
 
     def own_mask(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         layer = cache.layers[index]

@@ -63,7 +63,7 @@ def recommended_form(vocabulary: Vocabulary) -> str:
 def retained(
     model: PreTrainedModel, method: RetentionPolicy, ids: Sequence[int], markers: Sequence[int],
 ) -> Retention:
-    """Return the kept set of a chunk that the model reads alone. The policy also keeps the markers.
+    """Return the kept tokens of a chunk that the model processes alone. The policy also keeps the markers.
 
     Raises:
         SpecError: if the policy does not support the model or the ids.
@@ -78,7 +78,7 @@ def retained(
 class Library:
     """Chunks of one tenant for one model.
 
-    The constructor identifies the model, which reads all parameters, and runs two tiny prefills.
+    The constructor reads all parameters to identify the model, and runs two tiny prefills.
 
     Args:
         archive: the archive with the objects.
@@ -114,8 +114,8 @@ class Library:
             form: name of the wrapper, from `FORMS`.
             codec: name of the codec, from `ARMS`.
             upper: if True, store only the upper half of the layers.
-            method: policy that selects the tokens to store. Inserted markers are always stored, even beyond the budget.
-                None: store all tokens.
+            method: policy that selects the tokens to store, or None to store all tokens. Markers are always stored,
+                even beyond the budget.
 
         Raises:
             SpecError: if a name is unknown, if the chunk is empty, if a marker is not one token id, or if the budget is
@@ -144,7 +144,7 @@ class Library:
         return self._archive.put(manifest, tensors)
 
     def get(self, key: str) -> Chunk | None:
-        """Return a stored chunk, as exact as its codec allows, or None if the chunk is missing or damaged.
+        """Return a stored chunk, decoded by its codec, or None if the chunk is missing or damaged.
 
         Raises:
             ArchiveError: as in `Archive.get`. WrongModel if a different model computed the chunk.

@@ -1,4 +1,4 @@
-"""What an archived chunk says of itself, and whether its tensors are those of which it speaks."""
+"""Manifest of an archived chunk, and checks that the chunk's tensors match the manifest."""
 
 import hashlib
 import json
@@ -21,18 +21,18 @@ __all__ = [
 ]
 
 ALL = "all"
-"""What a chunk of which nothing was evicted says in the place of a digest of its kept tokens."""
+"""Value of the field `kept` for a chunk without evicted tokens."""
 TOKENS_MOST = 1 << 40
 SECONDS_MOST = 1 << 53
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that an object says of itself, in the clear unless it is encrypted; the token ids are a tensor."""
+    """Metadata of an object. The metadata is encrypted if the object is encrypted. The token ids are a tensor."""
 
     tenant: str
     ids: str
-    """`ids_digest` of the wrapped chunk's token ids."""
+    """Result of `ids_digest` for the token ids of the wrapped chunk."""
     tokens: int
     form: str
     hidden: int
@@ -43,35 +43,35 @@ class Manifest:
     layers: tuple[int, ...]
     """Indices of the archived layers, ascending."""
     kept: str
-    """`kept_digest` of a compacted chunk, so that it is never taken for the full one; ALL of that."""
+    """Result of `kept_digest`: the hash of a compacted chunk's kept tokens, or ALL for a full chunk."""
     model: ModelIdentity
     created: float
-    """Seconds since the epoch; no part of the identity."""
+    """Time of creation in seconds since the epoch. It is not part of the identity."""
 
     @property
     def key(self) -> str:
-        """Of an object in the clear: the same inputs, under the same meaning of the specification, give the same one.
+        """Key of an unencrypted object. Equal inputs with an equivalent specification version give equal keys.
         """
         digest = hashlib.sha256(self.identity.encode()).hexdigest()
         return key_of(identity_digits(digest), self.tenant.encode(), CLEAR)
 
     @property
     def identity(self) -> str:
-        """All that the key is made from."""
+        """Text of all fields from which the key is computed."""
         parts = {**vars(self), "model": vars(self.model), "spec": meaning(SPEC_VERSION)}
         del parts["created"]
         return canonical(parts)
 
     def to_json(self) -> str:
-        """Canonical JSON."""
+        """Return the manifest as canonical JSON."""
         return canonical(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """The inverse of `to_json`.
+        """Return the manifest from the result of `to_json`.
 
         Raises:
-            ValueError, TypeError, KeyError: for text that is no manifest.
+            ValueError, TypeError, KeyError: if the text is not a manifest.
         """
         try:
             found = json.loads(text)
@@ -86,10 +86,10 @@ class Manifest:
         return made
 
     def check(self) -> None:
-        """The values are those of a chunk.
+        """Check that the values are valid.
 
         Raises:
-            ValueError, TypeError: otherwise, a SpecError for the tenant.
+            ValueError, TypeError: if a value is invalid. For the tenant, the error is a SpecError.
         """
         check_tenant(self.tenant)
         for value in (self.ids, self.form, self.codec, self.kept, *vars(self.model).values()):
@@ -107,33 +107,33 @@ class Manifest:
 
 
 def canonical(value: object) -> str:
-    """JSON of which there is one text."""
+    """Return canonical JSON: equal values give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def ids_digest(ids: Sequence[int] | Tensor) -> str:
-    """sha256 of token ids as little-endian int64."""
+    """Return the SHA-256 of token ids as little-endian int64."""
     whole = ids if isinstance(ids, Tensor) else torch.tensor(list(ids), dtype=torch.int64, device="cpu")
     return hashlib.sha256(whole.cpu().numpy().astype("<i8").tobytes()).hexdigest()
 
 
 def meaning(version: str) -> str:
-    """Of a version of the specification, what changes when some result does: all but the last number."""
+    """Return a specification version without the last number. These numbers change if a result changes."""
     return version.rpartition(".")[0]
 
 
 def kept_digest(kept: Mapping[int, Tensor] | None, layers: Sequence[int]) -> str:
-    """sha256 of the places of the tokens that these layers and their heads store; ALL where nothing was evicted."""
+    """Return the SHA-256 of the indices of the tokens that layers and heads store, or ALL if nothing was evicted."""
     if kept is None:
         return ALL
     return hashlib.sha256(canonical([[layer, kept[layer].tolist()] for layer in layers]).encode()).hexdigest()
 
 
 def check_model(archived: ModelIdentity, reader: ModelIdentity) -> None:
-    """Refuse keys and values that a model cannot read.
+    """Check that a model can use archived keys and values.
 
     Raises:
-        WrongModel, OtherDtype, OtherFrequencies: named by what differs first.
+        WrongModel, OtherDtype, OtherFrequencies: for the first difference.
     """
     if reader.weights != archived.weights:
         raise WrongModel(f"archived under weights {archived.weights[:16]}, this model has {reader.weights[:16]}")
@@ -151,10 +151,10 @@ def check_model(archived: ModelIdentity, reader: ModelIdentity) -> None:
 
 
 def check_contents(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """The tensors are those of which the manifest speaks.
+    """Check that the tensors match the manifest.
 
     Raises:
-        Damaged: otherwise.
+        Damaged: if a tensor does not match.
     """
     expected = {"token_ids"}
     ids = tensors.get("token_ids")
@@ -189,7 +189,7 @@ def _stored(places: Tensor | None, tokens: int) -> int:
 
 
 def _fits(parts: Sequence[Tensor], stored: int) -> bool:
-    """Of one tensor, or of the four of a coded one: first, last, codes, scales; (heads, tokens, channels)."""
+    """Return True if one tensor, or first, last, codes and scales of a quantised tensor, have the right shapes."""
     if not all(part.ndim == 3 for part in parts):
         return False
     whole = [part.shape[1] for part in parts[:3]]
@@ -199,10 +199,10 @@ def _fits(parts: Sequence[Tensor], stored: int) -> bool:
 
 
 def check_input(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """A chunk can be stored and read again.
+    """Check that a chunk can be stored and read again.
 
     Raises:
-        SpecError: for a tenant's name, a manifest or tensors that no object can have.
+        SpecError: if the tenant's name, the manifest or the tensors are invalid.
     """
     check_tenant(manifest.tenant)
     for name, tensor in tensors.items():
@@ -221,7 +221,7 @@ def check_input(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
 def _check_tensor(name: object, tensor: object) -> None:
     """
     Raises:
-        SpecError: for what has no bytes that a file can hold.
+        SpecError: if the bytes of the tensor cannot be stored in a file.
     """
     if not isinstance(tensor, Tensor):
         raise SpecError(f"tensors[{name!r}]", type(tensor).__name__, "must be a torch.Tensor")

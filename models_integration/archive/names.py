@@ -1,8 +1,8 @@
-"""What chunks and tenants are called: a key says whose it is to those who know the tenant, and to nobody else.
+"""Keys of chunks and names of tenants. Only a reader who knows the tenant can see to which tenant a key belongs.
 
-A key has 64 hexadecimal digits: 48 of the chunk's identity, 15 that bind it to its tenant, and one that says whether
-the object is encrypted. A key that is not the asking tenant's is told by its digits, without a look at the folder, so
-that neither answer nor time says whether there is such an object.
+A key has 64 hexadecimal digits: 48 digits for the chunk's identity, 15 digits for the tenant, and one digit that is
+different for encrypted objects. A key of a different tenant is recognised by its digits, without access to the folder.
+Neither the answer nor the time therefore reveals whether the object exists.
 """
 
 import hashlib
@@ -19,38 +19,38 @@ TENANT_MOST = 256
 
 
 def check_tenant(tenant: str) -> None:
-    """A tenant can be stored, listed and printed.
+    """Check that the name of a tenant can be stored, listed and printed.
 
     Raises:
-        SpecError: for a name that is empty, longer than 256 characters, or not printable.
+        SpecError: if the name is empty, longer than 256 characters, or not printable.
     """
     if not isinstance(tenant, str) or not 1 <= len(tenant) <= TENANT_MOST or not tenant.isprintable():
         raise SpecError("tenant", str(tenant)[:80], f"must be 1 to {TENANT_MOST} printable characters")
 
 
 def identity_digits(digest: str) -> str:
-    """Of a digest of the identity, what stands in the key."""
+    """Return the digits of an identity's digest that are part of the key."""
     return digest[:IDENTITY_DIGITS]
 
 
 def key_of(digits: str, secret: bytes, kind: str) -> str:
-    """The key of a chunk of who has the secret: a tenant's name, or what its key ring makes of it."""
+    """Return the key of a chunk. The secret is the tenant's name, or a secret from the tenant's keyring."""
     return digits + _bound(digits, secret, kind) + kind
 
 
 def is_of(key: str, secret: bytes, kind: str) -> bool:
-    """Whether a key was made with this secret."""
+    """Return True if a key was made with this secret."""
     made = key_of(key[:IDENTITY_DIGITS], secret, kind)
     return hmac.compare_digest(key.encode("utf-8", "replace"), made.encode("utf-8", "replace"))
 
 
 def is_sealed(key: str) -> bool:
-    """Whether the object is encrypted."""
+    """Return True if the object with this key is encrypted."""
     return key.endswith(SEALED)
 
 
 def key_in(name: str) -> str | None:
-    """The key in a file's name."""
+    """Return the key in a file name, or None."""
     found = re.search(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", name)
     return None if found is None else found[0]
 

@@ -1,4 +1,4 @@
-"""The files of an archive: objects, what writers left unfinished, and what was put away as damaged."""
+"""Files of an archive: objects, unfinished temporary files, and the quarantine for damaged objects."""
 
 import os
 import secrets
@@ -16,10 +16,10 @@ __all__ = ["File", "ObjectFolder"]
 
 SUFFIX = ".safetensors"
 ASIDE = ".aside"
-"""How the name ends of what a reader took out of its place, until it has seen that it is the damaged object."""
+"""End of the name of a file that a reader moved aside, until the reader has checked that the file is damaged."""
 ORPHAN_SECONDS = 3600.0
 OF_EARLIER_VERSIONS = ("catalogue.", "clock")
-"""How the names of the list began, which archives had up to `kvarc/3`."""
+"""Start of the file names of the list of objects, which archives up to `kvarc/3` had."""
 
 
 class File(NamedTuple):
@@ -29,14 +29,14 @@ class File(NamedTuple):
     number: int
     bytes: int
     used: int
-    """Nanoseconds: when it was written or, by `touch`, last read."""
+    """Time of the last write, or of the last read by `touch`, in nanoseconds."""
 
 
 class ObjectFolder:
-    """Paths by key. Links are never followed: what they lead to is not the archive's.
+    """Folder of objects, with paths by key. Links are never followed, because their targets are outside the archive.
 
     Raises:
-        ArchiveFull, ArchiveReadOnly: for a folder that cannot be made.
+        ArchiveFull, ArchiveReadOnly: if the folder cannot be made.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,7 +47,7 @@ class ObjectFolder:
             with named_errors(folder):
                 self._make()
         except ArchiveReadOnly:
-            if not there:  # else an archive without a quarantine, on a medium that cannot be written
+            if not there:  # otherwise the archive is on a read-only medium and has no quarantine
                 raise
         if self._objects.is_symlink():
             raise ArchiveError(f"{self._objects} must be a folder, not a link")
@@ -55,10 +55,10 @@ class ObjectFolder:
             raise ArchiveError(f"{self._keys} must be a folder: it holds the salts of an encrypted archive")
 
     def _make(self) -> None:
-        """All shards now, or each first object of a shard would wait for two more folders. Only the owner has rights.
+        """Make all shard folders now, so that the first object of a shard need not wait. Only the owner has access.
 
-        The quarantine is made last: where it is, the others' names are durable, also of the folders around the archive,
-        which a process that was killed may have made.
+        The quarantine is made last. If the quarantine exists, the names of all other folders are durable, including
+        parents of the archive that a killed process may have made.
         """
         if self._objects.is_dir() and os.path.lexists(self._damaged):
             return
@@ -67,32 +67,32 @@ class ObjectFolder:
         for path in (self.folder, self._objects, *shards):
             path.mkdir(exist_ok=True, mode=0o700)
         device = os.stat(self.folder).st_dev
-        # What holds a mounted file system was there before.
+        # The parent of a mounted file system existed before.
         around = takewhile(lambda path: os.stat(path).st_dev == device, self.folder.absolute().parents)
         for path in (self._objects, self.folder, *around):
-            with suppress(PermissionError):  # a folder around the archive that may be passed and not read
+            with suppress(PermissionError):  # a parent folder without read permission
                 sync(path)
         self._damaged.mkdir(exist_ok=True, mode=0o700)
 
     @property
     def has_keys(self) -> bool:
-        """Whether something was ever encrypted here: the folder of the salts stays when the last one is destroyed."""
+        """Return True if the archive ever had an encrypted object. The folder of salts is never deleted."""
         return self._keys.is_dir()
 
     def path(self, key: str) -> Path:
-        """Where an object is, or would be."""
+        """Return the path of an object. The object may not exist."""
         return self._objects / key[:2] / f"{key}{SUFFIX}"
 
     def object_keys(self) -> list[str]:
-        """Of all objects, ascending."""
+        """Return the keys of all objects, ascending."""
         return sorted(key for path in _files(self._objects) if (key := self._key(path)) is not None)
 
     def strays(self) -> list[str]:
-        """What no object can be: files among the objects by their names, folders in their places.
+        """Return entries that cannot be objects: files with wrong names, and folders in place of files.
 
-        Also a quarantine that is no folder: a file, or a link, which may hide what was put away.
+        A quarantine that is a file or a link is included, because it may hide damaged objects.
 
-        Temporary files are none.
+        Temporary files are not included.
         """
         found = [path for path in _files(self._objects) if not _is_temporary(path) and not self._key(path)]
         found += [path for path in self._objects.glob("??/*") if self._key(path) and _is_folder(path)]
@@ -100,19 +100,19 @@ class ObjectFolder:
         return [self.name(path) for path in found]
 
     def in_quarantine(self) -> list[Path]:
-        """What was put away, temporary files excluded."""
+        """Return the files in the quarantine, without temporary files."""
         return [path for path in _files(self._damaged) if not _is_temporary(path)]
 
     def name(self, path: Path) -> str:
-        """The path inside the archive."""
+        """Return the path relative to the archive."""
         return str(path.relative_to(self.folder))
 
     def everything(self) -> list[Path]:
-        """All that came from tenants: objects, damaged ones, temporary files."""
+        """Return all files with data of tenants: objects, damaged objects and temporary files."""
         return [*_files(self._objects), *_files(self._damaged)]
 
     def by_use(self) -> list[tuple[str, Path, int]]:
-        """What counts towards a limit, with its bytes: the quarantine, then objects by key, least recently used first.
+        """Return the files that count towards the limit, with sizes: quarantine first, then objects by last use.
         """
         found = []
         for path in [*self.in_quarantine(), *map(self.path, self.object_keys())]:
@@ -122,7 +122,7 @@ class ObjectFolder:
         return [(name, path, size) for _, _, name, path, size in sorted(found)]
 
     def describe(self, path: Path) -> File | None:
-        """A file, not what a link leads to; None if there is none.
+        """Return the metadata of a file (of the link itself for a link), or None if the file does not exist.
 
         Raises:
             OSError: from the file system.
@@ -134,12 +134,12 @@ class ObjectFolder:
         return File(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
     def touch(self, key: str) -> None:
-        """Note a use, by the clock that stamps the files. A medium that cannot be written forgets it."""
+        """Record a use, by the clock of the file system. On a read-only medium nothing is recorded."""
         with suppress(OSError):
             os.utime(self.path(key), follow_symlinks=False)
 
     def publish(self, path: Path, parts: Sequence[memoryview], digest: Late | None) -> None:
-        """Write an object; what is replaced is erased.
+        """Write an object. A replaced object is overwritten and deleted.
 
         Raises:
             ArchiveError, OSError: from the file system.
@@ -150,7 +150,7 @@ class ObjectFolder:
             if _is_folder(path) and (key := self._key(path)) is not None:
                 self.put_away(key, self.describe(path))
             replaced = _temporary(path)
-            with suppress(OSError):  # there is none, or the file system has no second names
+            with suppress(OSError):  # the object is new, or the file system has no hard links
                 os.link(path, replaced, follow_symlinks=False)
             try:
                 publish(path, parts, late=digest)
@@ -161,7 +161,7 @@ class ObjectFolder:
                 raise
 
     def keep(self, key: str) -> None:
-        """Make the name of an object durable: whoever wrote the object may not have come to that.
+        """Make the name of an object durable. The writer may have been killed before doing this.
 
         Raises:
             ArchiveError, OSError: from the file system.
@@ -170,9 +170,9 @@ class ObjectFolder:
             sync(self.path(key).parent)
 
     def orphans(self) -> list[Path]:
-        """Temporary files that no writer holds, and that are older than an hour by the file system's own clock.
+        """Return temporary files without a writer that are older than an hour by the file system's clock.
 
-        Also the list that archives had up to `kvarc/3`.
+        The list of objects that archives up to `kvarc/3` had is included.
         """
         now = self._now()
         everything = [*self.everything(), *_files(self._keys), *self._loose((TEMPORARY,))]
@@ -182,11 +182,11 @@ class ObjectFolder:
         ]
 
     def leftovers(self) -> list[Path]:
-        """Files of the list that archives had up to `kvarc/3`; it holds names of tenants."""
+        """Return the files of the list that archives up to `kvarc/3` had. The list contains names of tenants."""
         return self._loose(OF_EARLIER_VERSIONS)
 
     def put_away(self, key: str, damaged: File | None) -> None:
-        """Move a damaged object to the quarantine, if the file that was read is still the one of that name.
+        """Move a damaged object to the quarantine, if the file was not replaced since it was read.
 
         Raises:
             OSError: from the file system.
@@ -197,7 +197,7 @@ class ObjectFolder:
         if not _is_folder(path):
             erase(place)
             os.link(path, place, follow_symlinks=False)
-            if self.describe(place) != damaged:  # another process has put the object meanwhile
+            if self.describe(place) != damaged:  # a different process has replaced the object
                 os.unlink(place)
                 return
             sync(self._damaged)
@@ -217,16 +217,16 @@ class ObjectFolder:
             raise
 
     def restore(self, key: str) -> bool:
-        """Put back what a killed reader had set aside under a free name; whether there was something."""
+        """Move a file that a killed reader had moved aside back to its free name. Return True if the file existed."""
         path = self.path(key)
         found = [other for other in _files(path.parent) if other.suffix == ASIDE and key_in(other.name) == key]
-        with suppress(FileNotFoundError):  # another process has put it back
+        with suppress(FileNotFoundError):  # a different process has moved the file back
             for aside in found:
                 self._put_back(aside, path)
         return bool(found)
 
     def restore_all(self) -> None:
-        """What killed readers had set aside.
+        """Move all files that killed readers had moved aside back to their names.
 
         Raises:
             OSError: from the file system.
@@ -235,19 +235,19 @@ class ObjectFolder:
             self.restore(key)
 
     def set_aside(self) -> list[str]:
-        """Keys of what killed readers had set aside, and nobody has put since; ascending."""
+        """Return the keys of files that killed readers had moved aside and that no process has replaced, ascending."""
         found = {key_in(path.name) for path in _files(self._objects) if path.suffix == ASIDE}
         return sorted(key for key in found if key is not None and self.describe(self.path(key)) is None)
 
     def _put_back(self, aside: Path, path: Path) -> None:
-        """Unless there is another by now. The name is durable before the other one goes."""
+        """Move a file back, unless a new file has the name. The name is durable before the old name is removed."""
         with suppress(FileExistsError):
             os.link(aside, path, follow_symlinks=False)
         sync(path.parent)
         os.unlink(aside)
 
     def erase(self, path: Path) -> bool:
-        """Overwrite and remove one of these files; whether it was there.
+        """Overwrite and remove a file. Return True if the file existed.
 
         Raises:
             OSError, ArchiveReadOnly: from the file system.
@@ -258,12 +258,12 @@ class ObjectFolder:
             there = erase(_nameless(path))
             if path.parent == self._damaged and (key := key_in(path.name)) is not None:
                 with suppress(FileNotFoundError):
-                    # Whoever put the object away may not have made durable that its first name is gone.
+                    # The removal of the object's first name may not be durable yet.
                     sync(self.path(key).parent)
             return there
 
     def erase_all(self, paths: Iterable[Path], failed: list[Exception]) -> int:
-        """Erase as many as can be; how many, and what went wrong is added to `failed`."""
+        """Erase all files that can be erased. Return their number, and append errors to `failed`."""
         gone = 0
         for path in paths:
             try:
@@ -273,12 +273,12 @@ class ObjectFolder:
         return gone
 
     def _key(self, path: Path) -> str | None:
-        """The key of an object in its place."""
+        """Return the key of an object from its path, or None."""
         key = key_in(path.name)
         return key if key is not None and path == self.path(key) else None
 
     def _loose(self, beginnings: tuple[str, ...]) -> list[Path]:
-        """Files beside the folders."""
+        """Return files of the archive that are not in a shard folder."""
         with suppress(FileNotFoundError), os.scandir(self.folder) as found:
             return [
                 Path(entry.path) for entry in found
@@ -287,7 +287,7 @@ class ObjectFolder:
         return []
 
     def _now(self) -> int:
-        """By the clock that stamps the files, which may be another machine's."""
+        """Return the time of the file system's clock, which may be the clock of a different machine."""
         os.utime(self._objects)
         return os.stat(self._objects).st_mtime_ns
 
@@ -305,17 +305,17 @@ def _temporary(path: Path) -> Path:
 
 
 def _nameless(path: Path) -> Path:
-    """The file under a name of an unfinished one, so that none that is half erased passes for an object."""
+    """Rename a file like a temporary file before erasing, so that a half-erased file is never read as an object."""
     temporary = _temporary(path)
     if not _is_temporary(path):
-        with suppress(OSError):  # it is erased where it is
+        with suppress(OSError):  # the file is erased under its present name
             os.rename(path, temporary)
             return temporary
     return path
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """All below a folder that are no folders, links as themselves."""
+    """Yield all files and links below a folder."""
     if folder.is_symlink():
         return
     try:

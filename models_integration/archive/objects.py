@@ -1,9 +1,9 @@
-"""An archived chunk as one file: what it says of itself, and its proof.
+"""File format of an archived chunk: manifest, tensors and digest.
 
-A plain object is a file of `cache.tensor_file`. An encrypted one holds one tensor of bytes, the AES-256-GCM ciphertext
-of such a file; the header is authenticated with it. The digest of an encrypted object proves the header alone, so that
-an object that was encrypted under another salt, which its mark says, is told from a damaged one without the key.
-A plain object's digest needs no key: it tells damage, not who wrote the object.
+An unencrypted object is a file of `cache.tensor_file`. An encrypted object contains one tensor of bytes, the
+AES-256-GCM ciphertext of such a file. The header is also authenticated. The digest of an encrypted object covers only
+the header. Without the key, an object with a different salt (shown by its mark) can therefore be distinguished from a
+damaged object. The digest of an unencrypted object needs no key, so it detects damage but does not prove the author.
 """
 
 import json
@@ -36,23 +36,24 @@ __all__ = ["FORMAT", "Claim", "key_for", "padded", "pieces", "read_claim", "read
 
 FORMAT = "kvarc/4"
 HEADER_MOST = 1 << 20
-"""Bytes of an object's header; 300 layers need 200 KiB."""
+"""Largest header of an object in bytes. 300 layers need 200 KiB."""
 PADDING_LEAST = 256
 MARK_BYTES = 32
 
 
 def key_for(manifest: Manifest, cipher: Cipher | None) -> str:
-    """The key of a chunk, encrypted or not."""
+    """Return the key of a chunk, with or without encryption."""
     return manifest.key if cipher is None else cipher.key_of(manifest.identity)
 
 
 def pieces(
     manifest: Manifest, tensors: Mapping[str, Tensor], cipher: Cipher | None,
 ) -> tuple[list[memoryview], Late | None]:
-    """The file, in parts that are written one after the other, and the digest, where it is not encrypted.
+    """Return the parts of the file in order, and for an unencrypted object the digest.
 
-    The tensors are not copied unless encrypted. The digest's place holds zeros in the parts. An encrypted object says
-    in the clear its key and when it was made, and is padded, so that its size tells its length only roughly.
+    The tensors are copied only for encryption. The parts contain zeros instead of the digest. The key and the time of
+    creation of an encrypted object are unencrypted. An encrypted object is padded, so that its size reveals its length
+    only roughly.
     """
     versions = {"format": FORMAT, "spec": SPEC_VERSION}
     plain, digest = parts({**versions, "manifest": manifest.to_json()}, tensors)
@@ -72,7 +73,7 @@ def pieces(
 
 
 def padded(size: int) -> int:
-    """The next of the few sizes that encrypted objects have: at most 12 % more (PADME)."""
+    """Return the size of an encrypted object after padding to one of few sizes: at most 12 % more (PADME)."""
     size = max(size, PADDING_LEAST)
     exponent = size.bit_length() - 1
     step = 1 << (exponent - exponent.bit_length())
@@ -80,24 +81,24 @@ def padded(size: int) -> int:
 
 
 class Claim(NamedTuple):
-    """What an object says in the clear; nothing is proved."""
+    """Unencrypted metadata of an object, without a check of the digest."""
 
     key: str
     created: float
     tenant: str | None
     tokens: int | None
-    """None, as the tenant, of an encrypted object."""
+    """Number of tokens. Number and tenant are None for an encrypted object."""
     nonce: bytes
     mark: bytes
-    """Empty, as the nonce, of an object in the clear."""
+    """Mark of the salt. Mark and nonce are empty for an unencrypted object."""
 
 
 def read_claim(path: Path) -> Claim:
-    """What an object says of itself, without its tensors.
+    """Return the unencrypted metadata of an object, without the tensors.
 
     Raises:
-        Damaged: when the header cannot be read.
-        ForeignVersion: when another version of the format, or of the specification's meaning, is stated.
+        Damaged: if the header cannot be read.
+        ForeignVersion: if the object has a different version of the format or of the specification.
         OSError: from the file system.
     """
     return _claim(header_at(path, HEADER_MOST))
@@ -122,10 +123,10 @@ def _claim(header: Header) -> Claim:
 
 
 def stated_owner(path: Path) -> tuple[object, str | None]:
-    """The tenant and the key of which a file of any version speaks; None where it does not. Nothing is proved.
+    """Return the tenant and the key in a file of any version, or None. The digest is not checked.
 
     Raises:
-        Damaged: when its header cannot be read.
+        Damaged: if the header cannot be read.
         OSError: from the file system.
     """
     try:
@@ -141,15 +142,15 @@ def stated_owner(path: Path) -> tuple[object, str | None]:
 def read_object(
     path: Path, key: str, cipher: Callable[[Claim], Cipher | None],
 ) -> tuple[Manifest, dict[str, Tensor]]:
-    """The manifest and tensors of a proved object; the tensors share one buffer that nobody else holds.
+    """Check an object, and return the manifest and the tensors. The tensors share one new buffer.
 
-    `cipher` is asked if the object is encrypted, and its header whole.
+    `cipher` is called if the object is encrypted and the header is undamaged.
 
     Raises:
-        Damaged: when the bytes are not those that were written, or are another key's.
-        ForeignVersion: when another version of the format, or of the specification's meaning, is stated, and the bytes
-            are as they were written; of an encrypted object of `kvarc/3`, nothing tells that.
-        KeyUnavailable: for an encrypted object without a cipher, or with that of another salt.
+        Damaged: if the bytes were changed, or belong to a different key.
+        ForeignVersion: if an undamaged object has a different version of the format or of the specification. For an
+            encrypted object of `kvarc/3`, damage cannot be detected.
+        KeyUnavailable: if an encrypted object has no cipher, or a cipher with a different salt.
         OSError: from the file system.
     """
     data = read_bytes(path, HEADER_MOST, follow_links=False)
@@ -159,7 +160,7 @@ def read_object(
         manifest = _manifest(header)
         found, name = tensors_of(header, data), manifest.key
     else:
-        if not header.metadata["digest"]:  # up to kvarc/3 there was none
+        if not header.metadata["digest"]:  # objects up to kvarc/3 have no digest
             _check_versions(header)
         prove(data[: header.size])
         manifest, found, name = _decrypted(header, data, key, cipher)
@@ -172,7 +173,7 @@ def read_object(
 def _decrypted(
     header: Header, data: Tensor, key: str, cipher: Callable[[Claim], Cipher | None],
 ) -> tuple[Manifest, dict[str, Tensor], str]:
-    """Manifest, tensors and key of an encrypted object; errors as of `read_object`."""
+    """Return manifest, tensors and key of an encrypted object. Errors are the same as in `read_object`."""
     claim = _claim(header)
     if claim.key != key:
         raise Damaged("it is another chunk")
