@@ -12,17 +12,18 @@ __all__ = ["show_policies", "show_policy", "show_tasks"]
 _LAYERS = {"none": "no layer", "observed": "one layer", "all": "all layers"}
 _YES = {True: "yes", False: "no"}
 _LEGEND = """
-passes: how often the model reads the prompt
-peak: largest cache while the model reads a prompt; "budget": kvspec evicts from a layer before the next layer runs
-evicts while decoding: the policy also evicts while the model generates tokens; otherwise the cache keeps growing
+passes: number of times that the model reads the prompt
+peak budget: kvspec evicts from each layer before the next layer runs
+peak full cache: the full cache is in memory until the model has read the whole prompt
+evicts while decoding: the policy also evicts while the model generates tokens; otherwise generation enlarges the cache
 evicts from later turns: the policy also evicts from later prompts that extend the same cache
 padded batches: the prompts of a batch may have different lengths
 
 This list shows when each policy evicts, but does not rank policies by quality. You can use every policy in a chat.
 If a policy evicts from the first prompt only, read later turns inside `with run.reading():`.
-diverse-NAME is the policy NAME with set-conditioned selection: tokens similar to kept tokens get lower scores.
-The paper on set-conditioned diversity calls triattention "1d", and diverse-triattention "1d_div".
-`kvspec policies NAME` prints the paper, the constants and a call of the policy NAME."""
+diverse-NAME is the policy NAME with set-conditioned selection: a token similar to kept tokens has a lower score.
+The paper on set-conditioned diversity calls triattention "1d" and diverse-triattention "1d_div".
+`kvspec policies NAME` prints the paper, the constants and an example call of the policy NAME."""
 
 
 def show_policies() -> None:

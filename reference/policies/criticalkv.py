@@ -111,7 +111,7 @@ def with_critical_selection(host: Policy, W_o: Mapping[int, DeviceArray], share:
 
 @named(
     "criticalkv", "Feng et al., CriticalKV (arXiv 2502.03805)",
-    "half of the tokens by SnapKV score, half by the product of SnapKV score and norm of the projected value",
+    "tokens selected half by SnapKV score, half by the product of SnapKV score and norm of the projected value",
     of_model=frozenset({"W_o"}), diverse=False,
 )
 def criticalkv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7) -> Policy:
@@ -128,7 +128,7 @@ def criticalkv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 7) -> 
 
 @named(
     "critical-adakv", "Feng et al., CriticalKV (arXiv 2502.03805)",
-    "tokens selected as by criticalkv; the heads of a layer share one budget, as with adakv",
+    "tokens selected by the rule of criticalkv; the heads of a layer share one budget",
     of_model=frozenset({"W_o"}), diverse=False,
 )
 def critical_adakv(

@@ -55,7 +55,7 @@ class CrystalScorer:
 
 @named(
     "crystalcache", "Lin, CrystalCache",
-    "trunks (runs of tokens within a sentence) with strong links in one layer's attention, or with rare tokens",
+    "trunks (runs of tokens within a sentence) with strong attention links to other trunks, or with rare tokens",
     diverse=False, blocks=False,
 )
 def crystalcache(

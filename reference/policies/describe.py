@@ -26,26 +26,26 @@ MEANINGS: Mapping[str, str] = {
     "N_reuse": "number of consecutive layers that keep the same chunks; the first of these layers selects the chunks",
     "N_sink": "number of first tokens that are always kept",
     "W": "number of last tokens that are always kept; policies like SnapKV use the queries of these tokens for scores",
-    "anchor": "bit pattern with which blocks are compared: alternating, mean, zeros or ones",
+    "anchor": "bit pattern that kvcrush compares each block with: alternating, mean, zeros or ones",
     "backend": "library that scores tokens: numpy, numba, torch or triton; policy_from_name chooses the fastest",
-    "beta": "the last layer keeps the window, and 1 / beta of the mean budget beyond the window",
+    "beta": "divisor; in addition to the window, the last layer keeps 1 / beta of the mean budget beyond the window",
     "block": "number of tokens in a block",
     "c": "number of tokens in a chunk",
     "calibration": "file that `kvspec calibrate` writes for your model",
     "chunk": "number of prompt tokens that the model repeats in one forward pass",
     "diversity": "weight of a token's similarity to kept tokens; called lambda in the paper",
     "every": "number of tokens between two evictions",
-    "fusion": "how the attention of the last queries is combined: sum or max",
+    "fusion": "combination of the attention of the last queries: sum or max",
     "gamma": "weight of the variance of attention in a score; the mean of attention has weight 1",
-    "kernel": "number of adjacent tokens over which each score is pooled; odd",
+    "kernel": "odd number of adjacent tokens over which each score is pooled",
     "kvcrush.share": "fraction of the kept blocks that represent evicted blocks, from 0 to 1",
     "lag": "number of tokens in each partition of the prompt",
     "lam": "weight of attention in a score; redundancy has weight 1 - lam",
-    "overlap": "number of tokens at the end of a chunk that the request for the next chunk quotes",
+    "overlap": "number of tokens at the end of a chunk that are repeated in the request for the next chunk",
     "pin_prompt": "number of first tokens that are never evicted",
-    "rule": "alpha lowers scores of tokens similar to kept tokens; variant_b raises scores of tokens near the mean",
+    "rule": "alpha (tokens similar to kept tokens score lower) or variant_b (tokens like the mean value score higher)",
     "safeguard": "fraction of a layer's budget that is divided evenly among the heads, from 0 to 1",
-    "seed": "seed of the random sample",
+    "seed": "random seed of the sample of tokens",
     "sentence_ends": "ids of tokens that end a sentence: kvspec.sentence_ends(tokenizer)",
     "signature": "values that represent a token: flat (all heads of all layers), layer (all heads of a layer) or head",
     "slack": "number of tokens above the budget that triggers an eviction",
@@ -81,7 +81,7 @@ class PolicyDescription:
     """Description of a policy: kept tokens, costs, supported uses and constants.
 
     Attributes:
-        name: name of the policy in `policy_from_name`, in `--policies` and in rules files.
+        name: name of the policy in `policy_from_name`, in the option `--policies` and in rules files.
         paper: publication that defines the policy, or "" if there is no publication.
         keeps: description of the tokens that the policy keeps.
         passes: number of times that the model processes the prompt, 1 or 2.
@@ -143,7 +143,7 @@ def describe_policy(name: str) -> PolicyDescription:
     keeps = row.keeps
     if name.startswith(DIVERSE):
         given |= {"diversity": 0.5, "signature": "flat", "rule": "alpha"}
-        keeps += "; a token similar to a kept one loses"
+        keeps += "; a token similar to a kept token has a lower score"
     required = tuple(key for key, value in given.items() if value is Parameter.empty or key == "template")
     return PolicyDescription(
         name, row.paper, keeps, 1 + (needs.rehearsal is not None), needs.layers, policy.granularity.value,

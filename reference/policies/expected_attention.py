@@ -122,7 +122,7 @@ class ExpectedAttention:
 
 @named(
     "expected-attention", "Devoto et al., Expected Attention (arXiv 2510.00636)",
-    "tokens that future queries would attend to most, if future queries are Gaussian",
+    "tokens that future queries would attend to most, if future queries were Gaussian",
     of_model=frozenset({"inv_freq", "factor"}),
 )
 def expected_attention(

@@ -116,7 +116,7 @@ def with_representatives(
 
 @named(
     "kvcrush", "Jha et al., KVCrush (arXiv 2503.00022)",
-    "blocks with the best SnapKV scores, and some representatives of the remaining blocks", diverse=False,
+    "blocks of tokens with the best SnapKV scores, and some blocks that represent the remaining blocks", diverse=False,
     blocks=False,
 )
 def kvcrush(

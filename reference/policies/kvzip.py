@@ -165,7 +165,7 @@ def kvzip(
 
 @named(
     "kvzip-uniform", "Kim et al., KVzip (arXiv 2505.23416)",
-    "tokens with the best KVzip scores, the same number in each head",
+    "tokens with the best KVzip scores; each head keeps the same number of tokens",
 )
 def kvzip_uniform(
     template: Sequence[Sequence[int]] | None = None, N_sink: int = 4, N_recent: int = 0, chunk: int = 2000,

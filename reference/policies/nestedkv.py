@@ -58,7 +58,7 @@ def nestedkv_score(
 
 @named(
     "nestedkv", "NestedKV",
-    "tokens whose keys differ most from mean keys of prompt, block and window; the heads of a layer share one budget",
+    "tokens whose keys differ most from the mean keys of prompt, block and window; heads of a layer share one budget",
     family="nestedkv",
 )
 def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy") -> Policy:
@@ -101,7 +101,7 @@ def nestedkv_without_continuum(parameters: NestedKVParameters = NESTEDKV) -> Pol
 
 @named(
     "nestedkv-without-adaptive", "NestedKV, ablation",
-    "tokens with the best NestedKV scores, the same number in each head", family="nestedkv",
+    "tokens with the best NestedKV scores; each head keeps the same number of tokens", family="nestedkv",
 )
 def nestedkv_without_adaptive(
     parameters: NestedKVParameters = NESTEDKV, backend: str | Backend = "numpy",

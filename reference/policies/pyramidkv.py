@@ -15,7 +15,7 @@ __all__ = ["pyramidkv", "pyramidkv_described"]
 
 @named(
     "pyramidkv", "Cai et al., PyramidKV (arXiv 2406.02069)",
-    "tokens selected as by snapkv; lower layers keep more tokens than higher layers",
+    "tokens selected by the rule of snapkv; lower layers keep more tokens than higher layers",
 )
 def pyramidkv(W: int = 32, kernel: int = 7, beta: int = 20) -> Policy:
     """Return PyramidKV: SnapKV with larger budgets in lower layers. The mean budget of the layers is exactly B.

@@ -134,7 +134,7 @@ class QueryCache:
 
 @named(
     "rkv", "Cai et al., R-KV (arXiv 2505.24133)",
-    "tokens that the last queries attend to most, and whose keys differ most from all remaining keys",
+    "tokens that the last queries attend to most, and whose keys differ most from all other keys",
 )
 def rkv(W: int = 8, kernel: int = 7, lam: float = 0.1, every: int = 128) -> Policy:
     """Return R-KV: each KV head keeps the last W tokens and the best-scored earlier tokens.

@@ -108,17 +108,17 @@ class TriAttention:
 
 @named(
     "triattention", "TriAttention (arXiv 2604.04921)",
-    "tokens that later queries would attend to most, predicted from calibrated statistics of queries",
+    "tokens that later queries would attend to most, predicted from the query statistics of a calibration file",
     decided={"mode": "global"}, of_model=frozenset({"served"}),
 )
 @named(
     "triattention-by-head", "TriAttention (arXiv 2604.04921)",
-    "tokens scored as by triattention; all layers share one set of tokens for each head index",
+    "tokens with the best triattention scores; heads with the same index in all layers share one set of tokens",
     decided={"mode": "head"}, of_model=frozenset({"served"}),
 )
 @named(
     "triattention-by-layer-and-head", "TriAttention (arXiv 2604.04921)",
-    "tokens scored as by triattention; each head of each layer has a separate set of tokens",
+    "tokens with the best triattention scores; each head of each layer has a separate set of tokens",
     decided={"mode": "layer and head"}, of_model=frozenset({"served"}),
 )
 def triattention(
