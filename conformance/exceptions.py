@@ -80,7 +80,7 @@ def _entry(where: str, entry: dict[str, object], known: dict[str, frozenset[str]
         raise pytest.UsageError(f"{where}: needs a reason and an issue")
     expiry, subject = entry.get("expiry"), str(entry[grains[0]])
     if type(expiry) is not date:
-        raise pytest.UsageError(f"{where}: needs an expiry, a date as 2027-03-31")
+        raise pytest.UsageError(f"{where}: needs an expiry date, such as 2027-03-31")
     if expiry <= date.today():
         raise pytest.UsageError(f"{where}: the exception of {subject!r} expired on {expiry}")
     if grains[0] in known and subject not in known[grains[0]]:

@@ -1,22 +1,13 @@
-"""All options, profiles and fixtures of the suite: `python -m pytest -p conformance.plugin --pyargs conformance.suite`.
+"""Pytest plugin with the options, profiles and fixtures of the test suites.
 
-    --backend NAME|module:ATTRIBUTE     whose code is judged; default numpy, the reference
-    --kvspec-command TEXT               or a process in any language (spec/protocol.md), by its command
-    --kvspec-timeout SECONDS            how long such a process may take for an answer; default 60
-    --kvspec-precision float64|float32  what its S1 computes in; default what a process says of itself, float64 for
-                                        numpy, else float32
-    --kvspec-profile few|dev|ci|nightly how many examples; default KVSPEC_PROFILE, ci where CI=true, else dev; few, a
-                                        dozen of a property's and every twentieth of a long loop's, is for kernels:
-                                        interpreted, a case takes up to a second, and compiled, each shape compiles
-    --kvspec-policy module:ATTRIBUTE    the policy that conformance.policy_suite judges by what it promises
-    --kvspec-as "snapkv(W=16)"          and the published method, with constants and readings, that it must be
-    --kvspec-cache module:ATTRIBUTE     the function that conformance.cache_suite judges: eviction equals masking
-    --kvspec-model FOLDER_OR_NAME       on which model; default tiny random ones of four families
-    --kvspec-positions absolute|renumbered  which positions its kept tokens have; default the text's
-    --kvspec-exceptions FILE.toml       known failures of a third party: conformance/exceptions.py
+Run `python -m pytest -p conformance.plugin --pyargs conformance.suite`. `pytest --help` prints the options.
 
-`spec` is imported inside functions: jaxtyping's checks must hook it before its first import, and this module is
-loaded earlier than that.
+The profiles set the number of random examples of each property: few (12), dev (50), ci (150) or nightly (20 000). The
+profile few also runs only every twentieth case of a long loop, because an interpreted kernel takes up to a second for
+a case, and a compiled kernel is compiled for each shape.
+
+`spec` is imported inside functions. jaxtyping must install hooks before `spec` is first imported, but pytest imports
+this module before jaxtyping installs the hooks.
 """
 
 import os
@@ -53,18 +44,30 @@ _engine = pytest.StashKey["Engine | None"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("kvspec", "kvspec conformance")
-    group.addoption("--backend", help="whose code is judged: a name or module:ATTRIBUTE")
-    group.addoption("--kvspec-command", metavar="TEXT", help="or an engine in any language: what starts its process")
-    group.addoption("--kvspec-timeout", type=float, metavar="SECONDS", default=60.0, help="of one answer of the engine")
-    group.addoption("--kvspec-precision", choices=("float64", "float32"), help="what the backend's S1 computes in")
-    group.addoption("--kvspec-profile", choices=PROFILES, help="how many examples each property sees")
-    group.addoption("--kvspec-policy", metavar="NAME", help="whose promises conformance.policy_suite tests")
-    group.addoption("--kvspec-as", metavar="METHOD", action="append", help="the method that the policy must be")
-    group.addoption("--kvspec-cache", metavar="NAME", help="whose cache conformance.cache_suite judges")
-    group.addoption("--kvspec-model", metavar="FOLDER", help="on which transformers model; default tiny ones")
-    group.addoption("--kvspec-positions", choices=POSITIONS, help="of what the cache keeps; default absolute")
-    group.addoption("--kvspec-exceptions", metavar="FILE.toml", help="known failures, each with a reason")
+    option = parser.getgroup("kvspec", "kvspec conformance").addoption
+    option("--backend", help="backend to test: a name or module:ATTRIBUTE. Default: numpy")
+    option("--kvspec-command", metavar="TEXT",
+           help="command that starts the engine to test, in any programming language (spec/protocol.md)")
+    option("--kvspec-timeout", type=float, metavar="SECONDS", default=60.0,
+           help="maximum number of seconds that the engine may take to answer. Default: 60")
+    option("--kvspec-precision", choices=("float64", "float32"),
+           help="precision of stage S1. Default: the precision that the engine reports; float64 for the backend numpy;"
+                " float32 for all other backends")
+    option("--kvspec-profile", choices=PROFILES,
+           help="profile, which sets the number of random examples of each property. Default: the environment variable"
+                " KVSPEC_PROFILE. If KVSPEC_PROFILE is not set: ci if CI=true, otherwise dev")
+    option("--kvspec-policy", metavar="NAME", help="policy to test with conformance.policy_suite: module:ATTRIBUTE")
+    option("--kvspec-as", metavar="METHOD", action="append",
+           help="published method that must keep the same tokens as the policy, such as 'snapkv(W=16)'. Repeatable")
+    option("--kvspec-cache", metavar="NAME",
+           help="cache to test with conformance.cache_suite: module:ATTRIBUTE of a function that returns logits after"
+                " eviction")
+    option("--kvspec-model", metavar="FOLDER",
+           help="folder of the transformers model for --kvspec-cache. Default: tiny random models of four families")
+    option("--kvspec-positions", choices=POSITIONS,
+           help="positions of the tokens that the cache keeps: absolute (default), or renumbered from 0 in each head")
+    option("--kvspec-exceptions", metavar="FILE.toml",
+           help="TOML file of known failures, each with a reason, an issue and an expiry date")
 
 
 def profile_of(config: pytest.Config) -> str:
@@ -193,7 +196,7 @@ def engine_of(config: pytest.Config) -> "Engine | None":
     if command is None:
         return None
     if config.getoption("--backend"):
-        raise pytest.UsageError("--backend and --kvspec-command: give one of them, there is one subject")
+        raise pytest.UsageError("give either --backend or --kvspec-command, but not both")
     if not 0 < seconds < threading.TIMEOUT_MAX:
         raise pytest.UsageError(f"--kvspec-timeout = {seconds}: must be a positive number of seconds")
     try:
@@ -266,7 +269,7 @@ def subject(request: pytest.FixtureRequest) -> "Backend":
     engine = request.config.stash[_engine]
     found = backend_of(engine) if engine else resolve(subject_of(request.config))
     if all(getattr(found, family) is None for family in FAMILIES):
-        raise BackendUnavailable(f"backend {found.name!r} has no stage family: there is nothing to judge")
+        raise BackendUnavailable(f"backend {found.name!r} has no stage family, so kvspec cannot test the backend")
     return guarded(found)
 
 

@@ -1,4 +1,4 @@
-"""KV-cache eviction by published methods, on `transformers` models.
+"""Evict tokens from the KV cache of `transformers` models with published policies.
 
     import kvspec
 
@@ -6,8 +6,9 @@
     with policy(model) as run:
         output = model.generate(**inputs, max_new_tokens=200)
 
-Names are loaded when they are first used: importing this package imports neither torch nor transformers. The packages
-behind it stay importable: `spec` (what must hold), `reference` (NumPy, equation by equation), `models_integration`.
+Importing `kvspec` imports neither torch nor transformers, because Python imports each class or function on first use.
+You can also import the packages that `kvspec` uses: `spec` (the specification), `reference` (one NumPy function for
+each equation) and `models_integration` (sessions on models).
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""`python -m kvspec`: the command."""
+"""Run the command `kvspec` with `python -m kvspec`."""
 
 from models_integration.cli import main
 

@@ -1,11 +1,12 @@
-"""Eviction policies for `transformers` models: observe the prompt, decide, compact the cache, continue to generate.
+"""Run policies on `transformers` models: process the prompt, select tokens, evict the other tokens, and generate.
 
     policy = CrystalCache(budget=0.5, sentence_ends=sentence_ends(tokenizer))
     with policy(model) as run:
         output = model.generate(**inputs, max_new_tokens=200)
     run.retention, run.timings, run.bytes_freed
 
-A name is loaded when the name is first used. Importing this package alone imports neither torch nor transformers.
+Importing `models_integration` imports neither torch nor transformers, because Python imports each class or function on
+first use.
 """
 
 from importlib import import_module

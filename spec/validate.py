@@ -63,7 +63,7 @@ def check_attention_tensors(q: Any, k: Any) -> None:
     """
     for name, tensor in (("q", q), ("k", k)):
         if not hasattr(tensor, "is_floating_point"):
-            raise SpecError(name, type(tensor).__name__, f"must be a tensor, as q is: {type(q).__name__}")
+            raise SpecError(name, type(tensor).__name__, f"must have the type of q, {type(q).__name__}")
         if tensor.ndim != 3:
             raise SpecError(name, tuple(tensor.shape), "must be a tensor (heads, tokens, d)")
         _check_kind(name, tensor, tensor.is_floating_point())

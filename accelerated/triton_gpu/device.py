@@ -40,14 +40,13 @@ def require_device() -> None:
         return
     if not torch.cuda.is_available():
         raise BackendUnavailable(
-            "backend 'triton' needs a CUDA device, and torch sees none here. Run it on a machine with one, or"
-            " start the process with TRITON_INTERPRET=1 to run its kernels slowly on the CPU; 'numba' is the"
-            " fast CPU backend"
+            "backend 'triton' needs a CUDA device, and torch finds none. Use a machine with a CUDA device, or the"
+            " backend 'numba'. To run the kernels slowly on the CPU, start the process with TRITON_INTERPRET=1"
         )
     if shared_memory() < SHARED:
         raise BackendUnavailable(
-            f"backend 'triton' needs {SHARED} bytes of shared memory a program, as an A100, H100 or H200 has them;"
-            f" {torch.cuda.get_device_name()} has {shared_memory()}. Run it on one of these, or take 'numba'"
+            f"backend 'triton' needs {SHARED} bytes of shared memory for each program;"
+            f" {torch.cuda.get_device_name()} has {shared_memory()}. Use an A100, H100 or H200, or the backend 'numba'"
         )
 
 
@@ -175,7 +174,7 @@ def _check_tensor(name: str, x: Tensor) -> None:
             name, x.dtype, "must be float32 or float16, because Triton's interpreter computes bfloat16 incorrectly"
         )
     if x.device.type != default_device().type:
-        raise SpecError(name, str(x.device), f"a tensor must be on {default_device().type} here")
+        raise SpecError(name, str(x.device), f"must be on the device {default_device().type}")
 
 
 def _check_together(q: Tensor, k: Tensor) -> None:

@@ -350,7 +350,7 @@ def ask_method(engine: Engine, name: str, arguments: Mapping[str, Any]) -> KeptS
     """
     if name not in engine.hello.families.get(FAMILY, []):
         offered = ", ".join(engine.hello.families.get(FAMILY, [])) or "none"
-        raise SpecError("as", name, f"is no method of {engine.hello.name}, whose hello offers {offered}")
+        raise SpecError("as", name, f"is not offered by the engine {engine.hello.name}; the engine offers {offered}")
     row = method_ops()[f"{FAMILY}.{name}"]
     written = {each: encode(each, kind, arguments[each]) for each, kind in row.arguments.items()}
     read: Callable[[Any], KeptSets] = partial(decode, row.result, check=checked(sizes(row, arguments)))

@@ -178,7 +178,7 @@ def check_own_code(backend: str, method: str) -> None:
     """
     if not has_own_code(backend, method):
         offered = ", ".join(name for name in METHODS if has_own_code(backend, name)) or "none"
-        raise SpecError("as", method, f"is not offered by backend {backend}, which has code of its own for {offered}")
+        raise SpecError("as", method, f"is not offered by backend {backend}; the backend offers {offered}")
 
 
 def on_backend(backend: str, method: Method, inputs: Inputs, B: int) -> Kept:
@@ -208,7 +208,7 @@ def method_of(text: str) -> Method:
         values = tomllib.loads(f"x = {{{rest[:-1]}}}")["x"]
         assert not bracket or rest.endswith(")")
     except (tomllib.TOMLDecodeError, AssertionError) as error:
-        raise SpecError("as", text, 'must be a name, or a name with constants, as in snapkv(W=16, kernel=5)') from error
+        raise SpecError("as", text, 'must be a method, such as snapkv or snapkv(W=16, kernel=5)') from error
     return Method(name, {key: _value(METHODS[name], key, value) for key, value in values.items()})
 
 
@@ -219,11 +219,11 @@ def _value(brute: Brute, name: str, value: Any) -> Any:
         raise SpecError(name, value, f"must be one of {', '.join(map(str, readings[name]))}")
     if name not in readings and name not in constants:
         known = ", ".join(sorted({*constants, *readings}))
-        raise SpecError("as", name, f"is no constant or reading of {brute.name}; choose one of {known}")
+        raise SpecError("as", name, f"is not a constant or reading of {brute.name}; choose one of {known}")
     there = brute.published.get(name, brute.small.get(name))
     with suppress(ValueError):
         return Fraction(str(value)) if isinstance(there, Fraction) else value
-    raise SpecError(name, value, "must be a fraction, as 0.2 or '1/5'")
+    raise SpecError(name, value, "must be a fraction, such as 0.2 or '1/5'")
 
 
 def span_of(method: Method) -> int:

@@ -132,9 +132,9 @@ def ask(request: Request, again: Request) -> None:
     if request.yes:
         return
     if not sys.stdin.isatty():
-        raise SpecError("check", str(request.check), "runs the command above: add --yes if you trust it")
+        raise SpecError("check", str(request.check), "runs the command above; if you trust the command, add --yes")
     if input("Run it? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise SpecError("check", str(request.check), "nothing was run")
+        raise SpecError("check", str(request.check), "was not run, because you did not confirm")
 
 
 if __name__ == "__main__":

@@ -203,7 +203,9 @@ def read(path: Path) -> dict[str, Any]:
     if not whole or found.get("schema") not in (1, SCHEMA) or found["subject"]["kind"] not in KINDS:
         raise SpecError("check", str(path), f"must be a certificate of schema {SCHEMA}")
     if found["run"]["profile"] not in PROFILES or "quick profile" in str(found.get("verdict")):
-        raise SpecError("check", str(path), "must be a certificate of a whole run: --quick and --fail-fast make none")
+        raise SpecError(
+            "check", str(path), "must be the certificate of a complete run, without --quick and --fail-fast"
+        )
     return found if found["schema"] == SCHEMA else converted(found)
 
 

@@ -1,4 +1,4 @@
-"""`kvspec.verify`: the verdict of `kvspec verify`, as a Python object."""
+"""The function `kvspec.verify`, which returns the verdict of `kvspec verify` as a Python object."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Verdict:
 
     Attributes:
         passed: True if every test passed. If `passed` is True, `kvspec verify` exits with code 0.
-        headline: result of the run in one sentence.
+        headline: one sentence with the result of the run.
         failing: names of the specification items that failed, or of the guarantees that the policy breaks.
         certificate: content of certificate.toml as a dictionary. If `quick` is True, `certificate` is the content of
             quick.toml.
@@ -46,8 +46,8 @@ def verify(
 ) -> Verdict:
     """Test a backend, an engine, a policy or a cache with the tests of `kvspec verify`, and return the verdict.
 
-    The tests run in a separate process, which imports the tested object by name. Therefore the tested object must be in
-    a module that can be imported. Give exactly one of `backend`, `command`, `policy` and `cache`.
+    The tests run in a separate process. The process imports the tested object by name, so the module of the tested
+    object must be importable. Give exactly one of `backend`, `command`, `policy` and `cache`.
 
         verdict = kvspec.verify(policy="mine:POLICY", method="snapkv", quick=True)
         assert verdict.passed, verdict.failing
@@ -59,11 +59,11 @@ def verify(
         cache: cache to test: `module:ATTRIBUTE` of a function that returns logits after eviction.
         method: published method that must keep the same tokens, such as "snapkv" or "snapkv(W=16, kernel=5)". If you
             test a `backend` or a `command`, `method` can be a list. Default: no comparison.
-        model: folder of the transformers model to test `cache` with. Default: tiny random models.
-        positions: positions of the kept tokens in `cache`, "absolute" or "renumbered". Default: "absolute".
-        timeout: maximum number of seconds that the engine of `command` may take to answer.
+        model: for `cache`: folder of the transformers model. Default: tiny random models.
+        positions: for `cache`: positions of the kept tokens, "absolute" or "renumbered". Default: "absolute".
+        timeout: for `command`: maximum number of seconds that the engine may take to answer. Default: 60.
         precision: precision of stage S1 (co-attention). Default: "float64" for the numpy backend, otherwise "float32".
-        profile: how many examples each test runs: "few", "dev", "ci" or "nightly". Default: "ci".
+        profile: profile that sets the number of examples of each test: "few", "dev", "ci" or "nightly". Default: "ci".
         seed: random seed of the examples, 0 or more. Default: a new seed, which the certificate records.
         quick: run few examples, without full-size inputs. No certificate is written.
         fail_fast: stop at the first failed test.
@@ -76,7 +76,7 @@ def verify(
     Raises:
         SpecError: if an argument is invalid, or if the tested object does not exist.
         BackendUnavailable: if the tested object cannot be loaded.
-        pytest.UsageError: if pytest stops before there is a verdict.
+        pytest.UsageError: if pytest stops before the tests give a verdict.
     """
     for needed in ("pytest", "hypothesis"):
         if find_spec(needed) is None:

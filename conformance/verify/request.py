@@ -30,16 +30,17 @@ _METHODS = re.compile(r",(?![^(]*\))\s*")
 """Between two methods, and not between two constants."""
 
 _ABOUT = """Test an engine, a policy or a cache, and write the verdict as a certificate (spec/certificate.md).
-An engine must compute the items of the specification. A policy must meet its guarantees, such as an exact budget.
+An engine must compute the items of the specification. A policy must have the properties that the policy
+guarantees, such as an exact budget.
 A cache must give the same logits as the full cache with the evicted tokens masked.
 With --as METHOD an engine or a policy must also keep the same tokens as a published method.
 
 Exit codes:
 
-    0         the engine or the cache conforms, or the policy keeps its promises (guarantees)
+    0         every test passes, and every item that the tested code offers has a passed test
     1         a test fails, an offered item has no passed test, or --check finds a difference
-    2         nothing was judged (one line has the reason)
-    130, 143  the run was stopped
+    2         kvspec tested nothing (one line on standard error has the reason)
+    130, 143  Ctrl-C or SIGTERM stopped the run
 
 Arguments after -- are passed to pytest, and pytest's output is shown. A run with arguments for
 pytest writes no certificate."""
@@ -97,7 +98,7 @@ class Request:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"kvspec: {message}; see kvspec verify --help; write options of pytest after --\n")
+        self.exit(2, f"kvspec: {message}; kvspec verify --help lists the options; write options of pytest after --\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -118,19 +119,20 @@ def parser() -> argparse.ArgumentParser:
                            "snapkv,h2o. `kvspec policies NAME` lists the constants of a method")
     who.add_argument("--check", type=Path, metavar="CERTIFICATE.toml",
                      help="certificate to check. First kvspec prints the command that the certificate\n"
-                          "contains, and compares the files that the certificate lists. Then kvspec runs the\n"
-                          "tests with the seed of the certificate and with a new seed (--seed). If there is\n"
-                          "a difference, kvspec prints the difference and exits with 1")
+                          "contains, and checks the hashes of the files that the certificate lists. Then kvspec\n"
+                          "runs the tests with the seed of the certificate and with a new seed (--seed). If the\n"
+                          "results differ from the certificate, kvspec prints the difference and exits with 1")
     made.add_argument("--yes", action="store_true",
-                      help="run the command of the certificate without confirmation, for --check")
+                      help="for --check: run the command of the certificate without confirmation")
     made.add_argument("--model", metavar="FOLDER",
-                      help="folder of the transformers model for --cache. Default: tiny random models")
+                      help="for --cache: folder of the transformers model. Default: tiny random models")
     made.add_argument("--positions", choices=POSITIONS,
-                      help="positions of the kept tokens, for --cache: absolute (default), or renumbered\n"
-                           "from 0 in each KV head. A cache with renumbered positions must also\n"
+                      help="for --cache: positions of the kept tokens, either absolute (default) or\n"
+                           "renumbered from 0 in each KV head. A cache with renumbered positions must also\n"
                            "rotate the keys to the new positions")
     made.add_argument("--timeout", type=float, metavar="S",
-                      help="maximum number of seconds that the engine of --command may take to answer")
+                      help="for --command: maximum number of seconds that the engine may take to answer.\n"
+                           "Default: 60")
     made.add_argument("--precision", choices=PRECISIONS,
                         help="precision of stage S1 (co-attention). Default: float64 for the numpy backend,\n"
                              "otherwise float32. An engine of --command reports its precision")
@@ -177,7 +179,7 @@ def parsed(arguments: Sequence[str]) -> Request:
     found = parser().parse_args(list(arguments)[:at])
     given = any(getattr(found, name) is not None for name in (*_ONLY_FOR, "profile"))
     if found.check and (found.quick or found.fail_fast or given):
-        bound = "repeats the run of the certificate: give no option but --seed, --yes and --out"
+        bound = "can be combined only with --seed, --yes and --out"
         raise SpecError("check", str(found.check), bound)
     if found.yes and not found.check:
         raise SpecError("yes", True, "can be given only with --check")

@@ -179,9 +179,10 @@ def check_out(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SpecError("out", str(folder), f"cannot be made a folder ({error.strerror}); choose another") from error
+        reason = f"cannot be created as a folder ({error.strerror}); choose a different path"
+        raise SpecError("out", str(folder), reason) from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise SpecError("out", str(folder), "cannot be written; choose another folder")
+        raise SpecError("out", str(folder), "is not writable; choose a different folder")
 
 
 def check_exceptions(file: Path) -> None:
@@ -197,7 +198,7 @@ def check_exceptions(file: Path) -> None:
         name, _, test = entry.subject.partition("[")[0].partition("::")
         path = SUITE / name
         if not path.is_file() or not re.search(rf"^def {re.escape(test)}\(", path.read_text("utf-8"), re.MULTILINE):
-            raise SpecError("exceptions", entry.subject, f"names no test of the suite (in {file})")
+            raise SpecError("exceptions", entry.subject, f"must be the name of a test of the suite (in {file})")
 
 
 def check_compiled() -> None:
@@ -208,4 +209,4 @@ def check_compiled() -> None:
     """
     for name in INTERPRETERS:
         if os.environ.get(name, "0") not in ("", "0"):
-            raise SpecError(name, os.environ[name], "leaves out full sizes, which a certificate needs; add --quick")
+            raise SpecError(name, os.environ[name], "skips full-size inputs, which a certificate needs; add --quick")

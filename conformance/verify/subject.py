@@ -74,7 +74,7 @@ def of_backend(named: str) -> Subject:
     """
     found = _loaded("backend", named, lambda: resolve(named))
     if all(getattr(found, family) is None for family in FAMILIES):
-        raise BackendUnavailable(f"backend {found.name!r} has no stage family: there is nothing to judge")
+        raise BackendUnavailable(f"backend {found.name!r} has no stage family, so kvspec cannot test the backend")
     return _of_package("backend", found.name, named, BUILT_IN.get(named) or target_of("backend", named, ENTRY_POINTS))
 
 
@@ -85,7 +85,7 @@ def _loaded(kind: str, named: str, find: Callable[[], Any]) -> Any:
         raise
     except BaseException as error:  # its module may raise anything
         said = f"{type(error).__name__}: {error}"
-        raise BackendUnavailable(f"{kind} {named!r} cannot be loaded here: its module raises {said}") from error
+        raise BackendUnavailable(f"{kind} {named!r} cannot be loaded, because the module raises {said}") from error
 
 
 def _of_package(kind: str, name: str, named: str, target: str) -> Subject:
@@ -104,7 +104,7 @@ def of_policy(named: str, method: str = "") -> Subject:
     like = method.partition("(")[0]
     found = _loaded("policy", named, lambda: policy_of(named, drawn(0), like))
     if not method and all(promised(found, column) != "yes" for column in PROPERTIES):
-        raise SpecError("policy", named, "promises nothing, so there is nothing to judge: see spec.policy.Promises")
+        raise SpecError("policy", named, "must declare at least one promise in spec.policy.Promises")
     return _of_package("policy", found.name, named, OURS if named in NAMES else target_of("policy", named, POLICIES))
 
 
@@ -120,7 +120,9 @@ def of_cache(named: str) -> Subject:
             raise SpecError("cache", named, f"needs {needed}, which is not installed: pip install 'kvspec[models]'")
     found = _loaded("cache", named, lambda: find_plugin("cache", named, CACHES).value)
     if not callable(found):
-        raise SpecError("cache", named, f"must be a function of prompt_ids, kept, next_ids, model; is {found!r}")
+        raise SpecError(
+            "cache", named, f"must be a function with the arguments prompt_ids, kept, next_ids and model, not {found!r}"
+        )
     return _of_package("cache", named, named, target_of("cache", named, CACHES))
 
 
@@ -138,7 +140,7 @@ def of_command(named: str) -> Subject:
         raise SpecError("command", named, f"cannot be read: {error}") from error
     executable = shutil.which(words[0]) if words else None
     if executable is None:
-        raise SpecError("command", named, "must begin with an executable file, and there is none of this name")
+        raise SpecError("command", named, "must begin with the name of an executable file")
     files = {Path(word).as_posix(): Path(word) for text in words[1:] for word in _parts(text) if _is_file(word)}
     files[Path(words[0]).as_posix() if os.sep in words[0] else f"PATH/{words[0]}"] = Path(executable)
     listed = " ".join(sorted(files))

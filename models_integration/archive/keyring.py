@@ -93,7 +93,7 @@ class Keyring:
         if len(set(master)) < DISTINCT_LEAST:
             raise SpecError(
                 "master", f"{len(set(master))} different bytes",
-                f"must be {MASTER_BYTES} random bytes, of which at least {DISTINCT_LEAST} differ",
+                f"must be {MASTER_BYTES} random bytes, with at least {DISTINCT_LEAST} different values",
             )
         self.folder = folder
         self._master = master
@@ -252,7 +252,7 @@ def read_master(path: Path, archive: Path) -> bytes:
         SpecError: if the file cannot be read, is inside the archive, or can be read by users other than the owner.
     """
     if path.resolve().is_relative_to(archive.resolve()):
-        bound = f"must be outside the archive {archive}: a copy of the archive would hold the key too"
+        bound = f"must be outside the archive {archive}, because a copy of the archive would contain the key"
         raise SpecError("master_key", str(path), bound)
     try:
         with regular_file(path, follow_links=True) as descriptor:

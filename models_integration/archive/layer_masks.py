@@ -46,7 +46,7 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
     if not ragged and model.config._attn_implementation not in ("sdpa", "eager"):
         raise SpecError("attn_implementation", model.config._attn_implementation, "must be sdpa or eager")
     if not ragged and not all(layer.rows.shared for layer in cache.full_layers):
-        raise SpecError("past_key_values", "rows that differ", "can be read only inside `with policy(model)`")
+        raise SpecError("past_key_values", "rows that differ", "can be used only inside `with policy(model)`")
     decoder, text = decoders_of(model)
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     with ExitStack() as undo:

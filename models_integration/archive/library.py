@@ -132,7 +132,7 @@ class Library:
         depth = len(self.rotary.layers)
         layers = upper_half(chunk.layers, depth) if upper else chunk.layers
         if not layers:
-            raise SpecError("upper", upper, "the upper half of this model has no full-attention layer")
+            raise SpecError("upper", upper, "must be False: the upper half of the model has no full-attention layer")
         stored = tuple(sorted(layers))
         manifest = Manifest(
             self._tenant, ids_digest(wrapped.ids), len(wrapped.ids), form, wrapped.hidden, wrapped.markers,
@@ -183,7 +183,7 @@ class Library:
         for key in keys:
             chunk = self.get(key)
             if chunk is None:
-                raise NoSuchChunk(f"no chunk {key} of tenant {self._tenant!r} is here whole")
+                raise NoSuchChunk(f"the archive has no undamaged chunk {key} of tenant {self._tenant!r}")
             chunks.append(chunk)
         if cache is None:
             cache = RetainedCache(self._model.config.get_text_config(decoder=True))

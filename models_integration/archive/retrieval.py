@@ -151,7 +151,7 @@ def _loaded(kind: Any, path: Path) -> tuple[Any, Any]:
     model, info = kind.from_pretrained(path, output_loading_info=True, dtype=torch.float32, local_files_only=True)
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:
-        raise SpecError("path", str(path), f"must have all weights of the model; it lacks {', '.join(missing)}")
+        raise SpecError("path", str(path), f"must contain all weights of the model; missing are {', '.join(missing)}")
     model.train(False)
     return model, AutoTokenizer.from_pretrained(path, local_files_only=True)
 
@@ -171,7 +171,7 @@ def measured(selections: Mapping[str, Sequence[str]], truth: Mapping[str, str]) 
         raise SpecError("truth", 0, "must have at least one query")
     for query in truth:
         if query not in selections:
-            raise SpecError("selections", query, "has a right chunk, but no selection")
+            raise SpecError("selections", query, "must have a selection, because the query has a right chunk")
     found = {
         f"r@{k}": sum(recall(selections[query], truth[query], k) for query in truth) / len(truth) for k in DEPTHS
     }

@@ -86,7 +86,7 @@ def full_attention(model: PreTrainedModel) -> list[int]:
     layers = RetainedCache(model.config.get_text_config(decoder=True)).layers
     full = [index for index, layer in enumerate(layers) if isinstance(layer, RetainedLayer)]
     if not full:
-        raise SpecError("model", type(model).__name__, "has no full-attention layer: nothing can be spliced")
+        raise SpecError("model", type(model).__name__, "must have a full-attention layer to insert chunks")
     return full
 
 
@@ -124,7 +124,7 @@ def compacted(chunk: Chunk, retention: Retention) -> Chunk:
     lost = sorted(visible - set.intersection(*(set(places.tolist()) for places in sets)))
     if lost:
         raise SpecError(
-            "retention", f"without markers {lost}", "must keep the markers; make the policy with `protecting`"
+            "retention", f"without markers {lost}", "must keep the role markers; make the policy with `protecting`"
         )
     layers = {
         index: (taken(keys, kept[index]), taken(values, kept[index])) for index, (keys, values) in chunk.layers.items()

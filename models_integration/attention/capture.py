@@ -54,7 +54,7 @@ class Attended:
     options: Mapping[str, Any]
 
 
-OTHER_TENSORS = "its attention gets different keys or values than its cache returned"
+OTHER_TENSORS = "the attention must use the keys and values that the cache returns, but uses different tensors"
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Head sizes that the kernel accepts unchanged. On CUDA, torch first pads all other sizes.

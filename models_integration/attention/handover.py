@@ -30,16 +30,16 @@ __all__ = ["check_handover", "check_readable"]
 _TOKENS = 3
 # Number of tokens in the test of eviction, and the tokens that are kept.
 _SEEN, _KEPT = 8, [0, 3, 4, 7]
-_BY_SLOT = "its attention depends on the distance of slots, as with ALiBi: eviction changes that distance"
+_BY_SLOT = "the attention depends on the distance between cache slots, as with ALiBi, and eviction changes the distance"
 LATENTS = (
-    "it stores one latent for all heads (MLA): use a policy that keeps one set for the model or for each layer"
+    "the cache stores one latent for all heads (MLA): use a policy that keeps the same tokens in all heads of a layer"
 )
 _INDEXED = (
-    "its indexer chooses the tokens that attention reads: use streamingllm, which keeps one set and reads no attention"
+    "an indexer of the model selects the tokens for attention: use streamingllm, which needs no attention weights"
 )
-_OWN_POSITIONS = "it numbers positions by its own rule: the positions that kvspec passes would be different"
-_UNSEEN = "its attention cannot be observed: it does not go through transformers' attention interface"
-_OWN_MASK = "it makes its own attention mask"
+_OWN_POSITIONS = "the model numbers positions by a separate rule, which differs from the positions of kvspec"
+_UNSEEN = "the attention cannot be observed, because the model does not use the attention interface of transformers"
+_OWN_MASK = "the model makes a separate attention mask"
 
 
 def check_handover(architecture: Architecture, needs: Needs, granularity: Granularity) -> None:
@@ -94,7 +94,7 @@ def _check_positions(architecture: Architecture) -> None:
         with isolated_forward(architecture):
             evicted, masked = _after_eviction(architecture, gather=True), _after_eviction(architecture, gather=False)
     except FORWARD_ERRORS as error:
-        raise SpecError("model", architecture.name, f"it cannot read a token after eviction: {error}") from error
+        raise SpecError("model", architecture.name, f"cannot process a token after eviction: {error}") from error
     if not states_agree(evicted, masked):
         raise SpecError("model", architecture.name, _BY_SLOT)
     known.add(key)
@@ -113,7 +113,7 @@ def _check_numbering(architecture: Architecture) -> None:
                 for start in (None, 0)
             )
     except FORWARD_ERRORS as error:
-        raise SpecError("model", architecture.name, f"it cannot read {_TOKENS} tokens: {error}") from error
+        raise SpecError("model", architecture.name, f"cannot process {_TOKENS} tokens: {error}") from error
     if not states_agree(ours, own):
         raise SpecError("model", architecture.name, _OWN_POSITIONS)
 
@@ -130,9 +130,9 @@ def _check_causal(architecture: Architecture) -> None:
                 read_tokens(architecture, RetainedCache(architecture.config), tokens) for tokens in (_TOKENS, _SEEN)
             )
     except FORWARD_ERRORS as error:
-        raise SpecError("model", architecture.name, f"it cannot read {_SEEN} tokens: {error}") from error
+        raise SpecError("model", architecture.name, f"cannot process {_SEEN} tokens: {error}") from error
     if not states_agree(more[:, :_TOKENS], fewer):
-        raise SpecError("model", architecture.name, "its attention is not causal")
+        raise SpecError("model", architecture.name, "the attention of the model is not causal")
 
 
 def _after_eviction(architecture: Architecture, gather: bool) -> Tensor:
@@ -167,7 +167,8 @@ def _check_apart(architecture: Architecture, granularity: Granularity) -> None:
         return
     reason = _read_apart(architecture, granularity)
     if reason is not None:
-        raise SpecError("model", architecture.name, f"it cannot read layers that store different tokens: {reason}")
+        bound = f"needs the same tokens in all layers and heads of the cache: {reason}"
+        raise SpecError("model", architecture.name, bound)
     known.add(key)
 
 
@@ -227,7 +228,7 @@ def _handed(architecture: Architecture) -> _Handed:
         except torch.OutOfMemoryError:
             raise
         except FORWARD_ERRORS as error:
-            raise SpecError("model", architecture.name, f"it cannot read {_TOKENS} tokens: {error}") from error
+            raise SpecError("model", architecture.name, f"cannot process {_TOKENS} tokens: {error}") from error
         observed = set(architecture.full_layers) <= set(watcher.asked)
         known[implementation] = _Handed(watcher.keys, watcher.values, watcher.queries, observed)
     return known[implementation]

@@ -20,10 +20,10 @@ __all__ = ["check_recurrence", "check_turns"]
 
 _TOKENS, _PADDING = 8, 3
 
-_NUMBERS = "its decoder numbers positions itself, padding included: pass rows of equal length"
-_TURN = "its recurrent layers lose their state when several tokens follow others: read later text token by token"
-_PADDED = "its recurrent layers read padding as tokens: pass rows of equal length"
-_PADDED_TURN = "its recurrent layers read padding as tokens after a first forward: pass rows of equal length"
+_NUMBERS = "the decoder also numbers padding positions: pass rows of equal length"
+_TURN = "the recurrent layers lose the state if a later forward pass has several tokens: pass later text token by token"
+_PADDED = "the recurrent layers process padding like tokens: pass rows of equal length"
+_PADDED_TURN = "in later forward passes, the recurrent layers process padding like tokens: pass rows of equal length"
 
 # Tests that each decoder has passed.
 _PASSED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()

@@ -25,7 +25,7 @@ def check_seen(layer: RetainedLayer, retentions: Sequence[Retention], padding: T
     for row, retention in enumerate(retentions):
         seen = int(tokens[min(row, len(tokens) - 1)])
         if retention.seen != seen:
-            raise SpecError("retention", f"{retention.seen} tokens", f"the cache has seen {seen}")
+            raise SpecError("retention", f"{retention.seen} tokens", f"must cover all {seen} tokens seen by the cache")
 
 
 def shared_changes(

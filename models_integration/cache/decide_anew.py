@@ -98,8 +98,8 @@ def _check_own_sets(policy: Policy, layers: Sequence[RetainedLayer]) -> None:
         raise SpecError("past_key_values", "heads that differ", f"{policy.name} needs the same tokens in all heads")
     if not (isinstance(scorer, SeparableScorer) and scorer.separable):
         reason = (
-            "compares layers or heads token by token and evicts from the first prompt only: now layers or heads store"
-            " different tokens. Read later text inside `with run.reading():`"
+            "evicts from the first prompt only, because the policy compares the tokens of different layers or heads:"
+            " read later text inside `with run.reading():`"
         )
         raise SpecError("policy", policy.name, reason)
 

@@ -83,7 +83,7 @@ class ReadIds:
         """
         given, seen = cast(Tensor, call["input_ids"]), is_token.shape[1]
         if columns_of(call) <= seen:
-            reason = f"the cache has read {seen} already: pass the whole text again, then the new tokens"
+            reason = f"must begin with the {seen} tokens seen by the cache: pass the whole text and the new tokens"
             raise SpecError("input_ids", f"{columns_of(call)} tokens", reason)
         if columns_of(call) != given.shape[1] or len(given) < len(self.ids):
             return  # only new tokens, or rows that the cache rejects
@@ -93,6 +93,6 @@ class ReadIds:
         if bool(differs.any()):
             row, at = (int(index) for index in differs.nonzero()[0])
             raise SpecError(
-                "input_ids", int(text[row, at]), f"is token {at} of the text, but the cache has read "
-                f"{int(known[row, at])}: pass the text as it was read, or leave out past_key_values"
+                "input_ids", int(text[row, at]), f"is token {at} of the text, but the cache has seen the token "
+                f"{int(known[row, at])}: pass the same text, or leave out past_key_values"
             )

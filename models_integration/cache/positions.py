@@ -141,7 +141,7 @@ class SlotOffset(int):
         if function not in (torch.Tensor.add, torch.Tensor.__add__) or kwargs or not isinstance(offset, cls):
             raise SpecError("kv_offset", int(offset), f"can be added to slot numbers, not used in {function}")
         if not offset.rows.shared:
-            raise SpecError("past_key_values", "rows that differ", "can be read only inside `with policy(model)`")
+            raise SpecError("past_key_values", "rows that differ", "can be used only inside `with policy(model)`")
         positions = offset.rows.positions(len(slots))[0]
         return positions.to(slots.device)
 

@@ -192,7 +192,7 @@ class RetainedCache(StatefulCache):
         """
         self.check_usable()
         if not self._in_context and not self.full_layers[0].uniform:
-            raise SpecError("past_key_values", "rows that differ", "can be read only inside `with policy(model)`")
+            raise SpecError("past_key_values", "rows that differ", "can be used only inside `with policy(model)`")
         if not torch.compiler.is_compiling():
             self.check_history()
         if not isinstance(self.layers[layer_idx], CacheLayerMixin):
@@ -208,7 +208,7 @@ class RetainedCache(StatefulCache):
         """Append keys and values of new tokens, and return all stored keys and values."""
         self.check_usable()
         if self.layers_differ and not self._in_context:
-            raise SpecError("past_key_values", "layers that differ", "can be read only inside `with policy(model)`")
+            raise SpecError("past_key_values", "layers that differ", "can be used only inside `with policy(model)`")
         stored: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return stored
 
@@ -290,7 +290,7 @@ class RetainedCache(StatefulCache):
                 freed tokens. The cache is unchanged.
         """
         if tokens_to_remove and self.recurrent:
-            reason = "recurrent layers cannot remove a token from their states: read the text into a new cache"
+            reason = "recurrent layers cannot remove a token from the states: process the text with a new cache"
             raise SpecError("tokens_to_remove", tokens_to_remove, reason)
         sliding = [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
         for layer in self.full_layers:

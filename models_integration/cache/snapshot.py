@@ -65,7 +65,7 @@ def save_cache(
     if seen == 0:
         raise SpecError("cache", "0 tokens", "a cache without tokens cannot be saved")
     if isinstance(cache.continuation, ScorerRecords):
-        reason = "keeps records of single tokens, which cannot be saved: use a policy that evicts after prompts"
+        reason = "keeps scores of single tokens, which cannot be saved: use a policy that evicts only after prompts"
         raise SpecError("cache", cache.continuation.policy, f"{reason}, such as snapkv or crystalcache")
     tensors: dict[str, Tensor] = {}
     layers = []
@@ -120,7 +120,7 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
     try:
         states = _checked_states(manifest, tensors, architecture)
     except Damaged as error:
-        raise SpecError("path", path.name, f"holds no cache of this model: {error}") from error
+        raise SpecError("path", path.name, f"does not contain a cache of this model: {error}") from error
     cache = RetainedCache(architecture.config)
     made: list[Any] = cache.layers
     for index, (layer, numbers) in enumerate(zip(made, manifest["layers"], strict=True)):

@@ -11,8 +11,8 @@ from spec.errors import BackendUnavailable, SpecError
 __all__ = ["main"]
 
 _STOPPED = 130
-"""The exit code of a command that Ctrl-C has ended."""
-# What the commands import, and the extra that brings it.
+"""Exit code of a command that Ctrl-C has stopped."""
+# Packages that commands import, each with the extra of kvspec that installs the package.
 BROUGHT_BY = {
     "cryptography": "archive", "bm25s": "archive", "wordllama": "wordllama", "ray": "ray", "lm_eval": "lm-eval",
     "gguf": "weights", "matplotlib": "plots", "accelerate": "weights", "llama_cpp": "llamacpp",
@@ -25,7 +25,7 @@ BROUGHT_BY = {
 
 
 def main() -> None:
-    """Run the command; an input that is refused, and what is missing, is one line on stderr and exit code 2."""
+    """Run the command. For an invalid input or a missing package, print one line on stderr and exit with code 2."""
     try:
         from models_integration.cli.app import app
 
@@ -40,11 +40,11 @@ def main() -> None:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
             raise
-        _refuse(f"the device has no memory left; a smaller --batch-size or --length needs less: {error}")
+        _refuse(f"the device has no memory left; use a smaller --batch-size or --length: {error}")
 
 
 def _ran(app: Callable[..., Any]) -> Any:
-    """The exit code of a command; a mistake in how it is called is one line, as any other."""
+    """Run a command and return the exit code. For a wrong option or argument, print one line and exit."""
     import typer
 
     usage: type[Any] = typer.BadParameter.__mro__[1]  # click's UsageError, which newer versions of typer bring along
@@ -55,7 +55,7 @@ def _ran(app: Callable[..., Any]) -> Any:
             error.show()
             sys.exit(error.exit_code)
         path = error.ctx.command_path if error.ctx else "kvspec"
-        _refuse(f"{error.format_message().rstrip('.')}; {path} --help lists what there is")
+        _refuse(f"{error.format_message().rstrip('.')}; {path} --help lists the options")
     except typer.Abort:
         sys.exit(_STOPPED)
 

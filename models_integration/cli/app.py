@@ -1,4 +1,4 @@
-"""Commands and their options; the work is in modules of their own, imported when a command runs."""
+"""Commands of `kvspec` and the options of each command. A command imports the module with the work when it runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +50,7 @@ app.add_typer(models, name="models")
 app.command()(paper)
 
 _OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model")
-"""Options of a sweep over parameters; a file of rules has its own."""
+"""Options of a sweep over parameters, which cannot be combined with a rules file."""
 
 
 def _version(value: bool) -> None:
@@ -74,7 +74,7 @@ def policies(
         str, typer.Argument(help="Policy whose paper, constants and example are printed. Default: list all policies.")
     ] = "",
 ) -> None:
-    """List the policies, each with the kept tokens, passes over the prompt, peak memory and supported uses."""
+    """List the policies. Each entry has the kept tokens, the passes over the prompt, the peak memory and the uses."""
     from models_integration.cli.policies import show_policies, show_policy
 
     if name:
@@ -85,7 +85,7 @@ def policies(
 
 @app.command()
 def tasks() -> None:
-    """List the tasks, each with the question, source of the text, metric, placements and constants."""
+    """List the tasks. Each entry has the question, the source of the text, the metric, the placements and constants."""
     from models_integration.cli.policies import show_tasks
 
     show_tasks()
@@ -96,8 +96,8 @@ def compare(
     policies: Annotated[
         str,
         typer.Option(help="Comma-separated policies (`kvspec policies` lists the names). Write snapkv(W=16) to set a"
-                     " constant. Write diverse-NAME to add set-conditioned selection. Write h2o@prompt to let h2o evict"
-                     f" after the prompt only. {_YOURS}"),
+                     " constant. Write diverse-NAME to add set-conditioned selection. If h2o must evict only after"
+                     f" the prompt, write h2o@prompt. {_YOURS}"),
     ] = "crystalcache,streamingllm,fullcache",
     budgets: Annotated[
         str, typer.Option(help="Comma-separated budgets: fractions of the prompt (0.3, 30%) or token counts (512).")
@@ -106,13 +106,13 @@ def compare(
     samples: Annotated[int, typer.Option(help="Number of samples per combination of task, length and seed.")] = 20,
     seed: Seeds = "42", placement: Placements = "after",
     controls: Annotated[
-        bool, typer.Option(help="Also run controls: sets of kept tokens, with which the model must succeed or fail.")
+        bool, typer.Option(help="Also run controls: fixed sets of kept tokens, for which the right result is known.")
     ] = True,
     calibration: Annotated[
         Path | None, typer.Option(help="Calibration file of the model, written by kvspec calibrate.")
     ] = None,
     write_rules: Annotated[
-        Path | None, typer.Option(help="Write the options of the command to a rules file, and run nothing.")
+        Path | None, typer.Option(help="Rules file to write from the other options. The command then runs nothing.")
     ] = None,
     model: Models = "pocket", bare: Bare = False, backend: Backend = "auto", device: Device = "cpu",
     dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
@@ -163,7 +163,7 @@ def demo(
     """
     shipped = "the small model that comes with kvspec" if model == "pocket" else f"the model {model}"
     print(
-        f"kvspec demo: three policies on {shipped}, and controls that check the tasks.\n"
+        f"kvspec demo: compares three policies on {shipped}, and checks the tasks with controls.\n"
         f"{'The demo takes about a minute on two CPU cores. ' if model == 'pocket' else ''}Nothing is downloaded."
         f" Results are written to {out}. A second run skips finished samples.", flush=True,
     )
@@ -188,7 +188,7 @@ def sweep(
         typer.Argument(metavar="SWEEP.toml", help="Rules file with models, policies, budgets and tasks."),
     ] = None,
     grid: Annotated[
-        str, typer.Option(help="Parameters to vary: appendix-a (T_max, s, alpha) or extensions (essay, tiers, ...).")
+        str, typer.Option(help="Parameters to vary: appendix-a (T_max, s, alpha) or extensions (essay, ...).")
     ] = "appendix-a",
     budget: Budget = "0.3",
     tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
@@ -198,11 +198,11 @@ def sweep(
     workers: Workers = 1, engine: Engine = "processes", address: Address = "", again: Again = False,
     table: TableFile = None, figure: Figure = None,
     status: Annotated[
-        Path | None, typer.Option(help="Folder (--out) of a run. Print the progress of the run, and run nothing.")
+        Path | None, typer.Option(help="Folder (--out) of a run. The command only prints the progress of the run.")
     ] = None,
     out: Results = Path("results"),
 ) -> None:
-    """Run a rules file on all of its samples. Without a rules file, vary one parameter of CrystalCache at a time.
+    """Measure all samples of a rules file. Without a rules file, vary one parameter of CrystalCache at a time.
 
     The default sweep takes a minute on two CPU cores. Results that are stored in --out are not computed again.
     """
@@ -239,10 +239,10 @@ def study(
     rules: Annotated[Path | None, typer.Option(help="Rules file that describes the study.")] = None,
     out: Results | None = None,
     part: Annotated[
-        str, typer.Option(help="Samples to run: dev (a fifth), confirm (the other samples, to decide claims), or all.")
+        str, typer.Option(help="Samples to run: dev (a fifth of the samples), confirm (all other samples), or all.")
     ] = "dev",
     audit: Annotated[
-        Path | None, typer.Option(help="Folder of studies. Check that the rules were committed before the results.")
+        Path | None, typer.Option(help="Folder of studies. The command checks that git has rules before results.")
     ] = None,
     bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
@@ -283,7 +283,7 @@ def report(
         Path, typer.Argument(metavar="FOLDER", help="Folder with results of kvspec compare, sweep or study.")
     ],
     rules: Annotated[
-        list[Path] | None, typer.Option(help="Rules file of a study in FOLDER, whose claims are shown. Repeatable.")
+        list[Path] | None, typer.Option(help="Rules file whose claims the report shows. Repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="HTML file to write. Default: report.html in FOLDER.")] = None,
     table: TableFile = None, figure: Figure = None,
@@ -300,7 +300,8 @@ def report(
 
 @app.command()
 def calibrate(
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), .pt or .tsv file.")],
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), TriAttention statistics"
+                                                              " (.pt) or DuoAttention head pattern (.tsv).")],
     out: Annotated[Path, typer.Option(help="Calibration file to write.")] = Path("calibration.npz"),
     tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the text to use.")] = 4096,
     threshold: Annotated[
@@ -351,7 +352,7 @@ def keep(
     prompt: Prompt,
     budget: Budget = "0.3",
     policy: Annotated[
-        str, typer.Option(help="Policy that needs no layer after the first layer, such as crystalcache(alpha=0.5).")
+        str, typer.Option(help="Policy that uses only the first layer, or no layer, such as streamingllm.")
     ] = "crystalcache",
     form: Annotated[
         str, typer.Option("--format", help="Output format: json, or ranges (one range per line, end excluded).")
@@ -364,7 +365,7 @@ def keep(
     """Print the positions of the prompt tokens that a policy keeps, without a forward pass of the whole model.
 
     CrystalCache needs only the queries and keys of the first layer. Therefore kvspec loads only the embeddings and the
-    first layer of the model. The printed positions are those that `with policy(model)` keeps.
+    first layer of the model. The session `with policy(model)` keeps the same positions.
     """
     from models_integration.cli.keep import run
 
@@ -377,8 +378,8 @@ def explain(
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("explain.html"),
     budget: Budget = "0.3",
     beside: Annotated[
-        str | None, typer.Option(help="Second policy. For each token the page shows the share of layers and heads that"
-                                      " keep the token.")
+        str | None, typer.Option(help="Second policy. For each token, the page shows in which share of the layers and"
+                                      " heads the second policy keeps the token.")
     ] = None,
     calibration: Annotated[Path | None, typer.Option(help="Calibration file for the --beside policy.")] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",

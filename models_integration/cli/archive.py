@@ -1,4 +1,4 @@
-"""The commands of `kvspec archive`; the work is in a module of its own, imported when a command runs."""
+"""Commands of `kvspec archive`. A command imports the module with the work when it runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,8 +22,8 @@ Tenant = Annotated[str, typer.Option(help="Tenant that owns the chunks. A tenant
                                           " tenant.")]
 MasterKey = Annotated[
     Path | None,
-    typer.Option(help="File with the master key: 32 random bytes, with mode 600, outside the archive. A master key"
-                 " encrypts the archive, with a separate key for each tenant."),
+    typer.Option(help="File with the master key: 32 random bytes, mode 600, outside the archive. With a master key,"
+                 " kvspec encrypts the chunks of each tenant with a separate key."),
 ]
 FOLDER = Path("archive")
 
@@ -33,8 +33,8 @@ def put(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file to store as one chunk.")],
     wrapper: Annotated[
         str,
-        typer.Option(help="Wrapper, the tokens of the chat template that are stored around the text:"
-                     f" {', '.join(FORMS)} or auto. With auto kvspec uses the shortest wrapper that has role markers."
+        typer.Option(help="Wrapper (tokens of the chat template that are stored around the text):"
+                     f" {', '.join(FORMS)} or auto. With auto, kvspec uses the shortest wrapper that has role markers."
                      " For a model without role markers, auto means raw."),
     ] = "auto",
     codec: Annotated[
@@ -93,7 +93,7 @@ def list_chunks(
     tenant: Annotated[str | None, typer.Option(help="Tenant to list. Default: all tenants.")] = None,
     folder: Folder = FOLDER, master_key: MasterKey = None,
 ) -> None:
-    """List the KEY, bytes, tokens and tenant of each chunk.
+    """List the KEY, the number of bytes, the number of tokens and the tenant of each chunk.
 
     For an encrypted chunk the tokens and the tenant are shown only with --master-key. The command reads only the
     headers of the chunks. `kvspec archive verify` checks the chunks.
@@ -132,13 +132,13 @@ def find(
 
 @archive.command()
 def inject(
-    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="KEYs of the chunks, in the order of insertion.")],
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="KEYs of the chunks to insert, in order.")],
     ask: Annotated[str, typer.Option(help="Text to process after the chunks, such as a question.")],
     session: Annotated[str, typer.Option(help="Text to process before the chunks.")] = "",
     new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate. Decoding is greedy.")] = 24,
     text: Annotated[
         bool, typer.Option("--text", help="Also generate an answer from the texts of the chunks, without stored"
-                           " tensors. Print the time to the first token of both answers.")
+                           " tensors. Print the time to the first token of each answer.")
     ] = False,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
     tenant: Tenant = "default", folder: Folder = FOLDER, master_key: MasterKey = None,
@@ -196,5 +196,5 @@ def forget(
     from models_integration.cli.archive_runs import run_forget
 
     if not yes:
-        typer.confirm(f"Destroy everything of tenant {tenant!r} in {folder}?", abort=True)
+        typer.confirm(f"Delete all chunks of tenant {tenant!r} in {folder}?", abort=True)
     run_forget(tenant, folder, master_key)

@@ -36,7 +36,7 @@ def run_put(
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
     if policy is None and budget is not None:
-        raise SpecError("budget", budget, "is the budget of a policy: give --policy too")
+        raise SpecError("budget", budget, "needs a policy: give --policy too")
     statistics = calibration_of([policy] if policy else [], calibration)
     subject = replace(loading.subject(), calibration=statistics)
     if wrapper == "auto":
@@ -51,19 +51,19 @@ def run_put(
 
 
 def run_get(key: str, loading: Loading, tenant: str, folder: Path, master_key: Path | None) -> None:
-    """Prove one chunk and say what it is."""
+    """Check one chunk and print a description."""
     subject = loading.subject()
     with _existing(folder, master_key) as archive:
         library = _library(archive, subject, tenant)
         chunk, stored = library.get(key), archive.get(key, tenant)
     if chunk is None or stored is None:
-        raise NoSuchChunk(f"no chunk {key} of tenant {tenant!r} is here whole")
+        raise NoSuchChunk(f"the archive has no undamaged chunk {key} of tenant {tenant!r}")
     about = stored.manifest
     lengths = {int((places >= 0).sum()) for layer in chunk.layers for places in chunk.places(layer)}
-    kept = "" if chunk.kept is None else f", {' to '.join(map(str, sorted({min(lengths), max(lengths)})))} of them kept"
+    kept = "" if chunk.kept is None else f", {' to '.join(map(str, sorted({min(lengths), max(lengths)})))} tokens kept"
     print(
         f"{about.tokens} tokens ({about.hidden} hidden){kept}, wrapper {about.form}, codec {about.codec},"
-        f" layers {', '.join(map(str, about.layers))}, whole"
+        f" layers {', '.join(map(str, about.layers))}, undamaged"
     )
     print(subject.tokenizer.decode(list(chunk.ids[about.start : about.stop])))
 
@@ -112,7 +112,7 @@ def run_inject(
     keys: list[str], ask: str, session: str, new_tokens: int, text: bool, loading: Loading, tenant: str, folder: Path,
     master_key: Path | None,
 ) -> None:
-    """Print the answer after spliced chunks; with `text`, also the answer after their text, and both times."""
+    """Print the answer after inserted chunks. With `text`, also print the answer to the chunks as text."""
     if new_tokens < 1:
         raise SpecError("new_tokens", new_tokens, "must be at least 1")
     subject = loading.subject()
@@ -162,15 +162,15 @@ def _answer(subject: Subject, cache: RetainedCache, ids: Sequence[int], new_toke
 
 
 def run_verify(folder: Path, master_key: Path | None) -> None:
-    """Print what a check of everything found."""
+    """Check all objects and print the problems."""
     with _existing(folder, master_key) as archive:
         report = archive.verify()
     print(f"{report.read} objects read")
     findings = {
         "damaged, now in quarantine": report.quarantined, "in quarantine": report.in_quarantine,
-        "of another version": report.foreign, "encrypted, and no key": report.locked,
+        "has a different version": report.foreign, "encrypted, but the key is missing": report.locked,
         "not encrypted, in an encrypted archive": report.clear, "not readable": report.unreadable,
-        "no file of this archive": report.strays,
+        "does not belong to the archive": report.strays,
     }
     for what, names in findings.items():
         for name in names:

@@ -34,7 +34,7 @@ def run(text: Path, out: Path, tokens: int, loading: Loading, threshold: float |
     if tokens < 1:
         raise SpecError("tokens", tokens, "must be at least 1")
     if threshold is not None and text.suffix != ".tsv":
-        raise SpecError("threshold", threshold, f"is for head patterns (.tsv), not for {text.name}")
+        raise SpecError("threshold", threshold, f"can be used only with a head pattern (.tsv), not with {text.name}")
     check_file("out", out)
     calibration = _read(text, loading, threshold) if text.suffix in (".pt", ".tsv") else _measure(text, tokens, loading)
     file = BytesIO()
@@ -75,4 +75,4 @@ def _dev_context(rules: Rules, subject: Subject) -> tuple[Sequence[int], tuple[s
     """The first context of a study on which anything may be tried, and its digest."""
     for item in items(rules, subject, PARTS[:1]):
         return item.sample.context_ids, (item.sample.context_digest,)
-    raise SpecError("TEXT", rules.title, "must be the rules of a study with a dev context, but has no dev context")
+    raise SpecError("TEXT", rules.title, "must be the rules file of a study with at least one dev context")

@@ -30,9 +30,10 @@ def check_folder(option: str, folder: Path, *results: str) -> None:
     try:
         nearest = _nearest_folder(folder.absolute())
     except OSError as error:
-        raise SpecError(option, str(folder), f"cannot be made a folder ({error.strerror}); choose another") from error
+        reason = f"cannot be created as a folder ({error.strerror}); choose a different path"
+        raise SpecError(option, str(folder), reason) from error
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise SpecError(option, str(folder), "cannot be written; choose another folder")
+        raise SpecError(option, str(folder), "is not writable; choose a different folder")
     for file in (folder / name for name in results):
         if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
             raise SpecError(option, str(file), "must be a file that can be read and written")
@@ -63,11 +64,11 @@ def check_file(option: str, path: Path) -> None:
         SpecError: otherwise.
     """
     if path.is_dir():
-        raise SpecError(option, str(path), "is a folder; name a file")
+        raise SpecError(option, str(path), "must be a file, but is a folder")
     if not path.exists():
         check_folder(option, path.parent)
     elif not os.access(path, os.W_OK):
-        raise SpecError(option, str(path), "cannot be written; choose another file")
+        raise SpecError(option, str(path), "is not writable; choose a different file")
 
 
 def read_text(argument: str, path: Path) -> str:
@@ -104,7 +105,7 @@ def check_defaults(context: typer.Context, names: Iterable[str], rules: Path) ->
     """
     for name in names:
         if getattr(context.get_parameter_source(name), "name", None) != "DEFAULT":
-            reason = f"is set in the file {rules}: leave out the option, or edit the file"
+            reason = f"cannot be used with a rules file: leave out the option, and edit {rules} instead"
             raise SpecError(name, context.params[name], reason)
 
 
@@ -118,7 +119,7 @@ def calibration_of(policies: Iterable[str], path: Path | None) -> Calibration | 
         return load_calibration(path)
     if needing := [policy for policy in policies if "calibration" in constants_of(spelled(policy)[0])]:
         raise SpecError(
-            "calibration", None, f"is needed by {', '.join(needing)}: `kvspec calibrate some-text.txt` with the same"
-            " --model, then --calibration calibration.npz"
+            "calibration", None, f"is needed by {', '.join(needing)}: run `kvspec calibrate some-text.txt` with the"
+            " same --model, then add --calibration calibration.npz"
         )
     return None

@@ -43,7 +43,7 @@ def paper(
                      " whose benchmark file is missing are skipped."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print how many samples, tokens, bytes and hours the run would need.")
+        bool, typer.Option("--dry-run", help="Only print how many samples, tokens, bytes and hours the run would need.")
     ] = False,
     model: Models = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
@@ -57,7 +57,7 @@ def paper(
     """Run the evaluation of a paper on your model, and fill in the tables of the paper.
 
     Each table shows your results with 95 % intervals, and the published results. Each table also shows how much your
-    results differ from the best baseline and from the full cache. Each table lists the results that are not measured.
+    results differ from the best baseline and from the full cache. Below each table is a list of missing results.
     Results that are stored in --out are not computed again.
     """
     from models_integration.studies.subject import Loading
@@ -66,7 +66,7 @@ def paper(
     folder = out or Path("results") / Path(name).stem
     if name == INJECTION:
         if workers != 1 or (file and len(file) > 1):
-            raise SpecError("NAME", name, "has one worker and reads one --file, LoCoMo's: leave --workers out")
+            raise SpecError("NAME", name, "needs --workers 1 and accepts at most one --file: locomo10.json")
         from models_integration.cli.paper_injection import run_injection
 
         loading = Loading("", backend, device, dtype, attn)

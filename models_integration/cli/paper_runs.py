@@ -153,7 +153,7 @@ def _studies(paper: Paper, asked: Asked, subject: Subject, model: str) -> Iterat
             continue
         lengths, said = tuple(length for length in rules.lengths if _has_positions(subject, length)), ""
         if left := [str(length) for length in rules.lengths if length not in lengths]:
-            said = f"Not run on {subject.label}: {', '.join(left)} tokens, more than its positions."
+            said = f"Not run on {subject.label}: {', '.join(left)} tokens, more than the positions of the model."
         work = _work(part, replace(rules, lengths=lengths), subject, running) if lengths else None
         yield _Study(part, rules, work, said)
 

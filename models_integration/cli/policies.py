@@ -52,7 +52,7 @@ def show_tasks() -> None:
         about = [entry.about, f"of {entry.assembly}", f"metric {entry.metric}", " ".join(entry.placements)]
         about += [f"constant {constant}" for constant in entry.constants]
         _print(f"{name:{width}}{'; '.join(about)}")
-    _print(f"Files of benchmarks: {', '.join(f'{kind}:PATH' for kind in FILES)}. Your own: 'module:ATTRIBUTE'.")
+    _print(f"Benchmark files: {', '.join(f'{kind}:PATH' for kind in FILES)}. Your own task: 'module:ATTRIBUTE'.")
 
 
 def _print(line: str) -> None:
@@ -79,7 +79,7 @@ def _lines(one: PolicyDescription) -> Iterator[str]:
     yield f"uses queries and keys of {_LAYERS[one.layers]}; one set of kept tokens for {owner}"
     yield from (f"{word}: {_YES[serves]}" for word, serves in _served(one).items())
     if one.of_model:
-        yield f"taken from the model: {', '.join(one.of_model)}"
+        yield f"constants that kvspec reads from the model: {', '.join(one.of_model)}"
     yield "constants:" if one.required or one.constants else "constants: none"
     yield from (f"  {key} (required): {one.meanings[key]}" for key in one.required)
     yield from (f"  {key} = {value}: {one.meanings[key]}" for key, value in one.constants.items())

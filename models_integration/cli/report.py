@@ -64,7 +64,7 @@ def write_outputs(rows: Sequence[Row], table: Path | None, figure: Path | None) 
     kinds = {name: {(row["model"], repr(row.get(name))) for row in rows} for name in ONE_STUDY}
     mixed = [name for name, kind in kinds.items() if len(kind) > len(models)]
     if mixed and (table or figure):
-        reason = f"contains runs with different {', '.join(mixed)}: write each run to a separate folder"
+        reason = f"contains results with different {', '.join(mixed)}: write each run to a separate folder"
         raise SpecError("FOLDER", f"{len(rows)} rows", reason)
     if table is not None:
         write_table(summary(rows), table)
@@ -84,7 +84,7 @@ def write_page(folder: Path, rules: list[Rules], out: Path | None = None) -> Non
     """Write the page of all results in a folder, by default beside them, and say where."""
     path, sections = out or folder / PAGE, list(filter(None, _sections(folder, {one.digest: one for one in rules})))
     if not sections:
-        raise SpecError("FOLDER", str(folder), f"must have rows in {STUDY}")
+        raise SpecError("FOLDER", str(folder), f"must contain results in {STUDY}")
     publish_readable(path, page(f"kvspec: {folder.resolve().name}", sections).encode())
     _print_path(path)
 
@@ -92,7 +92,7 @@ def write_page(folder: Path, rules: list[Rules], out: Path | None = None) -> Non
 def _sections(folder: Path, rules: dict[str, Rules]) -> Iterator[Html]:
     study = load_rows(folder / STUDY)
     if unused := [digest for digest in rules if digest not in {row["rules"] for row in study}]:
-        raise SpecError("rules", unused[0][:8], f"no row of {folder / STUDY} was run under rules with this digest")
+        raise SpecError("rules", unused[0][:8], f"no result in {folder / STUDY} was measured with this rules file")
     for about, rows in grouped(study, ONE_STUDY):
         yield from study_sections(rows, rules.get(about["rules"]))
     yield failures(failed_samples(folder / STUDY))

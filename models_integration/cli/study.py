@@ -35,7 +35,7 @@ from spec.validate import check_choices
 __all__ = ["STOPPED", "Running", "Work", "print_audit", "run"]
 
 STOPPED = 130
-"""The exit code of a command that Ctrl-C has ended."""
+"""Exit code of a command that Ctrl-C has stopped."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def run(rules: Rules, loading: Loading, running: Running) -> None:
         failed |= work.failed
         if stopped:
             console.print(
-                f"stopped: {len(rows)} samples of this run are in {results}; the same command goes on from there",
+                f"stopped: {len(rows)} samples of this run are in {results}; run the same command again for the rest",
                 highlight=False, soft_wrap=True,
             )
             break
@@ -133,8 +133,8 @@ def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running)
     write_outputs(rows, running.table, running.figure)
     failed = failed_controls(controls)
     if failed:
-        console.print(f"controls FAIL: {', '.join(failed)}. The comparison does not measure retention with this"
-                      " model, length and budget.")
+        console.print(f"controls FAIL: {', '.join(failed)}. With this model, length and budget, the comparison is"
+                      " not a valid test of the kept tokens.")
     return bool(failed)
 
 
@@ -168,7 +168,7 @@ class Work:
                 if self.running.again:
                     own.again(left)
                 checks = sum(bool(item.control) for item, _ in every.values())
-                samples = f"{len(every)} samples" + (f" ({checks} of them for controls alone)" if checks else "")
+                samples = f"{len(every)} samples" + (f" ({checks} samples only for controls)" if checks else "")
                 part = "" if self.running.part == ALL else f" {self.running.part} samples,"
                 console.print(
                     f"{rules.title}:{part} model {subject.name}, backend {subject.backend}, rules {rules.digest[:8]};"

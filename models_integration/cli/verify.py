@@ -28,7 +28,8 @@ def run(arguments: Sequence[str]) -> int:
     for name in OURS:
         here, ours = PathFinder.find_spec(name, [os.getcwd()]), find_spec(name)
         if here is not None and here.origin is not None and (ours is None or not _same(here.origin, ours.origin)):
-            raise SpecError("folder", here.origin, f"hides kvspec's own package {name!r}; rename it or start elsewhere")
+            reason = f"hides the package {name!r} of kvspec; rename the file, or start kvspec in a different folder"
+            raise SpecError("folder", here.origin, reason)
     return judge([sys.executable, "-m", "conformance.verify", *arguments])
 
 

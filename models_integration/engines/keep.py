@@ -80,7 +80,7 @@ def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int
     """
     if isinstance(policy, Published) and (wanted := constants_of_model(policy.name)):
         raise SpecError(
-            "policy", policy.name, f"reads {', '.join(sorted(wanted))} from the whole model; use `with policy(model)`"
+            "policy", policy.name, f"needs {', '.join(sorted(wanted))} from the whole model; use `with policy(model)`"
         )
     method = policy.on(model)
     needs, granularity, name = method.policy.scorer.needs, method.policy.granularity, method.policy.name
@@ -89,12 +89,12 @@ def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int
         shown = f"{'keys and values' if needs.values else 'keys'} of {needs.layers} layers, {rows} query rows"
         raise SpecError(
             "policy", name,
-            f"needs a forward pass ({shown}, a kept set for each {granularity.value}): use `with policy(model)`",
+            f"needs a forward pass ({shown}, separate tokens for each {granularity.value}): use `with policy(model)`",
         )
     if needs.layers == "observed" and (at := observed_layer(full, needs.observed)) != 0:
         raise SpecError(
             "policy", name,
-            f"reads layer {at}, but only the first layer is loaded; use `with policy(model)`",
+            f"needs layer {at}, but only the first layer is loaded; use `with policy(model)`",
         )
     return method
 
@@ -154,7 +154,9 @@ def _files(folder: Path) -> dict[str, Path]:
         parts = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {name: folder / part for name, part in parts.items()}
     if not single.is_file():
-        raise SpecError("model", str(folder), "must be a folder with model.safetensors, or its index of several files")
+        raise SpecError(
+            "model", str(folder), "must be a folder with model.safetensors, or with an index of several files"
+        )
     with safe_open(single, framework="pt") as opened:
         return dict.fromkeys(opened.keys(), single)
 

@@ -102,7 +102,9 @@ class LlamaSequence:
             raise SpecError("tokens", len(tokens), f"must be one or more, with ids in [0, {vocabulary})")
         cells = cpp.llama_n_ctx_seq(self._context)
         if len(tokens) > cells - len(self.positions):
-            raise SpecError("tokens", len(tokens), f"{cells - len(self.positions)} of n_ctx = {cells} cells are free")
+            raise SpecError(
+                "tokens", len(tokens), f"must fit in the {cells - len(self.positions)} free cells of n_ctx = {cells}"
+            )
         size = cpp.llama_n_batch(self._context)
         for start in range(0, len(tokens), size):
             failed = self._decode(tokens[start : start + size], self.seen + start)
@@ -132,13 +134,13 @@ class LlamaSequence:
         """
         self._check_untouched()
         if retention.granularity is not Granularity.MODEL:
-            bound = "must be one kept set for the whole model, because a cell of llama.cpp has all layers and heads"
+            bound = "must keep the same tokens in all layers and heads: a cell of llama.cpp has all layers and heads"
             raise SpecError("retention", retention.granularity.value, bound)
         if retention.seen != self.seen:
             raise SpecError("retention", retention.seen, f"must be {self.seen}, the number of tokens of the sequence")
         kept = retention.positions
         if len(gone := np.setdiff1d(kept, self.positions)):
-            raise SpecError("retention", int(gone[0]), "is a position that was evicted before")
+            raise SpecError("retention", int(gone[0]), "must not be a position that was evicted earlier")
         if not len(kept) or kept[-1] != self.seen - 1:
             bound = (
                 f"must keep position {self.seen - 1}: llama.cpp can continue only after the last stored position"
@@ -147,7 +149,7 @@ class LlamaSequence:
         before = np.concatenate([[-1], kept[:-1]])
         for first, end in zip((before + 1).tolist(), kept.tolist(), strict=True):
             if first < end and not cpp.llama_memory_seq_rm(self._memory, self._seq_id, first, end):
-                raise SpecError("context", (first, end), "are positions that llama.cpp does not remove")
+                raise SpecError("context", (first, end), "are positions that llama.cpp cannot remove")
         evicted = len(self.positions) - len(kept)
         self.positions = kept
         return evicted

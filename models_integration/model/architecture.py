@@ -100,7 +100,8 @@ class Architecture:
         """
         for siblings, name, module in self.parts:
             if siblings.get(name) is not module:
-                reason = f"its {name!r}, a {type(module).__name__}, was replaced: leave the context before you do that"
+                kind = type(module).__name__
+                reason = f"the module {name!r} ({kind}) was replaced: replace modules outside `with policy(model)`"
                 raise SpecError("model", self.name, reason)
 
     def watched(self, needs: Needs) -> tuple[int, ...]:
@@ -196,7 +197,7 @@ def device_of(module: nn.Module) -> torch.device:
                 return torch.device(one.execution_device)
     device = next(module.parameters()).device
     if device.type == "meta":
-        raise SpecError("model", type(module).__name__, "its weights have no values (device meta): load them first")
+        raise SpecError("model", type(module).__name__, "has weights without values (device meta): load the weights")
     return device
 
 
@@ -207,7 +208,7 @@ def check_free(model: PreTrainedModel) -> None:
         SpecError: if a context is open, because the context's policy would evict from the text.
     """
     if any(decoder in BUSY for decoder in decoders_of(model)):
-        raise SpecError("model", type(model).__name__, "is inside a context already: contexts do not nest")
+        raise SpecError("model", type(model).__name__, "is already inside `with policy(model)`: end that block first")
 
 
 def check_positions(config: PretrainedConfig, argument: str, tokens: int, behind: int = 0) -> None:
@@ -314,7 +315,7 @@ def _refuse_config(config: PretrainedConfig) -> str | None:
     if modes is None and getattr(config, "num_kv_shared_layers", None):
         return "layers that share one cache need transformers 5.23 or later"
     if set(modes or ()) - {None, "store", "reuse"}:
-        return "layers that share one cache are not served in this form"
+        return "layers that share one cache are not supported in this form"
     return None
 
 
@@ -367,7 +368,7 @@ def _refuse_attention(
     if any(hasattr(getattr(module, "indexer", None), "compress_ratio") for module in attention.values()):
         return "its indexer takes positions from slots, which eviction changes"
     if not getattr(config, "is_causal", True):
-        return "its attention is not causal"
+        return "the attention of the model is not causal"
     return None
 
 

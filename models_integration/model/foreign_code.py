@@ -140,6 +140,6 @@ def _is_watching(homes: set[str]) -> bool:
 def refuse_code(what: str, function: object, where: str) -> None:
     """Raise the error for code that a name does not identify."""
     raise SpecError(
-        "model", where, f"has {what}, {name_of(function)}, which may change its answers: remove it. If it changes no"
-        " answer, make the identity without it and pass identity=..."
+        "model", where, f"has {what}, {name_of(function)}, which may change the answers: remove the function. If the"
+        " answers do not change, remove the function, compute the identity, and pass identity=..."
     )

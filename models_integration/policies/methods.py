@@ -1,4 +1,4 @@
-"""The methods as users know them, by class and by name: a policy of five parts, a budget, the backend that decides."""
+"""Policies with a budget and a backend, as classes and by name."""
 
 import tomllib
 from abc import ABC, abstractmethod
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def _parse(budget: float | int | str | Budget) -> Budget:
-    """Read a caller's budget, and warn of a 1 that may have meant 1.0."""
+    """Parse a budget. If the budget is the integer 1, warn that 1.0 may be meant."""
     share = parse_budget(budget)
     if share.count == 1 and not isinstance(budget, Budget):
         warn(f"budget={budget!r} keeps one token; write budget=1.0 to keep the whole prompt", stacklevel=3)
@@ -76,7 +76,7 @@ class RetentionPolicy(ABC):
 
 
 def method_of(policy: Policy, budget: Budget, backend: str = "numpy", engine: Backend | None = None) -> Method:
-    """A policy of five parts as a method; where its cadence has steps, its scorer's records go on through them."""
+    """Return the `Method` of a policy and a budget. If the cadence has steps, the scorer's state lasts across steps."""
     steps = policy.cadence.every is not None
     return Method(policy, budget, backend, DecideInSteps(policy.scorer.needs) if steps else DecideAnew(), engine)
 
@@ -90,7 +90,7 @@ class CustomPolicy(RetentionPolicy):
     Args:
         policy: policy without a budget, such as the result of `policy_from_score`.
         budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int).
-        backend: backend name that reports show for the policy.
+        backend: name of the backend that reports show for the policy.
 
     Raises:
         SpecError: if the budget is not a valid fraction or number of tokens.
@@ -115,7 +115,7 @@ class CustomPolicy(RetentionPolicy):
 
 
 class CrystalCache(CustomPolicy):
-    """CrystalCache policy: keep the trunks (runs of tokens in a sentence) that score best by co-attention and impact.
+    """CrystalCache policy: keep the trunks (runs of tokens in a sentence) with the best scores.
 
         policy = kvspec.CrystalCache(budget=0.4, sentence_ends=kvspec.sentence_ends(tokenizer))
 
@@ -124,14 +124,14 @@ class CrystalCache(CustomPolicy):
         sentence_ends: ids of the tokens that end a sentence, such as `kvspec.sentence_ends(tokenizer)`.
         parameters: constants of the policy.
         backend: backend that selects the tokens to keep: "auto", a backend name, "module:ATTRIBUTE" or a Backend
-            object. "auto" uses triton on a CUDA device if a test on the device gives the results of the reference. If
-            triton cannot be used, "auto" uses torch (if PyTorch finds an accelerator), numba (if installed) or numpy.
+            object. On a CUDA device, "auto" uses triton if a check finds that triton gives the results of the
+            reference. Otherwise "auto" uses torch (if PyTorch finds an accelerator), numba (if installed) or numpy.
         decode: if True, also evict during decoding, after every T_breath generated tokens. Default: evict only after
             prompts and later turns.
         stream: if True, process one prompt of unlimited length, and evict after every C tokens. The budget of a stream
             must be a number of tokens.
         breath_protection: tokens that are never evicted during decoding: "sink+recent" or "none". The paper uses
-            "none", with which the newest tokens can be evicted first.
+            "none". With "none", the newest tokens can be evicted first.
 
     Raises:
         SpecError: if the budget, `sentence_ends`, the parameters or the backend is invalid, or if the budget of a
@@ -164,15 +164,15 @@ class CrystalCache(CustomPolicy):
 
 
 class StreamingLLM(CustomPolicy):
-    """StreamingLLM policy: keep the first N_sink tokens and the most recent tokens.
+    """StreamingLLM policy: keep the first `N_sink` tokens and the most recent tokens.
 
         policy = kvspec.StreamingLLM(budget=512)
 
     Args:
         budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int).
         N_sink: number of attention sinks, which are the first tokens of the prompt.
-        block: number of tokens in a block of a paged cache. With a block size the policy keeps or evicts whole blocks.
-            Default: single tokens.
+        block: number of tokens in a block of a paged cache. If `block` is given, the policy keeps or evicts whole
+            blocks. Default: the policy keeps or evicts single tokens.
 
     Raises:
         SpecError: if the budget, N_sink or block is invalid.
@@ -186,7 +186,7 @@ class StreamingLLM(CustomPolicy):
 
 
 class FullCache(CustomPolicy):
-    """Full cache: a policy that evicts nothing. Comparisons use the full cache as the upper bound."""
+    """Policy that evicts nothing. In comparisons, the full cache is the upper bound for the other policies."""
 
     def __init__(self) -> None:
         super().__init__(full_cache(), 1.0)
@@ -197,14 +197,14 @@ _CLASSES: Mapping[str, Callable[..., RetentionPolicy]] = {
     "streamingllm": StreamingLLM,
     "fullcache": lambda budget: FullCache(),
 }
-"""Names whose policies have a class of their own."""
+"""Policies that have a separate class, by name."""
 _PARAMETERS = frozenset(field.name for field in fields(CrystalCacheParameters)) - {"breath_protection"}
-"""CrystalCache's, each a constant of its name; its class has the breath's protection itself."""
+"""Names of the fields of CrystalCacheParameters. The class CrystalCache has `breath_protection` as an argument."""
 
 
 @dataclass(frozen=True, init=False)
 class Published(RetentionPolicy):
-    """Policy of a paper, with a budget. `policy_from_name` makes the policies of papers and all other policies.
+    """Policy of a paper, with a budget. Use `policy_from_name` to make a policy of any kind from a name.
 
         kvspec.Published("snapkv", 0.25, W=16)
         kvspec.Published("snapkv", 0.3, block=16)               # keep whole blocks of 16 tokens
@@ -214,8 +214,8 @@ class Published(RetentionPolicy):
     Args:
         name: name of a policy that `kvspec policies` lists, except crystalcache, streamingllm and fullcache.
         budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int).
-        constants: constants of the policy as keyword arguments. `describe_policy(name)` lists the constants. `backend`
-            is also accepted.
+        constants: constants of the policy as keyword arguments, including `backend`. `describe_policy(name)` lists the
+            constants.
 
     Raises:
         SpecError: if the name, a constant, the calibration file or the budget is invalid.
@@ -229,7 +229,7 @@ class Published(RetentionPolicy):
 
     def __init__(self, name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> None:
         if name in _CLASSES:
-            raise SpecError("name", name, "has a separate class: kvspec.policy_from_name accepts it")
+            raise SpecError("name", name, "has a separate class; call kvspec.policy_from_name instead")
         check_constants(name, constants)
         if "calibration" in constants_of(name):
             constants["calibration"] = _calibration(constants.get("calibration"))
@@ -242,7 +242,7 @@ class Published(RetentionPolicy):
             object.__setattr__(self, field, given)
 
     def knowing(self, identity: ModelIdentity) -> "Published":
-        """Return a copy of the policy that checks the calibration against `identity`, and not against the model."""
+        """Return a copy of the policy. The copy compares the calibration with `identity` instead of the model."""
         told = copy(self)
         object.__setattr__(told, "identity", identity)
         return told
@@ -263,7 +263,7 @@ class Published(RetentionPolicy):
 
 
 def _fastest(name: str) -> str:
-    """The backend of a policy whose caller names none."""
+    """Return the default backend of a policy."""
     families = names.families_of(name)
     return fastest(*families).name if families else "torch" if torch.accelerator.is_available() else "numpy"
 
@@ -296,10 +296,10 @@ def policy_from_name(name: str, budget: float | int | str | Budget = 0.5, **cons
 
 
 def constants_of(name: str) -> frozenset[str]:
-    """The constants that `policy_from_name` takes for this name.
+    """Return the names of the constants that `policy_from_name` accepts for a policy.
 
     Raises:
-        SpecError: for an unknown name.
+        SpecError: if the name is unknown.
     """
     if name in _CLASSES:
         own = frozenset(signature(_CLASSES[name]).parameters) - {"budget"}
@@ -308,10 +308,10 @@ def constants_of(name: str) -> frozenset[str]:
 
 
 def check_constants(name: str, constants: Mapping[str, object]) -> None:
-    """The constants are the policy's.
+    """Check that the policy has all given constants.
 
     Raises:
-        SpecError: for an unknown name, or the first constant that is not.
+        SpecError: if the name is unknown, or if the policy does not have a constant.
     """
     known = constants_of(name)
     for constant, value in constants.items():
@@ -328,7 +328,7 @@ def _calibration(given: Calibration | str | PathLike[str] | None) -> Calibration
 def _learned(
     name: str, model: PreTrainedModel, identity: ModelIdentity | None, on_device: bool,
 ) -> dict[str, object]:
-    """The constants that the model decides."""
+    """Return the constants of the policy that kvspec reads from the model."""
     architecture, wanted, model = describe(model), names.constants_of_model(name), unwrapped(model)
     learned: dict[str, object] = {}
     if "W_o" in wanted:
@@ -341,10 +341,10 @@ def _learned(
 
 
 class Prefilled(NamedTuple):
-    """A prompt that has been read and compacted."""
+    """Result of `prefill`: logits, compacted cache and session."""
 
     logits: Tensor
-    """Of the token after the prompt, (rows, 1, vocabulary)."""
+    """Logits of the token after the prompt, (rows, 1, vocabulary)."""
     cache: RetainedCache
     run: Session
 
@@ -360,8 +360,8 @@ def prefill(model: PreTrainedModel, policy: RetentionPolicy, input_ids: Tensor) 
 
     Args:
         model: a causal language model.
-        policy: a policy that keeps the same tokens in all layers and heads. For a policy that keeps different tokens in
-            layers or heads, use `with policy(model)` instead of `prefill`.
+        policy: a policy that keeps the same tokens in all layers and heads. If the policy keeps different tokens in
+            different layers or heads, use `with policy(model)` instead of `prefill`.
         input_ids: one prompt, (1, n).
 
     Returns:
@@ -376,14 +376,14 @@ def prefill(model: PreTrainedModel, policy: RetentionPolicy, input_ids: Tensor) 
     return Prefilled(output.logits[:, -1:], run.cache, run)
 
 
-_FORM = 'must be a name, or a name and its constants, as in crystalcache(alpha=0.5, impact="salience")'
+_FORM = 'must be a policy name, or a policy name with constants, such as crystalcache(alpha=0.5, impact="salience")'
 
 
 def spelled(text: str) -> tuple[str, dict[str, Any]]:
-    """The name and the constants that a text gives; values are those of TOML.
+    """Parse a policy name with constants. The values of the constants are in TOML syntax.
 
     Raises:
-        SpecError: for a text of another form, an unknown name, or a constant that the policy does not have.
+        SpecError: if the text has a wrong form, the name is unknown, or the policy does not have a constant.
     """
     name, bracket, rest = text.partition("(")
     check_name(name, "policy")

@@ -36,7 +36,7 @@ def read_rotation(architecture: Architecture) -> dict[str, Any]:
     """
     name, decoder = architecture.name, architecture.decoder
     if architecture.latent:
-        raise SpecError("model", name, "its rotation turns a part of each key beside a latent (MLA)")
+        raise SpecError("model", name, "must have a rotary embedding that changes the whole key (not MLA)")
     if decoder not in _FOUND:
         _FOUND[decoder] = _shared_buffer(architecture)
     inv_freq = decoder.get_buffer(_FOUND[decoder]).detach().to("cpu").double().numpy()
@@ -53,19 +53,19 @@ def _shared_buffer(architecture: Architecture) -> str:
     if not frequencies:
         raise SpecError("model", name, "has no rotary frequencies")
     if changing := {rotary_module(decoder, key)[2] for key in frequencies} & set(CHANGING):
-        raise SpecError("model", name, f"its rotary frequencies change with the length ({changing.pop()})")
+        raise SpecError("model", name, f"the rotary frequencies must not change with the length ({changing.pop()})")
     before, after = _probe(architecture)
     kinds = {explain_rotation(*pair, PROBE_START, frequencies) for pair in zip(before, after, strict=True)}
     if LayerRotary() in kinds:
         raise SpecError("model", name, "has a full-attention layer without rotary positions")
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is None or kind.buffer is None:
-        raise SpecError("model", name, "its full-attention layers do not share one rotation by its rotary frequencies")
+        raise SpecError("model", name, "must have one rotary embedding for all full-attention layers")
     channels, d = 2 * len(frequencies[kind.buffer]), before[0]["keys"].shape[-1]
     if channels != d:
-        raise SpecError("model", name, f"rotates {channels} of a head's {d} channels, and must rotate all")
+        raise SpecError("model", name, f"must rotate all {d} channels of a head, but rotates {channels}")
     if kind.style != "half_split":
-        reason = "rotates neighbouring channels against each other, and must rotate the two halves of a head"
+        reason = "must rotate the two halves of a head against each other, but rotates neighbouring channels"
         raise SpecError("model", name, reason)
     return kind.buffer
 
@@ -78,7 +78,7 @@ def _probe(architecture: Architecture) -> list[list[Mapping[str, Tensor]]]:
             for start, cache in caches.items():
                 read_tokens(architecture, cache, 1, start=start)
     except FORWARD_ERRORS as error:
-        reason = f"it cannot read a token at position {PROBE_START}: {error}"
+        reason = f"the model cannot process a token at position {PROBE_START}: {error}"
         raise SpecError("model", architecture.name, reason) from error
     return [
         [probed(cast(Tensor, layer.keys), cast(Tensor, layer.values)) for layer in cache.full_layers]

@@ -22,7 +22,7 @@ from spec.errors import SpecError
 __all__ = ["read_head_pattern", "read_statistics", "write_statistics"]
 
 PARTS = ("q_mean_real", "q_mean_imag", "q_abs_mean")
-INSTEAD = "`kvspec calibrate some-text.txt` with the same --model makes statistics that fit"
+INSTEAD = "run `kvspec calibrate some-text.txt` with the same --model instead"
 
 
 def read_statistics(
@@ -130,7 +130,7 @@ def _payload(path: str | PathLike[str]) -> tuple[Mapping[str, Any], Mapping[str,
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        reason = "it holds code, which is not run" if "nsupported" in str(error) else str(error).split("\n")[0]
+        reason = "it contains code, which is not run" if "nsupported" in str(error) else str(error).split("\n")[0]
         raise SpecError("path", str(path), f"must be a .pt file of tensors ({reason}); {INSTEAD}") from error
     metadata, stats = (found.get(part) if isinstance(found, dict) else None for part in ("metadata", "stats"))
     if not isinstance(metadata, dict) or not isinstance(stats, dict):

@@ -1,4 +1,4 @@
-"""What policies read from a tokenizer: the ends of sentences, and the words of KVzip's second pass."""
+"""Functions that get policy arguments from a tokenizer: `sentence_ends` and `repeat_template`."""
 
 from typing import Any
 
@@ -54,7 +54,8 @@ def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     ids = sorted(set(tokenizer.get_vocab().values()) - special)
     ends = frozenset(token_id for token_id in ids if _ends_a_sentence(_text(tokenizer, token_id)))
     if not ends:
-        raise SpecError("tokenizer", type(tokenizer).__name__, f"none of its {len(ids)} text tokens ends a sentence")
+        reason = f"must have a token that ends a sentence; none of the {len(ids)} text tokens does"
+        raise SpecError("tokenizer", type(tokenizer).__name__, reason)
     return ends
 
 

@@ -65,7 +65,7 @@ def end_step(method: Method, cache: RetainedCache, ids: Tensor, observed: Observ
 def reading(method: Method, architecture: Architecture, cache: object, arguments: Arguments) -> Forward:
     """A forward inside `reading()`."""
     if not isinstance(cache, RetainedCache) or cache.get_seq_length() == 0:
-        raise SpecError("past_key_values", "0 tokens", "reading() needs a cache that has read a prompt; pass run.cache")
+        raise SpecError("past_key_values", "0 tokens", "must contain a prompt inside reading(); pass run.cache")
     span, rule = later_span(architecture.vocabulary, arguments, cache, OPEN), method.continuation
     if span.padded:
         raise SpecError("attention_mask", "zeros", "padding is not supported inside reading()")

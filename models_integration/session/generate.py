@@ -97,9 +97,9 @@ def check_call(*stated: Mapping[str, object]) -> None:
             raise SpecError(name, shown, reason)
     guidance = effective("guidance_scale")
     if guidance not in (None, 1):
-        raise SpecError("guidance_scale", guidance, "is not supported: it needs a second cache")
+        raise SpecError("guidance_scale", guidance, "must be None or 1, because guidance needs a second cache")
     if effective("use_cache") is False:
-        raise SpecError("use_cache", False, "must be on: there is no cache to compact")
+        raise SpecError("use_cache", False, "must be True, because eviction needs a cache")
     if effective("prefill_chunk_size") is not None and effective("token_healing"):
         raise SpecError(
             "token_healing", True,

@@ -102,7 +102,7 @@ class Hold:
     def _place(self) -> None:
         check_free(self._model)
         if self._is_generating():
-            reason = "generate is running on this model in another thread: join that thread first"
+            reason = "another thread runs generate on the model: join the thread first"
             raise SpecError("model", type(self._model).__name__, reason)
         with ExitStack() as hooks:
             for decoder in decoders_of(self._model):

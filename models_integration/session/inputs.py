@@ -30,13 +30,12 @@ __all__ = [
 ONE_FORWARD, OPEN = 0, sys.maxsize
 
 _EMBEDDINGS = (
-    "policies read token ids: call the model itself with input_ids. Soft prompts and embeddings from a wrapper are not"
-    " supported"
+    "policies need token ids: pass input_ids to the model. Soft prompts and embeddings from a wrapper are not supported"
 )
 
 _BOTH_WAYS = (
-    "image tokens can attend to later tokens, and this policy reads attention: pass text alone, or use keydiff, knorm,"
-    " lagkv, nestedkv or streamingllm"
+    "image tokens can attend to later tokens, but the policy needs causal attention: pass only text, or use keydiff,"
+    " knorm, lagkv, nestedkv or streamingllm"
 )
 
 # Arguments of text, and the end of names of those that tell text (0) from images.
@@ -71,13 +70,14 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object], need
         raise SpecError("attn_implementation", implementation, reason)
     architecture.check_attention()
     if decoder.training and any(getattr(part, "gradient_checkpointing", False) for part in decoder.modules()):
-        reason = "gradient checkpointing in training leaves the cache out: turn it off, or model.eval()"
+        reason = "gradient checkpointing disables the cache: call model.eval(), or turn off gradient checkpointing"
         raise SpecError("model", architecture.name, reason)
     cache, config = arguments.get("past_key_values"), architecture.config
     if isinstance(cache, RetainedCache) and cache.layers_differ:
         asked = arguments.get("output_attentions", getattr(config, "output_attentions", False))
         if asked and any(isinstance(layer, RaggedLayer) for layer in cache.layers):
-            raise SpecError("output_attentions", True, "heads that store different tokens have no weights of one shape")
+            reason = "must be False, because the heads store different tokens and have weights of different shapes"
+            raise SpecError("output_attentions", True, reason)
         check_readable(architecture, cache)
     check_recurrence(architecture, arguments, cache)
     if architecture.wraps:
@@ -101,11 +101,11 @@ def _check_images(architecture: Architecture, arguments: Mapping[str, object], n
         if not given or tells_text(name, value):
             continue
         if hasattr(architecture.decoder, "get_rope_index"):
-            raise SpecError(name, "given", "image tokens have positions on several axes (mRoPE): pass text alone")
+            raise SpecError(name, "given", "images with positions on several axes (mRoPE) are not supported: pass text")
         if reads_attention(needs):
             raise SpecError(name, "given", _BOTH_WAYS)
         if isinstance(cache, RetainedCache) and cache.get_seq_length() > 0:
-            raise SpecError(name, "given", "images, video and sound can only be in the first prompt: use a new cache")
+            raise SpecError(name, "given", "can be passed only with the first prompt: use a new cache")
 
 
 def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> Arguments:
@@ -123,7 +123,7 @@ def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> A
         raise SpecError("input_ids", shown, "must be an integer tensor (rows, n)")
     use_cache = arguments.get("use_cache")
     if not (default_use_cache if use_cache is None else use_cache):
-        raise SpecError("use_cache", False, "must be on: there is no cache to compact")
+        raise SpecError("use_cache", False, "must be True, because eviction needs a cache")
     cache = arguments.get("past_key_values")
     if cache is not None and not isinstance(cache, Cache):
         raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left out")
@@ -173,7 +173,7 @@ def first_span(
     own, is_token, given = _read_tokens(vocabulary, arguments, arguments.get("attention_mask"), before)
     all_columns = torch.cat([before, is_token], dim=1)
     if bool((all_columns.int().diff(dim=1) < 0).any()):
-        reason = "zeros must come before all ones: pad on the left, right padding and gaps are not supported"
+        reason = "zeros must come before ones: pad on the left, because right padding and gaps are not supported"
         raise SpecError("attention_mask", "zeros", reason)
     if segment_end == ONE_FORWARD:
         check_tokens(all_columns)
@@ -256,7 +256,7 @@ def check_rows(cache: RetainedCache, ids: Tensor) -> None:
     """
     rows = next((layer.batch for layer in cache.full_layers if layer.is_initialized), len(ids))
     if len(ids) != rows:
-        raise SpecError("input_ids", tuple(ids.shape), f"the cache has {rows} rows")
+        raise SpecError("input_ids", tuple(ids.shape), f"must have {rows} rows, like the cache")
 
 
 def check_rehearsed(needs: Needs, span: ForwardSpan) -> None:
@@ -266,7 +266,7 @@ def check_rehearsed(needs: Needs, span: ForwardSpan) -> None:
         SpecError: where rows are padded: the chunks of their contexts would differ.
     """
     if needs.rehearsal is not None and span.padded:
-        raise SpecError("attention_mask", "zeros", "this policy repeats the prompts: they must have no padding")
+        raise SpecError("attention_mask", "zeros", "must be all ones, because the policy repeats the prompts")
 
 
 def check_tokens(is_token: Tensor) -> None:
@@ -324,7 +324,7 @@ def _tokens_of_mask(marks: Tensor, before: Tensor) -> Tensor:
     if not bool((hidden | is_token).all()):
         raise SpecError("attention_mask", "other numbers", "must have only zeros and ones")
     if not torch.equal(is_token[:, :columns], before):
-        reason = f"the prompt's padding so far was {(~before).sum(dim=1).tolist()}"
+        reason = f"must have the padding of the earlier prompt, {(~before).sum(dim=1).tolist()}"
         raise SpecError("attention_mask", hidden[:, :columns].sum(dim=1).tolist(), reason)
     return is_token[:, columns:]
 

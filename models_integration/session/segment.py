@@ -324,9 +324,9 @@ class Segment:
         """
         rows = len(self.observed.text.is_token)
         if cache is not self.cache:
-            raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the prompt that is open")
+            raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the unfinished prompt")
         if len(ids) != rows:
-            raise SpecError("input_ids", tuple(ids.shape), f"the prompt that is open has {rows} rows")
+            raise SpecError("input_ids", tuple(ids.shape), f"must have {rows} rows, like the unfinished prompt")
 
     def read(self, span: ForwardSpan, device: torch.device) -> None:
         """A forward's columns come next; its tensors are on this device."""

@@ -1,4 +1,4 @@
-"""A policy at work on a model: the context manager that observes, decides, compacts and goes on."""
+"""The class `Session`: context manager that applies a policy to a model."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -60,14 +60,15 @@ class Session:
     does not evict at the end of text that is processed inside `with run.reading():`. If the prompts of a batch have
     different lengths, pad on the left and pass a 2D mask.
 
-    If two threads call generate on the model, the second call waits for the first. If a thread starts generate inside
-    the block, the policy applies until generate returns. Join the thread before you use the attributes of the session.
+    If two threads call generate on the model, the second call waits until the first call has returned. If a thread
+    starts generate inside the block, the policy applies until generate returns. Join the thread before you use the
+    attributes of the session.
 
     Attributes:
         backend: name of the backend that selects the tokens.
         seen: number of tokens that the model has processed so far, in prompts and answers. The last generated token is
             not included, because the model has not processed this token.
-        stored: number of tokens in the cache now, on average over layers and heads. Generated tokens are included.
+        stored: number of tokens in the cache now, averaged over layers and heads. Generated tokens are included.
         retention: positions of the kept tokens after the last segment. `retention.group(i)` returns the i-th set of
             kept positions. For a batch, `retention` is a tuple with one entry for each prompt. Before a prompt,
             `retention` is None.
@@ -77,7 +78,8 @@ class Session:
         timings: seconds for each step of the last eviction, by name: capture, decision, compaction, and rehearsal (only
             for KVzip).
         bytes_freed: bytes of keys and values that the session has freed so far.
-        over_budget: number of tokens kept beyond the budget, because more tokens are protected than the budget allows.
+        over_budget: number of kept tokens minus the budget, at least 0. Above 0 only if the tokens that the policy
+            always keeps exceed the budget.
 
     Raises:
         SpecError: if kvspec does not support the model.
@@ -115,7 +117,7 @@ class Session:
 
     @property
     def stored(self) -> float:
-        """Number of tokens in the cache now, on average over layers and heads."""
+        """Number of tokens in the cache now, averaged over layers and heads."""
         return self._usable_cache.mean_length if self._usable_cache is not None and self.seen else 0.0
 
     @property
@@ -130,7 +132,7 @@ class Session:
             SpecError: if the last prompt was a batch, or if layers or heads keep different tokens.
         """
         if isinstance(self.retention, tuple):
-            reason = "a batch has no single kept set: type run.retention[row].kept"
+            reason = "each prompt of a batch has a separate set of kept tokens: type run.retention[row].kept"
             raise SpecError("kept", f"{len(self.retention)} prompts", reason)
         return None if self.retention is None else self.retention.kept
 
@@ -170,7 +172,7 @@ class Session:
         self, decoder: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object],
     ) -> tuple[tuple[()], dict[str, object]]:
         if self._hold.is_elsewhere:
-            reason = "generate is running on this model in another thread, under a policy: join that thread first"
+            reason = "another thread runs generate on the model with a policy: join the thread first"
             raise SpecError("model", self._architecture.name, reason)
         # A forward that was interrupted, by Ctrl-C for one, has not passed `_after`.
         self._abandon()
@@ -199,10 +201,10 @@ class Session:
         if call is self._call:
             return
         if call is not NO_CALL and self._block == "prompt()":
-            raise SpecError("prompt()", "generate", "generate reads a separate prompt: call it outside run.prompt()")
+            raise SpecError("generate", "in prompt()", "processes a separate prompt: call it outside run.prompt()")
         self._stream.check_beams(call.beams)
         if not self._stream.endless:
-            self._drop("a prompt was left half way")
+            self._drop("a prompt was not finished")
         self._call = call
 
     def _forward_of(self, decoder: nn.Module, cache: Any, arguments: Arguments) -> Forward:
@@ -216,7 +218,7 @@ class Session:
             return reading(method, architecture, cache, arguments)
         if is_step:
             if self._segment is not None and self._segment.cache is not cache:
-                reason = "must be the cache of the stream that is open"
+                reason = "must be the cache of the unfinished stream"
                 raise SpecError("past_key_values", type(cache).__name__, reason)
             if arguments["input_ids"].is_cpu:
                 span = step_span(architecture.vocabulary, arguments, cache)
@@ -331,7 +333,7 @@ class Session:
         if forward is not None:
             self._forward = self._segment = None
             forward.undo.close()
-            forward.cache.fail("a forward failed half way")
+            forward.cache.fail("a forward pass failed")
 
     def _drop(self, reason: str) -> None:
         """Give up a prompt that did not come to its end."""
@@ -345,21 +347,21 @@ class Session:
         self._abandon()
         if self._stream.endless and self._segment is not None:
             self._end(self._segment)
-        self._drop("its context ended inside a prompt")
+        self._drop("the `with policy(model)` block ended inside a prompt")
 
     @contextmanager
     def _inside(self, block: str) -> Iterator[None]:
         """A block of forwards that are read in another way than outside it."""
         in_generate = call_under_way(self._architecture.decoder, self._call) is not NO_CALL
         if self._block or in_generate or not self._hold.is_open:
-            raise SpecError(block, "a block", "must be inside `with policy(model)`, not in another block or generate")
+            raise SpecError(block, "a block", "must be inside `with policy(model)`, outside other blocks and generate")
         self._stream.check_block(block)
-        self._drop("a prompt was left half way")
+        self._drop("a prompt was not finished")
         self._block = block
         try:
             yield
         except BaseException:
-            self._drop("a prompt was left half way")
+            self._drop("a prompt was not finished")
             raise
         finally:
             self._block = ""
@@ -367,7 +369,7 @@ class Session:
 
     @contextmanager
     def prompt(self) -> Iterator[None]:
-        """Context manager that treats several forward passes as one prompt. The policy evicts when the block ends.
+        """Context manager for a prompt that takes several forward passes. The policy evicts when the block ends.
 
         Raises:
             SpecError: if the block is nested in a second block, is inside `generate` or a stream, or is outside
@@ -380,13 +382,13 @@ class Session:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Context manager inside which text is processed without eviction, such as a question after a document.
+        """Context manager for text that the model processes without eviction, such as a question after a document.
 
             with run.reading():
                 output = model.generate(context_and_question, past_key_values=run.cache, max_new_tokens=50)
 
-        Every policy supports `reading()`. While tokens are generated inside the block, a policy that evicts during
-        decoding still evicts. The text must have no padding.
+        Every policy supports `reading()`. If a policy evicts during decoding, the policy also evicts while the model
+        generates tokens inside the block. The text must have no padding.
 
         Raises:
             SpecError: if the block is nested in a second block, is inside `generate` or a stream, or is outside

@@ -152,7 +152,7 @@ class Stream(WholeForwards):
             if name not in _JOINED:
                 raise SpecError(
                     name, "asked for",
-                    "must be left out: a stream reads a forward pass in pieces, and cannot join this output",
+                    "must be left out, because a stream splits a forward pass into pieces and cannot join the outputs",
                 )
             whole[name] = _joined(len(whole.last_hidden_state), [part[name] for part in parts])
         return cast(DecoderOutput, whole.to_tuple() if self._as_tuple else whole)
@@ -167,7 +167,7 @@ def _asked(decoder: nn.Module, arguments: Arguments, name: str, *, default: bool
 def _check_outputs(decoder: nn.Module, arguments: Arguments) -> None:
     if _asked(decoder, arguments, "output_attentions"):
         reason = (
-            "a stream evicts inside this forward pass, so the weights have different shapes: read C tokens at a time"
+            "a stream evicts during the forward pass, so the weights have different shapes: pass C tokens at a time"
         )
         raise SpecError("output_attentions", True, reason)
 

@@ -5,8 +5,8 @@
         decision = decide(policy.on(model), observed)
         cache = compact(observed.cache, decision)
 
-A session evicts layer by layer, so the full cache never exists. With these functions the full cache exists, and
-`compact` does not change it.
+A session evicts layer by layer, so memory never contains the full cache. With these functions, memory contains the full
+cache, and `compact` does not change the full cache.
 """
 
 import inspect
@@ -41,7 +41,7 @@ from spec.retention import Granularity
 __all__ = ["EVERYTHING", "compact", "observe", "read"]
 
 EVERYTHING = Needs(layers="all", query_rows=None, values=True, token_ids=True)
-"""What every scorer can be shown of a prompt."""
+"""All tensors that kvspec can capture for a scorer."""
 NOTHING = Needs()
 
 
@@ -89,7 +89,7 @@ def _forward(
     model: PreTrainedModel, observed: ObservedSegment, input_ids: Tensor, span: ForwardSpan, last: int,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
-    """The logits, of the last columns alone where the model can tell them apart."""
+    """Return the logits. If the model supports `logits_to_keep`, the result has only the last columns."""
     parameters, own = inspect.signature(model.forward).parameters, decoder_inputs(observed.architecture.decoder)
     names = set(parameters)
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):  # the model hands on what its decoder takes
@@ -109,9 +109,9 @@ def _forward(
 def read(
     model: PreTrainedModel, cache: RetainedCache, input_ids: Tensor, needs: Needs = NOTHING, last: int = 1,
 ) -> ObservedSegment:
-    """Read tokens after the tokens that a cache has seen, without eviction: questions, or given answers.
+    """Process tokens, such as a question or an answer, after the tokens of a cache, without eviction.
 
-    The cache grows by these tokens. Rows, layers and heads of the cache may store different tokens.
+    kvspec appends the tokens to the cache. Rows, layers and heads of the cache may store different tokens.
 
     Args:
         model: model outside `with policy(model)`.
@@ -155,7 +155,7 @@ def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
     cache.check_usable()
     rows = cache.full_layers[0].batch
     if len(decision.retentions) != rows:
-        raise SpecError("decision", f"{len(decision.retentions)} prompts", f"the cache has {rows} rows")
+        raise SpecError("decision", f"{len(decision.retentions)} prompts", f"must be for the {rows} rows of the cache")
     compacted = cache.branch()
     compacted.compact(decision.retentions, decision.padding)
     compacted.continuation = decision.continuation

@@ -73,7 +73,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         batch_size: int | str = 1, **given: Any,
     ) -> None:
         if str(batch_size) != "1":
-            raise SpecError("batch_size", batch_size, "must be 1, because each context has separate kept sets")
+            raise SpecError("batch_size", batch_size, "must be 1, because each context keeps different tokens")
         super().__init__(pretrained=str(SHIPPED.get(pretrained) or located(pretrained)), batch_size=1, **given)
         statistics = load_calibration(Path(calibration)) if calibration else None
         parse_budget(str(budget))

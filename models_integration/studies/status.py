@@ -43,7 +43,7 @@ def status(folder: Path, watch: bool = True) -> Iterator[str]:
     """
     path = folder / STUDY
     if not begun(folder):
-        raise SpecError("status", str(folder), f"must be the --out of a run: it has no {STUDY}")
+        raise SpecError("status", str(folder), f"must be the --out folder of a run, but has no {STUDY}")
     leases = Leases(path, study_unit)
     done, planned = leases.stored(), leases.planned()
     of = f" of {len(planned | done)}" if planned else ""

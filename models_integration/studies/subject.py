@@ -143,7 +143,7 @@ class Loading:
             torch.empty(0, device=self.device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             here = ", ".join(["cpu", *(f"cuda:{at}" for at in range(torch.cuda.device_count()))])
-            raise SpecError("device", self.device, f"is not on this machine; choose from {here}") from error
+            raise SpecError("device", self.device, f"does not exist on this machine; choose from {here}") from error
         CrystalCache(sentence_ends={0}, backend=self.backend)
 
     def subject(self) -> Subject:

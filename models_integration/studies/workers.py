@@ -40,7 +40,7 @@ class Launch:
             raise SpecError("workers", self.workers, "must be at least 1")
         check_choices("engine", (self.engine,), ENGINES)
         if self.address and self.engine != "ray":
-            raise SpecError("address", self.address, "is the address of a Ray cluster: give --engine ray too")
+            raise SpecError("address", self.address, "needs --engine ray, because the address is of a Ray cluster")
 
     @contextmanager
     def started(self, out: Path, device: str) -> Iterator[None]:

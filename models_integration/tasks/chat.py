@@ -50,7 +50,9 @@ def chat(tokenizer: Any) -> Frame:
     before, found, behind = first.partition(_PLACE)
     between, next_found, _ = all_turns.partition(_ANSWER)[2].partition(_NEXT)
     if not found or not next_found:
-        raise SpecError("tokenizer", type(tokenizer).__name__, "its chat template does not print messages as they are")
+        raise SpecError(
+            "tokenizer", type(tokenizer).__name__, "must have a chat template that prints messages unchanged"
+        )
     name = hashlib.sha256(template.encode()).hexdigest()[:16]
     return Frame(name, encode(tokenizer, before), behind, between)
 

@@ -263,7 +263,7 @@ def infinitebench_file(path: Path) -> OfFile:
     file = open_rows(path, {"context": str, "input": str, "answer": object, "options": list})
     for number, row in enumerate(file.rows):
         if path.stem == "code_debug" and (len(row["options"]) != 4 or texts(row["answer"])[0] not in row["options"]):
-            raise SpecError("path", f"{path}, row {number}", "must have four options, and its answer among them")
+            raise SpecError("path", f"{path}, row {number}", "must have four options, including the answer")
 
     def samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
         sample = _of_infinitebench(ground, file.row(index), path.stem)

@@ -130,11 +130,11 @@ class Task:
         """
         samples = tuple(self.entry.make(ground, length, index, seed))
         if not samples or not all(isinstance(sample, Sample) for sample in samples):
-            raise SpecError("task", self.name, "must give at least one Sample, and nothing else")
+            raise SpecError("task", self.name, "must return only Sample objects, and at least one Sample")
         context = samples[0].context_ids
         fits = len(context) == length or (self.of_file and 0 < len(context) < length)
         if not fits or any(sample.context_ids != context for sample in samples):
-            raise SpecError("task", self.name, f"must give one context of {length} tokens, and gave {len(context)}")
+            raise SpecError("task", self.name, f"must return a context of {length} tokens, but returned {len(context)}")
         for start, stop in (span for sample in samples for span in sample.evidence):
             if not 0 <= start < stop <= len(context):
                 raise SpecError("task", self.name, f"has evidence at {(start, stop)}, outside its {length} tokens")
@@ -247,7 +247,7 @@ def resolve_task(text: str) -> Task:
 
 def _constants(text: str, rest: str, known: Collection[str]) -> dict[str, Any]:
     """The constants in brackets, as TOML writes their values."""
-    form = "must be a name, or a name and its constants, as in needle(depth=0.5)"
+    form = "must be a task name, or a task name with constants, such as needle(depth=0.5)"
     if not rest.endswith(")") or "\n" in rest:
         raise SpecError("task", text, form)
     try:
@@ -257,7 +257,7 @@ def _constants(text: str, rest: str, known: Collection[str]) -> dict[str, Any]:
     for constant, value in given.items():
         if constant not in known:
             raise SpecError(
-                "task", text, f"has no constant {constant}; its constants are {', '.join(known) or 'none'}"
+                "task", text, f"has no constant {constant}; the constants are {', '.join(known) or 'none'}"
             )
         if isinstance(value, str) is (constant == "depth"):
             raise SpecError(constant, value, f"must be a {'number' if constant == 'depth' else 'text'} ({text})")

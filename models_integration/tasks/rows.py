@@ -36,7 +36,9 @@ class File:
         tokens, half = samples[0].length, limit // 2
         cut = 0 if tokens + question <= limit else tokens + question - 2 * half
         if cut and half <= question:
-            raise SpecError("length", limit, f"must be above {2 * question + 1}, twice the question in row {index}")
+            raise SpecError(
+                "length", limit, f"must be above {2 * question + 1}, twice the question length of row {index}"
+            )
         return tuple(
             replace(
                 _without(sample, half, half + cut) if cut else sample,

@@ -222,12 +222,12 @@ USED = (
 _NECESSARY = {
     "nothing to evict": "yes: no part of the cache grows",
     "ALiBi is not served": "yes: the model would need its bias at the kept positions",
-    "its attention depends on the distance of slots": "yes, as for ALiBi",
+    "the attention depends on the distance between cache slots": "yes, as for ALiBi",
     "its indexer takes positions from slots": "yes: eviction moves tokens to other slots",
-    "its attention is not causal": "yes: later tokens change what earlier ones store",
-    "it stores one latent for all heads (MLA)": "yes: no head has keys of its own to evict",
-    "its recurrent layers lose their state when several tokens follow others": "yes: transformers computes it wrongly",
-    "its decoder numbers positions itself": "yes: the model counts padding",
+    "the attention of the model is not causal": "yes: later tokens change what earlier ones store",
+    "the cache stores one latent for all heads (MLA)": "yes: no head has keys of its own to evict",
+    "the recurrent layers lose the state": "yes: transformers computes it wrongly",
+    "the decoder also numbers padding positions": "yes: the model counts padding",
 }
 """By the first words of a reason, whether kvspec must refuse; other refusals are work that is not done."""
 

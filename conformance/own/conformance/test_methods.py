@@ -171,7 +171,7 @@ def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
                 assert not test_method.other_score(method, found, wanted, scored), op
         assert len(scored) == 21  # without those of which tokens are decoded
         engine.hello = replace(engine.hello, families={FAMILY: ["h2o"]})
-        with pytest.raises(SpecError, match="as = 'kvzip': is no method of numpy, whose hello offers h2o"):
+        with pytest.raises(SpecError, match="as = 'kvzip': is not offered by the engine numpy; the engine offers h2o"):
             asked(engine, Method("kvzip"), inputs, B)
         with pytest.raises(SpecError, match=re.escape("as = 'knorm': is not offered by backend") + ".* for nestedkv, "):
             on_backend(f"{__name__}:BARE", Method("knorm"), inputs, B)
@@ -184,7 +184,7 @@ def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
     [
         ("snapkw", "as = 'snapkw'"), ("crystalcache", "has no brute force"),
         ("snapkv(W=16", "must be a name, or a name"),
-        ("snapkv(w=16)", "no constant or reading of snapkv; choose one of W, kernel, pooling, sinks, softmax, ties"),
+        ("snapkv(w=16)", "not a constant or reading of snapkv; choose one of W, kernel, pooling, sinks, softmax, ties"),
         ('snapkv(pooling="min")', "must be one of max, average"), ('adakv(safeguard="x")', "must be a fraction"),
     ],
 )

@@ -332,7 +332,7 @@ def test_what_is_no_certificate_of_a_whole_run_is_refused(
     change: dict[str, Any], stranger: Callable[..., int], capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert stranger(change, "--yes") == 2
-    assert "must be a certificate of " in capsys.readouterr().err
+    assert "must be the certificate of " in capsys.readouterr().err
 
 
 @pytest.mark.law("an-identity-tells-apart")

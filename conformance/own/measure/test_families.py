@@ -47,10 +47,10 @@ def test_a_family_that_holds(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "refused"), [
-    ("bart", {"padded batch": "numbers positions itself"}),
+    ("bart", {"padded batch": "numbers padding positions"}),
     ("deepseek_v2", {"per head": "one latent for all heads"}),
     ("deepseek_v32", {
-        **dict.fromkeys(("reads attention", "per layer", "decode"), "its indexer chooses"), "per head": "one latent",
+        **dict.fromkeys(("reads attention", "per layer", "decode"), "an indexer of"), "per head": "one latent",
     }),
 ])
 @pytest.mark.filterwarnings("ignore")

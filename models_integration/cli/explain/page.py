@@ -73,7 +73,7 @@ def explain_html(
     """
     n = len(shown["token_ids"])
     if len(texts) != n:
-        raise SpecError("texts", len(texts), f"must be as many as the tokens, {n}")
+        raise SpecError("texts", len(texts), f"must have one text for each of the {n} tokens")
     data = {**shown, "tokens_text": list(texts), "run": run}
     if beside is not None:
         data["beside"] = _beside(*beside, n)
@@ -121,7 +121,7 @@ def run(
     subject = replace(loading.subject(), calibration=statistics)
     ids = subject.tokenizer(text).input_ids
     if len(ids) > TOKENS_MOST:
-        raise SpecError("PROMPT", f"{len(ids)} tokens", f"must have at most {TOKENS_MOST} for a page; cut it")
+        raise SpecError("PROMPT", f"{len(ids)} tokens", f"must have at most {TOKENS_MOST} tokens")
     subject.check_positions("PROMPT", len(ids))
     result = _retention(subject, "crystalcache", budget, ids)
     assert isinstance(result, CrystalRetention)

@@ -69,12 +69,16 @@ def check_served(architecture: Architecture, method: Any) -> None:
     """
     layers = architecture.config.num_hidden_layers
     if architecture.recurrent or len(architecture.full_layers) < layers:
-        raise SpecError("model", architecture.name, "its sliding-window or recurrent layers have no pages")
+        raise SpecError(
+            "model", architecture.name, "must not have sliding-window or recurrent layers, which have no pages"
+        )
     if architecture.wraps:
-        reason = "it also reads images, which pages do not store: use text = model.get_decoder() and policy(text)"
+        reason = "also accepts images, which pages do not store: use text = model.get_decoder() and policy(text)"
         raise SpecError("model", architecture.name, reason)
     if architecture.latent:
-        raise SpecError("model", architecture.name, "it stores one latent for all heads (MLA), and pages store heads")
+        raise SpecError(
+            "model", architecture.name, "stores one latent for all heads (MLA), but pages store separate heads"
+        )
     policy, rule = method.policy, method.continuation
     if policy.cadence.every is not None or rule.decode or rule.segment_tokens is not None:
         raise SpecError(

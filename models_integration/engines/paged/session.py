@@ -132,7 +132,7 @@ class PagedSession:
     def _processor(self, own: Callable[[], Any]) -> Any:
         """The engine's own processor, hooked."""
         if self._architecture.decoder not in BUSY:
-            raise SpecError("manager", self._architecture.name, "belongs to a context that has ended")
+            raise SpecError("manager", self._architecture.name, "belongs to a session that has ended")
         processor = own()
         if "update_batch" not in vars(processor):
             _Engine(self, processor)

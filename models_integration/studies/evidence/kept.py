@@ -145,5 +145,5 @@ def _check_promise(policy: Policy, B: int, kept: Retention) -> None:
     if policy.promises.budget_exact == "yes" and len(kept.positions) > B * kept.groups:
         mean = f"{len(kept.positions) / kept.groups:g}"
         raise SpecError(
-            "budget", B, f"is the number of tokens that {policy.name} promises to keep, but {policy.name} keeps {mean}"
+            "budget", B, f"must not be exceeded, but {policy.name} keeps {mean} tokens"
         )

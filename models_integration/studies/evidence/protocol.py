@@ -42,9 +42,11 @@ def check_order(rules: Rules, rows: Iterable[Row], parts: Sequence[str]) -> None
     if not rules.claims or DEV not in parts:
         return
     if CONFIRM in parts:
-        raise SpecError("part", "all", "must be dev first and confirm in a second run: the rules have claims")
+        raise SpecError("part", "all", "must be dev, and confirm in a second run, because the rules file has claims")
     if any(row["part"] == CONFIRM and row["rules"] == rules.digest for row in rows):
-        raise SpecError("part", DEV, "must not be run after samples that confirm: change the rules for new samples")
+        raise SpecError(
+            "part", DEV, "must not follow the confirming samples: change the rules file to draw new samples"
+        )
 
 
 def check_controls(rules: Rules, policies: dict[str, Policy]) -> None:
@@ -98,7 +100,9 @@ def audit(folder: Path) -> list[Audit]:
     files = [path for path in sorted(folder.rglob("*.toml")) if path.with_suffix(".jsonl.xz").exists()]
     found = [_audited(path, folder) for path in files]
     if not found:
-        raise SpecError("audit", str(folder), "must have a rules file NAME.toml beside its rows NAME.jsonl.xz")
+        raise SpecError(
+            "audit", str(folder), "must have a rules file NAME.toml in the folder of the results NAME.jsonl.xz"
+        )
     return found
 
 

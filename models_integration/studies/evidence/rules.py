@@ -128,13 +128,13 @@ class Rules:
     def __post_init__(self) -> None:
         check_choices("controls", self.controls, EVERY_CONTROL)
         if both := [name for name in EVERY_CONTROL if name in self.policies]:
-            raise SpecError("policies", both[0], "is a control: name it in controls, not in policies")
+            raise SpecError("policies", both[0], "is a control: write the name in controls, not in policies")
         for policy in self.policies:
             _, constants = spelled(policy.removesuffix(AT_PROMPT))
             if constants.get("stream"):
                 raise SpecError(
                     "policies", policy,
-                    "evicts while the model reads the prompt; a study reads each prompt once for all policies",
+                    "evicts while the model reads the prompt, but a study needs one forward pass for all policies",
                 )
         check_choices("placements", self.placements, PLACEMENTS)
         for task in map(resolve_task, self.tasks):
@@ -245,7 +245,7 @@ def _read(text: str, where: str) -> Rules:
         raise SpecError("rules", where, f"must be a TOML file: {error}") from error
     unknown = sorted(set(read) - {"claim", "stage", "study"})
     if unknown or "study" not in read:
-        raise SpecError("rules", unknown, "must have [study], and may have [[stage]] and [[claim]], and nothing else")
+        raise SpecError("rules", unknown, "must have [study], and may have [[stage]] and [[claim]], but no other table")
     claims, stages = (
         tuple(_made(kind, entry) for entry in read.get(name, ())) for name, kind in (("claim", Claim), ("stage", Stage))
     )

@@ -141,7 +141,7 @@ def items(rules: Rules, subject: Subject, parts: Sequence[str]) -> Iterator[Item
     for name in reading:
         distinct = most_contexts if tasks[name].entry.assembly == TEXTS else Prose.windows
         if rules.contexts > (most := min(distinct(prose, length) for length in rules.lengths)):
-            raise SpecError("contexts", rules.contexts, f"must be at most {most}, the distinct windows of {name}")
+            raise SpecError("contexts", rules.contexts, f"must be at most {most}, the different windows of {name}")
     ground = Ground(subject.tokenizer, prose, frame_of(subject.tokenizer, rules.bare))
     for index in range(rules.contexts):
         for seed in rules.seeds:
@@ -190,7 +190,7 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
         except SpecError as error:
             raise SpecError(error.argument, error.value, f"{error.bound} (policy {name})") from error
         if text != name and not steps(method):
-            raise SpecError("policies", name, f"always evicts only after the prompt: leave out {AT_PROMPT}")
+            raise SpecError("policies", name, f"always evicts only after the prompt, so leave out {AT_PROMPT}")
         if text != name:
             policy = replace(method.policy, cadence=SEGMENT_END)
             method = replace(method, policy=policy, continuation=DecideAnew())
@@ -219,8 +219,10 @@ def check_budgets(rules: Rules, policies: Mapping[str, Method]) -> Iterator[str]
                 if tokens < floor:
                     less = f"is {tokens} of {length} tokens, and {name} keeps at least {floor}"
                     if not rules.claims:
-                        raise SpecError("budgets", budget, f"{less}: ask for {floor} or more, or for longer --lengths")
-                    yield f"budget {budget} {less}: the page flags it, and compares it with nothing"
+                        raise SpecError(
+                            "budgets", budget, f"{less}: use a budget of at least {floor}, or longer --lengths"
+                        )
+                    yield f"budget {budget} {less}: the report marks the result, and makes no comparison"
             other = seen.setdefault(min(tokens, length), budget)
             if other != budget:
                 same = f"is {min(tokens, length)} of {length} tokens, as is budget {other}: leave out one of the two"

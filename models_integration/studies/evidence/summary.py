@@ -164,7 +164,7 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
         SpecError: without rows.
     """
     if not rows:
-        raise SpecError("table", str(path), "would be empty: no sample was judged")
+        raise SpecError("table", str(path), "would be empty, because no sample has a result")
     frame = result_table(rows)
     frame["low"], frame["high"] = zip(*map(_interval, frame["correct"], frame["n"]), strict=True)
     text = frame.to_csv(index=False) if path.suffix == ".csv" else frame.to_latex(index=False, float_format="%.3f")

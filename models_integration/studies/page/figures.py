@@ -37,7 +37,7 @@ def write_figure(rows: Sequence[Row], path: Path) -> None:
     }
     names = list(dict.fromkeys(name for own in panels.values() for name in policies_of(own)))
     if not names:
-        raise SpecError("figure", str(path), "would be empty: no row has a policy under a budget")
+        raise SpecError("figure", str(path), "would be empty, because no result has a policy with a budget")
     path.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(_STYLE):
         _drawn(panels, names).savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -88,7 +88,9 @@ def template_of(subject: Subject) -> Template:
     """
     name = recommended_form(vocabulary_of(subject.tokenizer))
     if name not in TEMPLATES:
-        raise SpecError("model", subject.label, "needs <|im_start|> and <|im_end|>, or <|end|>, as tokens: try 'chat'")
+        raise SpecError(
+            "model", subject.label, "must have the tokens <|im_start|> and <|im_end|>, or <|end|>; use --model chat"
+        )
     return TEMPLATES[name]
 
 

@@ -240,7 +240,7 @@ def test_types_and_values_are_refused_by_name() -> None:
     with pytest.raises(SpecError, match="k_intra = 65: must be at most 64 with"):
         coattention(x, x, at, replace(TINY, k_intra=65), 1.0, None)
     elsewhere = "cpu" if default_device().type == "cuda" else "meta"
-    with pytest.raises(SpecError, match=f"q = '{elsewhere}': a tensor must be on {default_device().type}"):
+    with pytest.raises(SpecError, match=f"q = '{elsewhere}': must be on the device {default_device().type}"):
         coattention(x.to(elsewhere), x.to(elsewhere), at, TINY, 1.0, None)
 
 
@@ -269,6 +269,6 @@ def test_a_tensor_elsewhere_is_refused_by_name(name: str) -> None:
     """Whichever of the two it is: nothing is copied behind the caller's back."""
     x = {"q": torch.zeros(1, 4, 8, device=default_device()), "k": torch.zeros(1, 4, 8, device=default_device())}
     elsewhere = "cpu" if default_device().type == "cuda" else "meta"
-    with pytest.raises(SpecError, match=f"{name} = '{elsewhere}': a tensor must be on {default_device().type} here"):
+    with pytest.raises(SpecError, match=f"{name} = '{elsewhere}': must be on the device {default_device().type} here"):
         coattention(**{**x, name: x[name].to(elsewhere)}, positions=np.arange(4), parameters=TINY, scaling=1.0,
                     softcap=None)

@@ -134,7 +134,7 @@ def test_tensors_are_refused_by_name() -> None:
     for changed, message in (
         ({"q": q, "k": k, "backend": "numpy"}, "q = 'Tensor': must be a NumPy array, or a tensor that the backend"),
         ({"q": given["q"], "k": k, "backend": "triton"}, "k = 'Tensor': must be a NumPy array"),
-        ({"q": q, "k": given["k"], "backend": "triton"}, "k = 'ndarray': must be a tensor, as q is: Tensor"),
+        ({"q": q, "k": given["k"], "backend": "triton"}, "k = 'ndarray': must have the type of q, Tensor"),
         ({"q": bad, "k": k, "backend": "triton"}, r"q = nan: must be finite; this value is at \(0, 3, 1\)"),
         ({"q": q.long(), "k": k, "backend": "triton"}, "q = torch.int64: must be floating point"),
         ({"q": q[0], "k": k, "backend": "triton"}, r"q = \(.*\): must be a tensor \(heads, tokens, d\)"),

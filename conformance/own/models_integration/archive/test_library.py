@@ -89,7 +89,7 @@ def test_half_of_the_layers_and_each_input_make_another_key(archive: Archive) ->
     half = library.get(library.put(PARTS[0], upper=True))
     assert half is not None
     assert sorted(half.layers) == [1]
-    with pytest.raises(SpecError, match="upper half of this model has no full-attention layer"):
+    with pytest.raises(SpecError, match="upper half of the model has no full-attention layer"):
         Library(archive, build("Gemma3Text", layer_types=["full_attention", "sliding_attention"]), VOCABULARY, "a").put(
             PARTS[0], upper=True
         )

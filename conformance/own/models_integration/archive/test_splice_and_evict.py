@@ -167,7 +167,7 @@ def test_a_chunk_is_not_computed_under_a_policy() -> None:
     """The policy would evict from it, and take it for the session's own prompt."""
     model = build("Llama")
     rotary = recognise(model)
-    with policy()(model) as run, pytest.raises(SpecError, match="inside a context"):
+    with policy()(model) as run, pytest.raises(SpecError, match="is already inside `with policy"):
         computed(model, ids(30, 3), rotary)
     assert run.retention is None
 

@@ -81,7 +81,7 @@ def test_a_package_that_hides_ours_is_named_with_its_path(tmp_path: Path, monkey
     monkeypatch.setattr("models_integration.cli.verify.judge", lambda command: 0)
     assert run(["--help"]) == 0  # a folder of texts hides nothing
     Path("spec/__init__.py").touch()
-    with pytest.raises(SpecError, match=f"{tmp_path}/spec/__init__.py.*hides kvspec's own package 'spec'"):
+    with pytest.raises(SpecError, match=f"{tmp_path}/spec/__init__.py.*hides the package 'spec' of kvspec"):
         run(["--help"])
 
 
@@ -212,7 +212,7 @@ def test_what_a_policy_keeps_is_put_and_answered(keys: list[str], tmp_path: Path
     here = ("--archive", str(tmp_path / "a"))
     kept = archived("put", str(tmp_path / "0.txt"), "--policy", "snapkv", "--budget", "0.9", *here).strip()
     assert kept not in keys
-    assert re.search(r"^(\d+) tokens \(0 hidden\), (\d+) of them kept, wrapper raw", archived("get", kept, *here))
+    assert re.search(r"^(\d+) tokens \(0 hidden\), (\d+) tokens kept, wrapper raw", archived("get", kept, *here))
     assert archived("inject", kept, *here, "--ask", QUESTION, "--new-tokens", "2")
     assert archived("verify", *here) == "3 objects read\n"
     error = refused("put", str(tmp_path / "0.txt"), "--policy", "nobody", *here)
@@ -281,7 +281,7 @@ def test_an_empty_text_and_a_budget_of_no_policy_are_refused(tmp_path: Path) -> 
     assert "must have at least one token" in str(refused(*here))
     for budget in ("rubbish", "0.5"):
         said = str(refused(*here, "--budget", budget))
-        assert f"budget = '{budget}': is the budget of a policy: give --policy too" in said
+        assert f"budget = '{budget}': needs a policy: give --policy too" in said
     assert not (tmp_path / "a").exists()
 
 
@@ -293,7 +293,8 @@ def test_a_folder_whose_name_is_no_utf_8_is_verified(tmp_path: Path) -> None:
     assert archived("verify", "--archive", str(folder)) == "1 objects read\n"
     (folder / "objects" / os.fsdecode(b"\xff")).touch()
     result = CliRunner().invoke(app, ["archive", "verify", "--archive", str(folder)])
-    assert (result.exit_code, result.output) == (1, "1 objects read\n'objects/\\udcff'  no file of this archive\n")
+    said = "1 objects read\n'objects/\\udcff'  does not belong to the archive\n"
+    assert (result.exit_code, result.output) == (1, said)
 
 
 @pytest.mark.law("one-line-with-the-way-out")

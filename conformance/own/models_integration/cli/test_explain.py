@@ -145,7 +145,7 @@ def test_what_is_about_other_tokens_is_refused() -> None:
     case = drawn(1)
     shown = record(case.run, case.prompt.token_ids, TINY)
     n = len(case.prompt.token_ids)
-    with pytest.raises(SpecError, match=f"texts = 3: must be as many as the tokens, {n}"):
+    with pytest.raises(SpecError, match=f"texts = 3: must have one text for each of the {n} tokens"):
         explain_html(shown, ["a", "b", "c"], "t", "")
     with pytest.raises(SpecError, match=f"beside = {n + 1}: "):
         page_of(case, beside=("other", Retention.shared(np.arange(3), n + 1)))
@@ -281,5 +281,5 @@ def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 1 < data["beside"]["groups"] < sum(data["beside"]["counts"])
     monkeypatch.setattr(explain_page, "TOKENS_MOST", 100)
     refused = CliRunner().invoke(app, [*arguments[:3], str(tmp_path / "none.html")])
-    assert "must have at most 100 for a page; cut it" in str(refused.exception)
+    assert "must have at most 100 tokens" in str(refused.exception)
     assert not (tmp_path / "none.html").exists()

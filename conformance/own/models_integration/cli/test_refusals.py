@@ -161,7 +161,7 @@ def test_an_out_that_cannot_be_made_is_refused_first(
         shown, said = capsys.readouterr()
         assert shown.startswith("kvspec demo: three policies" if command == "demo" else "")
         assert stopped.value.code == 2
-        assert said.startswith(f"kvspec: out = '{out}': cannot be made a folder")
+        assert said.startswith(f"kvspec: out = '{out}': cannot be created as a folder")
         assert said.count("\n") == 1
     assert (tmp_path / "file").read_text(encoding="utf-8") == "x"
 
@@ -172,7 +172,7 @@ def test_a_look_at_a_folder_makes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "mkdir", lambda *given, **names: pytest.fail(f"made {given}"))
     check_folder("out", tmp_path / "a" / "b", "study.jsonl")
     for name in ("link", "x" * 300):
-        with pytest.raises(SpecError, match="cannot be made a folder"):
+        with pytest.raises(SpecError, match="cannot be created as a folder"):
             check_folder("out", tmp_path / name)
 
 
@@ -200,7 +200,7 @@ def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, refusal:
         ["explain", str(text), "--out", str(tmp_path)],
     ):
         said = refusal([*arguments, "--model", "/nowhere"])
-        assert re.search("is a folder; name a file|cannot be made a folder", said)
+        assert re.search("must be a file, but is a folder|cannot be created as a folder", said)
     assert "must be a readable text file" in refusal(["compress", str(tmp_path / "b.txt")])
 
 

@@ -117,7 +117,7 @@ def test_contexts_do_not_nest_and_managers_do_not_outlive_them() -> None:
         manager = model.init_continuous_batching(greedy(4), pool(20))
         manager.start()
     assert not manager.is_running()
-    with pytest.raises(SpecError, match="context that has ended"):
+    with pytest.raises(SpecError, match="session that has ended"):
         manager.warmup()
     with pytest.raises(SpecError, match="can be used once"), run:
         pass
@@ -274,9 +274,9 @@ def test_files_in_several_parts_and_policies_that_need_nothing(tmp_path: Path) -
     [
         (Published("snapkv", 0.4, W=4), "needs a forward pass .keys of all layers, the last 4 query rows"),
         (Published("h2o", 0.4), "needs a forward pass .keys of all layers, all query rows"),
-        (Published("caote", 0.4), "keys and values of all layers, the last 1 query rows, a kept set for each layer"),
-        (Published("expected-attention", 0.4), "reads factor, inv_freq from the whole model"),
-        (CrystalCache(0.4, ENDS, replace(TINY, observed_layer=1), "numpy"), "reads layer 1, but only the first layer"),
+        (Published("caote", 0.4), r"keys and values of all layers, .*last 1 query rows, separate tokens for each layer"),
+        (Published("expected-attention", 0.4), "needs factor, inv_freq from the whole model"),
+        (CrystalCache(0.4, ENDS, replace(TINY, observed_layer=1), "numpy"), "needs layer 1, but only the first layer"),
     ],
 )
 def test_a_policy_with_other_needs_says_them(policy: RetentionPolicy, words: str, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_policy_with_other_needs_says_them(policy: RetentionPolicy, words: str
 @pytest.mark.parametrize("family", SLIDING)
 def test_a_first_layer_with_a_window_is_named(family: str, tmp_path: Path) -> None:
     build(family).save_pretrained(tmp_path)
-    with pytest.raises(SpecError, match="reads layer 1, but only the first layer"):
+    with pytest.raises(SpecError, match="needs layer 1, but only the first layer"):
         kept(tmp_path, CRYSTAL, prompt(20))
 
 

@@ -305,7 +305,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ), "ALiBi",
     ),
     "one layer": (lambda: BloomForCausalLM(BloomConfig(**_WIDTH, n_layer=1, n_head=4)), "ALiBi"),
-    "Ministral3": (growing_queries, "queries grow with their position"),
+    "Ministral3": (growing_queries, "queries are scaled with the position"),
 }
 
 
@@ -324,7 +324,7 @@ def test_growing_queries_are_seen_past_the_original_length_too(monkeypatch: pyte
     """Whatever the configuration calls them."""
     torch.manual_seed(0)
     monkeypatch.setattr(rotation, "_originals", lambda *_: [64])
-    with pytest.raises(UnknownModel, match="keys prefilled at 128"):
+    with pytest.raises(UnknownModel, match="into the keys at position 128"):
         recognise(prepare(growing_queries()))
 
 

@@ -85,9 +85,9 @@ def test_the_cache_may_be_left_to_the_session() -> None:
     with METHODS["crystalcache"]()(model) as run:
         with run.prompt(), torch.no_grad():
             cache: RetainedCache = model(input_ids=ids[:, :30]).past_key_values
-            with pytest.raises(SpecError, match="must be the cache of the prompt that is open"):
+            with pytest.raises(SpecError, match="must be the cache of the unfinished prompt"):
                 model(input_ids=ids[:, 30:])
-            with pytest.raises(SpecError, match="must be the cache of the prompt that is open"):
+            with pytest.raises(SpecError, match="must be the cache of the unfinished prompt"):
                 model(input_ids=ids[:, 30:], past_key_values=DynamicCache())
             model(input_ids=ids[:, 30:], past_key_values=cache)
         assert id(run.cache) == id(cache)
@@ -115,7 +115,7 @@ def test_a_block_belongs_inside_its_context_and_stands_alone() -> None:
         with run.prompt():
             with pytest.raises(SpecError, match="must be inside `with policy"), run.prompt():
                 raise AssertionError
-            with pytest.raises(SpecError, match="reads a separate prompt"):
+            with pytest.raises(SpecError, match="processes a separate prompt"):
                 greedy(model, prompt(N), 2)
         greedy(model, prompt(N), 2)
         assert run.kept is not None
@@ -172,7 +172,7 @@ def test_a_context_that_ends_inside_a_block_leaves_no_usable_cache() -> None:
     block.__enter__()
     at_once(model, prompt(N), cache)
     run.__exit__(None, None, None)
-    with pytest.raises(SpecError, match="its context ended inside a prompt"):
+    with pytest.raises(SpecError, match="block ended inside a prompt"):
         cache.get_seq_length()
 
 
@@ -198,7 +198,7 @@ def test_pieces_of_another_number_of_rows_are_refused() -> None:
     cache = RetainedCache(model.config)
     with METHODS["crystalcache"]()(model) as run, run.prompt():
         at_once(model, prompt(2 * N).view(2, N), cache)
-        with pytest.raises(SpecError, match="the prompt that is open has 2 rows"):
+        with pytest.raises(SpecError, match="must have 2 rows, like the unfinished prompt"):
             at_once(model, prompt(4), cache)
     assert len(sets(run)) == 2
 
@@ -298,10 +298,10 @@ def other_rows(model: PreTrainedModel, run: Session, cache: RetainedCache) -> No
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(("wrong", "words"), [
     (padded_question, "padding is not supported inside reading"),
-    (generated, "needs a cache that has read a prompt"),
+    (generated, "must contain a prompt inside reading"),
     (nested, "must be inside `with policy"), (inside_a_prompt, "must be inside `with policy"),
-    (around_a_prompt, "must be inside `with policy"), (before_a_prompt, "needs a cache that has read a prompt"),
-    (without_a_cache, "needs a cache that has read a prompt"), (other_rows, "the cache has 1 rows"),
+    (around_a_prompt, "must be inside `with policy"), (before_a_prompt, "must contain a prompt inside reading"),
+    (without_a_cache, "must contain a prompt inside reading"), (other_rows, "must have 1 rows, like the cache"),
 ])
 def test_what_is_no_reading_is_refused_and_changes_nothing(
     wrong: Callable[[PreTrainedModel, Session, RetainedCache], None], words: str,

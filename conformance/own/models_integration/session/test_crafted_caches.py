@@ -309,7 +309,7 @@ def test_a_crafted_file_is_refused_by_name(table: str, name: str, saved: Saved, 
     with pytest.raises(SpecError, match=words) as caught:
         load_cache(tmp_path / "crafted", model)
     assert caught.value.argument == "path"
-    assert "holds no cache of this model" in str(caught.value)
+    assert "does not contain a cache of this model" in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "null", "7", '"a"', "{", ""])

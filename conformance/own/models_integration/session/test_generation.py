@@ -103,7 +103,7 @@ def test_a_prompt_that_generate_leaves_half_way_is_given_up(name: Callable[..., 
         handle.remove()
         at_once(model, prompt(N), RetainedCache(model.config))
         assert run.kept is not None
-        with pytest.raises(SpecError, match="a prompt was left half way"):
+        with pytest.raises(SpecError, match="a prompt was not finished"):
             cache.get_seq_length()
 
 
@@ -161,7 +161,7 @@ def refused(model: PreTrainedModel, cache: Any, first: Tensor) -> None:
         edited = text.clone()
         edited[0, at] = 3 + (edited[0, at] + 1) % 90
         wrong, right = int(edited[0, at]), int(text[0, at])
-        words = f"input_ids = {wrong}: is token {at} of the text, but the cache has read {right}"
+        words = f"input_ids = {wrong}: is token {at} of the text, but the cache has seen the token {right}"
         with pytest.raises(SpecError, match=words):
             greedy(model, edited, 2, past_key_values=cache)
     with pytest.raises(SpecError, match=f"input_ids = '20 tokens': the cache has read {N + 3} already"):
@@ -246,9 +246,9 @@ def test_a_thread_that_outlives_the_block_generates_under_the_policy(name: str, 
         thread.start()
         assert gate.reached.wait(60)
     assert "generate" not in vars(model)
-    with pytest.raises(SpecError, match="running on this model in another thread"):
+    with pytest.raises(SpecError, match="another thread runs generate on the model"):
         at_once(model, prompt(5), RetainedCache(model.config))
-    with pytest.raises(SpecError, match="is inside a context already"), METHODS["fullcache"]()(model):
+    with pytest.raises(SpecError, match="is already inside `with policy"), METHODS["fullcache"]()(model):
         raise AssertionError
     gate.go.set()
     thread.join(60)
@@ -267,7 +267,7 @@ def test_a_thread_that_the_policy_would_lose_is_named() -> None:
     with pytest.raises(SpecError, match="generate = 'still running'"), METHODS["crystalcache"]()(model.model):
         thread, _ = in_a_thread(model.generate, gate)
         assert gate.reached.wait(60)
-    with pytest.raises(SpecError, match="running on this model in another thread"), METHODS["fullcache"]()(model):
+    with pytest.raises(SpecError, match="another thread runs generate on the model"), METHODS["fullcache"]()(model):
         raise AssertionError
     gate.go.set()
     thread.join(60)

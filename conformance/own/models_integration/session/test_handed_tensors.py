@@ -49,9 +49,9 @@ from spec.retention import Granularity, Retention
 
 pytestmark = pytest.mark.law("refused-before-anything-changes")
 
-OTHER = "its attention gets different keys or values than its cache returned"
-APART = "it cannot read layers that store different tokens"
-MASK = f"{APART}: it makes its own attention mask$"
+OTHER = "the attention must use the keys and values that the cache returns, but uses different tensors"
+APART = "needs the same tokens in all layers and heads of the cache"
+MASK = f"{APART}: the model makes a separate attention mask$"
 
 
 def differential() -> PreTrainedModel:

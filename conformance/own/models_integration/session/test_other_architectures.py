@@ -149,9 +149,9 @@ def check_conversation(model: PreTrainedModel, policy: str) -> None:
 def refused(name: str, policy: str) -> str | None:
     """Why a model refuses a policy."""
     if policy == "adakv" and name in (*LATENT, *INDEXED):
-        return r"one latent for all heads \(MLA\): use a policy that keeps one set"
+        return r"one latent for all heads \(MLA\): use a policy that keeps the same tokens"
     if policy != "streamingllm" and name in INDEXED:
-        return "its indexer chooses the tokens that attention reads: use streamingllm"
+        return "an indexer of the model selects the tokens for attention: use streamingllm"
     return None
 
 
@@ -195,7 +195,7 @@ def check_image(name: str, policy: RetentionPolicy) -> Any:
             assert relative(at_once(model, ids, cache), masked.read(ids)) < BOUND
             kept = live_sets(cache)
             masked.keep(list(kept.values()))
-        with pytest.raises(SpecError, match="can only be in the first prompt"):
+        with pytest.raises(SpecError, match="can be passed only with the first prompt"):
             at_once(model, prompt(5), cache, pixel_values=given["pixel_values"])
     assert run.bytes_freed > 0
     return kept
@@ -373,7 +373,7 @@ def test_a_cache_that_the_caller_makes_is_accepted_by_minimax() -> None:
 def test_rows_of_different_lengths_need_position_ids() -> None:
     model, mask = build("bart"), torch.ones(1, N, dtype=torch.int64)
     mask[0, :3] = 0
-    with METHODS["streamingllm"]()(model), pytest.raises(SpecError, match="its decoder numbers positions itself"):
+    with METHODS["streamingllm"]()(model), pytest.raises(SpecError, match="the decoder also numbers padding positions"):
         at_once(model, prompt(N), RetainedCache(model.config), attention_mask=mask)
 
 

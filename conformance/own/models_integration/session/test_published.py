@@ -113,7 +113,7 @@ def test_a_policy_as_text_is_its_name_and_constants(text: str, name: str, consta
     assert spelled(text) == (name, constants)
 
 
-NO_POLICY = "must be a name, or a name and its constants"
+NO_POLICY = "must be a policy name, or a policy name with constants"
 BY_NAME = partial(policy_from_name, budget=0.3)
 # What is called, its arguments and constants, words of the error.
 REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]] = [
@@ -127,7 +127,7 @@ REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]
     (BY_NAME, ("crystalcache",), {"T": 3}, "T = 3: crystalcache has the constants C, D_c, M_max"),
     (BY_NAME, ("fullcache",), {"N_sink": 4}, "fullcache has the constants none"),
     (BY_NAME, ("snapkv(W=16)",), {}, r"must be a name; give constants as arguments, .*\('snapkv', constant=value\)"),
-    *((Published, (name,), {}, f"name = '{name}': has a separate class: kvspec.policy_from_name accepts it")
+    *((Published, (name,), {}, f"name = '{name}': has a separate class; call kvspec.policy_from_name instead")
       for name in CLASSES),
     *((Published, (name,), {}, f"name = '{name}'") for name in ("epicache", "scissorhands", "diverse-h2o")),
     (Published, ("snapkv",), {"window": 8}, "snapkv has the constants W, backend, block, kernel"),

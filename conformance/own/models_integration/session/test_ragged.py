@@ -279,7 +279,7 @@ def test_no_diversity_is_the_policy_itself_bit_for_bit(name: str) -> None:
 CHANGED: list[tuple[str, Callable[[], RetentionPolicy], str]] = [
     ("adakv", lambda: StreamingLLM(20), "needs the same tokens in all layers and heads"),
     ("adakv", lambda: method("chunkkv"), "needs the same tokens in all heads"),
-    ("adakv", lambda: Published("defensivekv", 0.3, W=8), "compares layers or heads token by token"),
+    ("adakv", lambda: Published("defensivekv", 0.3, W=8), "compares the tokens of different layers or heads"),
     ("snapkv", lambda: CustomPolicy(diverse(snapkv(W=8)), parse_budget(0.3)), "layers or heads token by token"),
     ("chunkkv", lambda: CustomPolicy(chunkkv(W=8, N_reuse=2), 0.3), "layers or heads token by token"),
     ("tova", lambda: method("h2o"), "h2o needs a cache that h2o has made"),

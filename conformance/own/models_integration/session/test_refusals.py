@@ -58,7 +58,7 @@ FORWARDS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": prompt(N)[0]}, "must be an integer tensor"),
     ({"inputs_embeds": torch.randn(1, N, 48)}, "inputs_embeds = 'given'"),
     ({"input_ids": prompt(N), "use_cache": False}, "use_cache = False: must be on"),
-    (masked(AT < N - 3), "zeros must come before all ones: pad on the left, right padding and gaps are not supported"),
+    (masked(AT < N - 3), "zeros must come before ones: pad on the left; right padding and gaps are not supported"),
     (masked(AT != 3), "right padding and gaps are not supported"),
     (two_rows(torch.stack([torch.ones(N), AT != 7])), "right padding and gaps are not supported"),
     (masked(AT), "attention_mask = .*: must have only zeros and ones"),
@@ -265,7 +265,7 @@ def heads(groups: int, seen: int = PROMPT, at: int = 3, kind: Granularity = Gran
 
 RETENTIONS: list[tuple[Retention, str]] = [
     (heads(5), "5 groups"), (heads(3), "3 groups"), (heads(2, kind=Granularity.LAYER), "2 groups"),
-    (heads(6, seen=40), "the cache has seen 64"), (heads(6, at=50), "must be among the"),
+    (heads(6, seen=40), "must cover all 64 tokens seen by the cache"), (heads(6, at=50), "must be among the"),
 ]
 
 
@@ -333,7 +333,7 @@ def test_what_differs_can_be_read_inside_the_context_only(name: str) -> None:
         at_once(model, ids, cache, attention_mask=mask)
     before = live_sets(cache)
     for n in (1, 3):
-        with pytest.raises(SpecError, match="can be read only inside `with policy"):
+        with pytest.raises(SpecError, match="can be used only inside `with policy"):
             at_once(model, prompt(n).repeat(rows, 1), cache)
     assert live_sets(cache) == before
 
@@ -345,7 +345,7 @@ def test_a_4d_mask_and_weights_know_nothing_of_heads() -> None:
         assert [tuple(one.shape) for one in first.attentions] == [(1, 4, PROMPT, PROMPT)] * 3
         assert run.cache is not None
         before = live_sets(run.cache)
-        with pytest.raises(SpecError, match="output_attentions = True: heads that store different tokens"):
+        with pytest.raises(SpecError, match="because the heads store different tokens"):
             model(input_ids=prompt(1), past_key_values=run.cache, output_attentions=True)
         assert live_sets(run.cache) == before
     mask = torch.ones(1, 1, 8, 27, dtype=torch.bool)
@@ -378,7 +378,7 @@ def test_steps_need_equal_shares_and_their_records_are_not_saved(tmp_path: Path)
     with chosen(model), torch.no_grad(), pytest.raises(SpecError, match="all kept sets must have the same number"):
         model(input_ids=prompt(PROMPT))
     _, cache = read_prompt(model, method("h2o"))
-    with pytest.raises(SpecError, match=r"cache = 'h2o': keeps records of single tokens, .* such as snapkv or"):
+    with pytest.raises(SpecError, match=r"cache = 'h2o': keeps scores of single tokens, .* such as snapkv or"):
         save_cache(cache, model, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
 

@@ -97,7 +97,7 @@ def edit(key: str, part: str, value: Any) -> Callable[[dict[str, Any], Path], No
 
 HEAD = "layer02_head03"
 WRONG: dict[str, tuple[Callable[[dict[str, Any], Path], Any], str, str]] = {
-    "code": (code_in, "path", "it holds code, which is not run"),
+    "code": (code_in, "path", "it contains code, which is not run"),
     "no statistics": (lambda payload, _: payload.pop("stats"), "path", "must have `metadata` and `stats`"),
     "style": (edit("metadata", "rope_style", "interleaved"), "rope_style", "must be 'half'"),
     "head": (lambda payload, _: payload["stats"].pop(HEAD), f"{HEAD}.q_mean_real", "is missing in"),
@@ -180,4 +180,4 @@ def test_the_command_converts_both_ways(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"kvspec calibrate stats.pt --model NAME"):
         load_calibration(theirs)
     wrong = runner.invoke(app, ["calibrate", str(theirs), "--threshold", "0.5", "--out", str(ours)])
-    assert "is for head patterns" in str(wrong.exception)
+    assert "can be used only with a head pattern" in str(wrong.exception)

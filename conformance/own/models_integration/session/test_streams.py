@@ -319,7 +319,7 @@ def test_all_outputs_are_of_all_pieces(rows: int, asked: str) -> None:
 def test_weights_of_pieces_are_refused_and_those_of_a_segment_served() -> None:
     model, cache = build("llama", attention="eager"), RetainedCache(build("llama").config)
     with streaming()(model):
-        with pytest.raises(SpecError, match="output_attentions = True: a stream evicts inside this forward"):
+        with pytest.raises(SpecError, match="output_attentions = True: a stream evicts during the forward pass"):
             at_once(model, prompt(N), cache, output_attentions=True)
         assert cache.get_seq_length() == 0
         with torch.no_grad():
@@ -343,5 +343,5 @@ def test_what_a_stream_does_not_serve_is_named() -> None:
             at_once(model, torch.cat([prompt(N), torch.tensor([[9999]])], dim=1), cache)
         assert cache.get_seq_length() == 0
         at_once(model, prompt(3), cache)
-        with pytest.raises(SpecError, match="must be the cache of the prompt that is open"):
+        with pytest.raises(SpecError, match="must be the cache of the unfinished prompt"):
             at_once(model, prompt(3), RetainedCache(model.config))

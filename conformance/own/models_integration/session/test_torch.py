@@ -176,7 +176,7 @@ def test_a_projection_that_cannot_be_read_is_refused(how: str) -> None:
         linear = model.get_submodule("model.layers.1.self_attn.o_proj")
         weight = torch.ones(48, 48).as_subclass(Packed) if how != "integers" else torch.ones(48, 48, dtype=torch.int8)
         linear.weight = nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(SpecError, match=r"'LlamaAttention': its output projection is quantised or offloaded"):
+    with pytest.raises(SpecError, match=r"'LlamaAttention': the output projection is quantised or offloaded"):
         method("criticalkv")(model)
 
 

@@ -55,7 +55,7 @@ def test_a_batch_has_one_retention_for_each_prompt() -> None:
         greedy(model, ids, 2, attention_mask=mask)
         assert isinstance(run.retention, tuple)
         assert [one.seen for one in run.retention if isinstance(one, Retention)] == list(LENGTHS)
-        with pytest.raises(SpecError, match="kept = '3 prompts': a batch has no single kept set"):
+        with pytest.raises(SpecError, match="kept = '3 prompts': each prompt of a batch has a separate set"):
             run.kept  # noqa: B018
         greedy(model, prompt(40), 2)
         assert isinstance(run.retention, Retention)
@@ -137,10 +137,10 @@ SEEN = torch.arange(N + TURN)[None]
 # Family, rows of the cache, what is given of a turn, words of the error.
 WRONG: list[tuple[str, int, dict[str, Tensor], str]] = [
     ("llama", 1, {"attention_mask": (SEEN != N + TURN - 1).long()}, "right padding is not supported"),
-    ("llama", 1, {"attention_mask": (SEEN > 3).long()}, "the prompt's padding so far was"),
+    ("llama", 1, {"attention_mask": (SEEN > 3).long()}, "must have the padding of the earlier prompt"),
     ("llama", 1, {"attention_mask": torch.ones(1, TURN, dtype=torch.int64)}, "must have a column for each token"),
     ("llama", 1, {"position_ids": torch.arange(32, 44)[None]}, "must be 64 to 75, because the tokens follow"),
-    ("llama", 1, {"input_ids": torch.cat([turn(1), turn(2)])}, "the cache has 1 rows"),
+    ("llama", 1, {"input_ids": torch.cat([turn(1), turn(2)])}, "must have 1 rows, like the cache"),
     ("llama", 1, {"input_ids": torch.full((1, TURN), 999)}, "input_ids = 999"),
     ("llama", 2, hiding(slice(N, N + TURN - 1)), "1 tokens.: .* a single token is a decode step"),
     ("llama", 2, hiding(slice(N, N + TURN)), "0 tokens.: .* a single token is a decode step"),

@@ -198,10 +198,10 @@ def test_what_cannot_be_observed_or_compacted_is_named() -> None:
         observe(model, ids, torch.ones_like(ids).index_fill(1, torch.tensor([N - 1]), 0))
     with pytest.raises(SpecError, match=f"must lie in .0, {VOCABULARY}"):
         observe(model, ids + VOCABULARY)
-    with FullCache()(model), pytest.raises(SpecError, match="inside a context already"):
+    with FullCache()(model), pytest.raises(SpecError, match="is already inside `with policy"):
         observe(model, ids)
     kept = Retention.shared(np.arange(9), N)
-    with pytest.raises(SpecError, match="the cache has 1 rows"):
+    with pytest.raises(SpecError, match="must be for the 1 rows of the cache"):
         compact(observed.cache, Decision((kept, kept)))
     with pytest.raises(SpecError, match="the cache has seen 160"):
         compact(observed.cache, Decision((Retention.shared(np.arange(9), N - 1),)))

@@ -340,7 +340,8 @@ def test_the_command_compares_takes_up_again_and_writes_a_table(tmp_path: Path) 
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(("option", "name", "words"), [
     ("--table", "t.xls", "must end in .csv or .tex"), ("--figure", "f.gif", "must end in .svg or .pdf"),
-    ("--table", "file/t.csv", "cannot be made a folder"), ("--write-rules", "file/r.toml", "cannot be made a folder"),
+    ("--table", "file/t.csv", "cannot be created as a folder"),
+    ("--write-rules", "file/r.toml", "cannot be created as a folder"),
 ])
 def test_files_that_cannot_be_written_are_refused_first(option: str, name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()

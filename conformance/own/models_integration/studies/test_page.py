@@ -376,8 +376,8 @@ def test_our_figures_stand_beside_the_papers(shown: Page, rows: list[Row]) -> No
 @pytest.mark.law("one-line-with-the-way-out")
 def test_the_command_writes_it_where_it_is_told_and_names_what_is_wrong(rows: list[Row], tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert "must have rows in study.jsonl" in str(refused.exception)
-    with pytest.raises(SpecError, match=r"no row of .* was run under rules with this digest"):
+    assert "must contain results in study.jsonl" in str(refused.exception)
+    with pytest.raises(SpecError, match=r"no result in .* was measured with this rules file"):
         page_of(tmp_path, rules=(GIVEN.__class__(**{**vars(GIVEN), "digest": "b" * 64}),), study=rows[:4])
     done = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "x.html")])
     assert done.exit_code == 0, done.output

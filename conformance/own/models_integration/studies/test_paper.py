@@ -184,7 +184,7 @@ def test_what_was_not_run_says_so(ran: tuple[Path, str]) -> None:
     page = (folder / "out" / "paper.html").read_text("utf-8")
     for sentence in (
         "Not run: give --file for hotpotqa (longbench-file).", "Not run: nobody can.",
-        "Not run on pocket: 200000 tokens, more than its positions.",
+        "Not run on pocket: 200000 tokens, more than the positions of the model.",
     ):
         assert sentence in " ".join(said.split())
         assert sentence in page

@@ -50,10 +50,10 @@ def change(path: Path) -> None:
 
 @pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize(("before", "part", "said"), [
-    (change, "confirm", "is not committed as it is"), (lambda path: None, "all", "must be dev first and confirm"),
+    (change, "confirm", "is not committed as it is"), (lambda path: None, "all", "must be dev, and confirm"),
     (lambda path: append_row(path.with_name("study.jsonl"), {
         "part": "confirm", "rules": load_rules(path).digest,
-    }), "dev", "must not be run after samples that confirm"),
+    }), "dev", "must not follow the confirming samples"),
 ])
 def test_what_breaks_the_order_is_refused(before: Any, part: str, said: str, tmp_path: Path) -> None:
     before(rules_file(tmp_path))

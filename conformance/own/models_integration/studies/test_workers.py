@@ -125,7 +125,7 @@ def test_what_cannot_be_measured_is_a_row_with_its_error(
     assert swept(rules, tmp_path, "--again").exit_code == 0
     assert len(measured(tmp_path)) == 3
     assert list(status(tmp_path)) == [f"{path}: 3 of 3 samples done, 0 failed"]
-    with pytest.raises(SpecError, match=r"status = '.*nosuch': must be the --out of a run: it has no study"):
+    with pytest.raises(SpecError, match=r"status = '.*nosuch': must be the --out folder of a run, but has no study"):
         list(status(tmp_path / "nosuch"))
 
 
@@ -155,7 +155,7 @@ def test_a_policy_that_keeps_more_than_it_promises_is_caught(
         out = tmp_path / str(errors)
         assert swept(rules, out).exit_code == errors
         (row,) = of_file(out / "study.jsonl")
-        assert row.get(ERROR, "").count("newest promises to keep, but newest keeps 517") == errors
+        assert row.get(ERROR, "").count("must not be exceeded, but newest keeps 517") == errors
 
 
 def test_a_unit_that_kills_its_workers_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,8 @@ def test_a_launch_of_unknown_parts_is_refused(given: dict[str, Any], argument: s
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_sweep_s_file_and_the_options_of_a_grid_exclude_each_other(rules: Path, tmp_path: Path) -> None:
     found = swept(rules, tmp_path / "out", "--length", "300")
-    assert str(found.exception) == f"length = '300': is set in the file {rules}: leave out the option, or edit the file"
+    said = f"length = '300': cannot be used with a rules file: leave out the option, and edit {rules} instead"
+    assert str(found.exception) == said
     assert not (tmp_path / "out").exists()
 
 
