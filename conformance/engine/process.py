@@ -88,7 +88,7 @@ def hello_of(answer: Json) -> Hello:
             raise ValueError(f"says {name} = {text!r:.{SHOWN}}")
     families = answer.get("families")
     if not isinstance(families, dict) or not families:
-        raise ValueError(f"says families = {families!r:.80}: there is nothing to judge")
+        raise ValueError(f"reports families = {families!r:.80}: must offer at least one stage family")
     for family, offered in families.items():
         if family == FAMILY:
             check_methods(offered)

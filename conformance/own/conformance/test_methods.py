@@ -173,7 +173,7 @@ def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
         engine.hello = replace(engine.hello, families={FAMILY: ["h2o"]})
         with pytest.raises(SpecError, match="as = 'kvzip': is not offered by the engine numpy; the engine offers h2o"):
             asked(engine, Method("kvzip"), inputs, B)
-        with pytest.raises(SpecError, match=re.escape("as = 'knorm': is not offered by backend") + ".* for nestedkv, "):
+        with pytest.raises(SpecError, match=re.escape("as = 'knorm': is not offered by backend") + ".* nestedkv, "):
             on_backend(f"{__name__}:BARE", Method("knorm"), inputs, B)
     finally:
         engine.stop()
@@ -183,7 +183,7 @@ def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
     ("text", "said"),
     [
         ("snapkw", "as = 'snapkw'"), ("crystalcache", "has no brute force"),
-        ("snapkv(W=16", "must be a name, or a name"),
+        ("snapkv(W=16", "must be a method, such as"),
         ("snapkv(w=16)", "not a constant or reading of snapkv; choose one of W, kernel, pooling, sinks, softmax, ties"),
         ('snapkv(pooling="min")', "must be one of max, average"), ('adakv(safeguard="x")', "must be a fraction"),
     ],

@@ -368,7 +368,7 @@ NUMBER = 1
     ("--backend numpy --profile weekly", "invalid choice: 'weekly'"), ("--backend numpy --seed x", "invalid int value"),
     ("--backend numpy", "TRITON_INTERPRET = '1'"), ("--policy absent:MINE", "No module named 'absent'"),
     ("--policy engines:NONE", "has no attribute 'NONE'"), ("--policy engines:NUMBER", "not a int"),
-    ("--policy engines:SILENT", "promises nothing"), ("--policy bogus", "policy = 'bogus'"),
+    ("--policy engines:SILENT", "must declare at least one promise"), ("--policy bogus", "policy = 'bogus'"),
     ("--policy leaves:X", "raises SystemExit: 3"), ("--policy snapkv --model x", "model = 'x': can be given only with"),
     ("--policy snapkv --precision float32", "only with --backend or --command"),
     ("--cache absent:run", "No module named 'absent'"), ("--cache engines:NUMBER", "must be a function"),

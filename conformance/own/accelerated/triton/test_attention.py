@@ -269,6 +269,6 @@ def test_a_tensor_elsewhere_is_refused_by_name(name: str) -> None:
     """Whichever of the two it is: nothing is copied behind the caller's back."""
     x = {"q": torch.zeros(1, 4, 8, device=default_device()), "k": torch.zeros(1, 4, 8, device=default_device())}
     elsewhere = "cpu" if default_device().type == "cuda" else "meta"
-    with pytest.raises(SpecError, match=f"{name} = '{elsewhere}': must be on the device {default_device().type} here"):
+    with pytest.raises(SpecError, match=f"{name} = '{elsewhere}': must be on the device {default_device().type}"):
         coattention(**{**x, name: x[name].to(elsewhere)}, positions=np.arange(4), parameters=TINY, scaling=1.0,
                     softcap=None)

@@ -159,7 +159,7 @@ def test_an_out_that_cannot_be_made_is_refused_first(
         with pytest.raises(SystemExit) as stopped:
             cli.main()
         shown, said = capsys.readouterr()
-        assert shown.startswith("kvspec demo: three policies" if command == "demo" else "")
+        assert shown.startswith("kvspec demo: compares three policies" if command == "demo" else "")
         assert stopped.value.code == 2
         assert said.startswith(f"kvspec: out = '{out}': cannot be created as a folder")
         assert said.count("\n") == 1

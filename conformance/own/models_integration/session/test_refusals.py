@@ -57,8 +57,8 @@ FORWARDS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": prompt(N).float()}, "must be an integer tensor"),
     ({"input_ids": prompt(N)[0]}, "must be an integer tensor"),
     ({"inputs_embeds": torch.randn(1, N, 48)}, "inputs_embeds = 'given'"),
-    ({"input_ids": prompt(N), "use_cache": False}, "use_cache = False: must be on"),
-    (masked(AT < N - 3), "zeros must come before ones: pad on the left; right padding and gaps are not supported"),
+    ({"input_ids": prompt(N), "use_cache": False}, "use_cache = False: must be True"),
+    (masked(AT < N - 3), "pad on the left, because right padding and gaps are not supported"),
     (masked(AT != 3), "right padding and gaps are not supported"),
     (two_rows(torch.stack([torch.ones(N), AT != 7])), "right padding and gaps are not supported"),
     (masked(AT), "attention_mask = .*: must have only zeros and ones"),
@@ -103,7 +103,7 @@ GENERATE: list[tuple[dict[str, Any], str]] = [
         "static", "offloaded", "quantized",
     )),
     ({"use_cache": False}, "use_cache = False"), ({"prompt_lookup_num_tokens": 3}, "assisted decoding"),
-    ({"use_mtp": True}, "assisted decoding"), ({"guidance_scale": 2.0}, r"guidance_scale = 2\.0: is not supported"),
+    ({"use_mtp": True}, "assisted decoding"), ({"guidance_scale": 2.0}, r"guidance_scale = 2\.0: must be None or 1"),
     ({"inputs_embeds": torch.zeros(1, N, 48)}, "inputs_embeds = 'Tensor'"),
 ]
 

@@ -145,7 +145,7 @@ WRONG: list[tuple[str, int, dict[str, Tensor], str]] = [
     ("llama", 2, hiding(slice(N, N + TURN - 1)), "1 tokens.: .* a single token is a decode step"),
     ("llama", 2, hiding(slice(N, N + TURN)), "0 tokens.: .* a single token is a decode step"),
     ("llama", 2, hiding(slice(N + TURN - 4, N + TURN)), "right padding is not supported"),
-    ("llama", 2, hiding(slice(N - 4, N + 4)), r"padding so far was \[0, 0\]"),
+    ("llama", 2, hiding(slice(N - 4, N + 4)), r"padding of the earlier prompt, \[0, 0\]"),
     ("gemma3", 2, hiding(slice(N, N + 4)), "not supported with sliding-window or recurrent layers"),
 ]
 

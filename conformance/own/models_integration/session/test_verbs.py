@@ -203,7 +203,7 @@ def test_what_cannot_be_observed_or_compacted_is_named() -> None:
     kept = Retention.shared(np.arange(9), N)
     with pytest.raises(SpecError, match="must be for the 1 rows of the cache"):
         compact(observed.cache, Decision((kept, kept)))
-    with pytest.raises(SpecError, match="the cache has seen 160"):
+    with pytest.raises(SpecError, match="must cover all 160 tokens"):
         compact(observed.cache, Decision((Retention.shared(np.arange(9), N - 1),)))
     assert compact(observed.cache, Decision((kept,))).stored_positions().tolist() == list(range(9))
 

@@ -84,7 +84,7 @@ def test_a_study_runs_stops_and_goes_on(tmp_path: Path, one_thread: None, monkey
     monkeypatch.setattr("models_integration.studies.evidence.run.measure", interrupted)
     stopped = study(tmp_path, "confirm")
     assert stopped.exit_code == 130
-    assert "run the same command again for the rest" in " ".join(stopped.output.split()).output
+    assert "run the same command again for the rest" in " ".join(stopped.output.split())
     first = load_rows(results)
     assert len(first) == 2
     monkeypatch.setattr("models_integration.studies.evidence.run.measure", measure)
@@ -155,7 +155,7 @@ def test_policies_of_rules_may_have_constants(tmp_path: Path) -> None:
         ('placement = "after"', 'placement = "paper"', "placement"), ("contexts = 4", "contexts = 0", "at least 1"),
         ("questions = 1", "questions = 0", "at least 1"), ("[1024]", "[0]", "at least 1"),
         ("contexts = 4", 'contexts = "4"', "type int"), ("contexts = 4", "context = 4", "missing or unknown"),
-        ("[1024]", "[]", "at least one"), ("[study]", "[studies]", "nothing else"), ("[[claim]]", "claim", "TOML"),
+        ("[1024]", "[]", "at least one"), ("[study]", "[studies]", "no other table"), ("[[claim]]", "claim", "TOML"),
         ('["0.3"]', '["much"]', "budget"), ('["streamingllm"]\nb', '["stream"]\nb', "streamingllm"),
         ('"prose_continuation"]', '"prose_continuing"]', "did you mean prose_continuation"),
         ('"after", "in_prompt"', '"before"', "placements"), ('["0.3"]', '["1"]', "is one token: write 1.0"),
