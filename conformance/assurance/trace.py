@@ -148,7 +148,7 @@ def implementations(source: str) -> Iterator[tuple[str, str]]:
 def markers(source: str) -> Iterator[tuple[str, int]]:
     """Each literal id of each `pytest.mark.spec("...", ...)` and its line.
 
-    `Brute("...", ...)` and `Case("...", ...)` are policies of the common tests.
+    `Brute("...", ...)` and `Case("...", ...)` are rows of common tests.
     """
     for node in ast.walk(ast.parse(source)) if _MARKED.search(source) else ():
         if isinstance(node, ast.Call) and _MARKED.fullmatch(f"{ast.unparse(node.func)}("):

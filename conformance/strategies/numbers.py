@@ -1,8 +1,8 @@
 """How large the drawn inputs of the small lane are, each with its reason; what stands beyond is the scale lane's.
 
 Small inputs show rules, ties, thresholds and orders, and shrink to a case that can be read. Oracles in plain Python are
-quadratic or worse, and a property runs up to 20 000 times. `conformance/own/conformance/test_scale_widths.py` lists
-the sizes of the scale lane.
+quadratic or worse, and a property runs up to 20 000 times. `conformance/assurance/mutants/sizes.toml` lists sizes that
+the scale lane goes beyond.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What each operation of decode must give, from the oracle."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 from conformance.assurance.vector_writer.brute_force import Operation, direct, trunk_lists
 from conformance.oracles import decode, pipeline, s1, s4, s6
@@ -68,28 +68,14 @@ def segment_crystallization(i: Json, p: CrystalCacheParameters) -> Results:
     return {"D": [g.D for g in trunks[i["old"] :]]}
 
 
-def tail(i: Json, p: CrystalCacheParameters) -> Results:
-    now = model_of(i)
-    decode.append(now, i["token_id"], i["inverse_norm"])
-    return results_of(now)
+def changed(change: Callable[[Model, Json, CrystalCacheParameters], object]) -> Callable[..., Results]:
+    """The state of the inputs, changed in place."""
+    def run(i: Json, p: CrystalCacheParameters) -> Results:
+        now = model_of(i)
+        change(now, i, p)
+        return results_of(now)
 
-
-def tail_trunks(i: Json, p: CrystalCacheParameters) -> Results:
-    now = model_of(i)
-    decode.join_tail(now, set(i["sentence_ends"]), p)
-    return results_of(now)
-
-
-def chunk_trunks(i: Json, p: CrystalCacheParameters) -> Results:
-    now = model_of(i)
-    decode.join_chunk(now, i["token_ids"], i["kept"], i["chunk_inverse_norms"], set(i["sentence_ends"]), p)
-    return results_of(now)
-
-
-def live(i: Json, p: CrystalCacheParameters) -> Results:
-    now = model_of(i)
-    decode.keep(now, {i["positions"][slot] for slot in i["slots"]}, i["D_after"])
-    return results_of(now)
+    return run
 
 
 def extend(
@@ -128,26 +114,6 @@ def segment(i: Json, p: CrystalCacheParameters) -> Results:
     return results_of(now)
 
 
-def live_protected(i: Json, p: CrystalCacheParameters) -> Results:
-    members = [[i["positions"][slot] for slot in g] for g in trunk_lists(i["offsets"])]
-    return {"protected": s6.protected(members, i["seen"], p.N_sink, p.W_recent)}
-
-
-def breath_protected(i: Json, p: CrystalCacheParameters) -> Results:
-    return {"protected": decode.protected(model_of(i), p)}
-
-
-def reevict(i: Json, p: CrystalCacheParameters) -> Results:
-    now = model_of(i)
-    decode.evict(now, i["protected"], p)
-    return results_of(now)
-
-
-def step(i: Json, p: CrystalCacheParameters) -> Results:
-    ends = set(i["sentence_ends"])
-    return results_of(decode.decode_step(model_of(i), i["token_id"], i["inverse_norm"], ends, p))
-
-
 def seen_count(i: Json, p: CrystalCacheParameters) -> Results:
     """Tokens seen, counted one by one."""
     everything = [token for token, number in zip(i["ids"], i["counts"], strict=True) for _ in range(number)] + i["new"]
@@ -162,14 +128,24 @@ CC = "crystalcache."
 
 DECODE_OPERATIONS: dict[str, Operation] = {
     "CC-START": Operation(OWN + "extend", start),
-    "CC-LIVE": Operation(ORACLE + "keep", live),
+    "CC-LIVE": Operation(ORACLE + "keep", changed(
+        lambda now, i, p: decode.keep(now, {i["positions"][slot] for slot in i["slots"]}, i["D_after"])
+    )),
     "CC-SEEN-COUNT": Operation(
         OWN + "seen_count", seen_count, reference=CC + "live.count_seen", gives=["ids", "counts", "c"],
     ),
-    "CC-TAIL": Operation(ORACLE + "append", tail, reference=CC + "tail.append"),
+    "CC-TAIL": Operation(
+        ORACLE + "append", changed(lambda now, i, p: decode.append(now, i["token_id"], i["inverse_norm"])),
+        reference=CC + "tail.append",
+    ),
     "CC-TAIL-D": direct(ORACLE + "edgeless_D", "D", CC + "tail.edgeless_D"),
-    "CC-CHUNK-TRUNKS": Operation(ORACLE + "join_chunk", chunk_trunks),
-    "CC-TAIL-TRUNKS": Operation(ORACLE + "join_tail", tail_trunks, reference=CC + "tail.join_tail"),
+    "CC-CHUNK-TRUNKS": Operation(ORACLE + "join_chunk", changed(lambda now, i, p: decode.join_chunk(
+        now, i["token_ids"], i["kept"], i["chunk_inverse_norms"], set(i["sentence_ends"]), p
+    ))),
+    "CC-TAIL-TRUNKS": Operation(
+        ORACLE + "join_tail", changed(lambda now, i, p: decode.join_tail(now, set(i["sentence_ends"]), p)),
+        reference=CC + "tail.join_tail",
+    ),
     "CC-ETA": direct(ORACLE + "eta", "eta", CC + "activation.normalised_inverse_norms"),
     "CC-PULSE": Operation(ORACLE + "pulses", pulses, reference=CC + "resonance.pulses", gives=["pulse"]),
     "CC-RAISE": Operation(
@@ -178,13 +154,18 @@ DECODE_OPERATIONS: dict[str, Operation] = {
         reference=CC + "resonance.raised", gives=["D"],
     ),
     "CC-LIVE-PROTECTED": Operation(
-        "conformance.oracles.s6.protected", live_protected, reference=CC + "breath.protected_trunks_of",
-        gives=["protected"],
+        "conformance.oracles.s6.protected", lambda i, p: {"protected": s6.protected(
+            [[i["positions"][slot] for slot in g] for g in trunk_lists(i["offsets"])], i["seen"], p.N_sink, p.W_recent
+        )}, reference=CC + "breath.protected_trunks_of", gives=["protected"],
     ),
     "CC-BREATH-PROTECTED": Operation(
-        ORACLE + "protected", breath_protected, reference=CC + "breath.breath_protection", gives=["protected"],
+        ORACLE + "protected", lambda i, p: {"protected": decode.protected(model_of(i), p)},
+        reference=CC + "breath.breath_protection", gives=["protected"],
     ),
-    "CC-REEVICT": Operation(ORACLE + "evict", reevict, reference=CC + "breath.evict"),
+    "CC-REEVICT": Operation(
+        ORACLE + "evict", changed(lambda now, i, p: decode.evict(now, i["protected"], p)),
+        reference=CC + "breath.evict",
+    ),
     "CC-BREATH": Operation(
         ORACLE + "breath", lambda i, p: results_of(decode.breath(model_of(i), set(i["sentence_ends"]), p)),
         reference=CC + "breath.breath",
@@ -200,6 +181,10 @@ DECODE_OPERATIONS: dict[str, Operation] = {
     "hebbian": Operation(ORACLE + "hebb", hebbian, ["CC-HEBB"]),
     "segment_graph": Operation("conformance.oracles.s4.trunk_weight", segment_graph, ["CC-SEGMENT-GRAPH"]),
     "segment_crystallization": Operation(ORACLE + "settle", segment_crystallization, ["CC-SEGMENT-D"]),
-    "decode_step": Operation(ORACLE + "decode_step", step, ["CC-STEP"]),
+    "decode_step": Operation(
+        ORACLE + "decode_step", lambda i, p: results_of(
+            decode.decode_step(model_of(i), i["token_id"], i["inverse_norm"], set(i["sentence_ends"]), p)
+        ), ["CC-STEP"],
+    ),
     "extend": Operation(OWN + "extend", segment, ["CC-SEGMENT"]),
 }

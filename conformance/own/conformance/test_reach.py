@@ -167,33 +167,9 @@ def with_stage(stages: Any, **wrong: Wrong) -> Any:
     return SimpleNamespace(**{name: getattr(stages, name) for name in names} | wrong)
 
 
-def narrow(x: Any) -> Any:
-    return np.asarray(x).astype(np.float32).astype(np.float64)
-
-
-def members_in_float32(score: Any, trunks: Any, impact: Any, *rest: Any) -> Any:
-    return CRYSTAL.dissolve(score, trunks, narrow(impact), *rest)
-
-
 def positions_of_16_bits(score: Any, trunks: Any, *rest: Any) -> Any:
     found = CRYSTAL.dissolve(score, trunks, *rest)
     return replace(found, kept=found.kept.astype(np.int16).astype(np.int64))
-
-
-def logarithm_of_the_sum(D: Any, impact: Any, protected: Any, p: Any) -> Any:
-    return CRYSTAL.score(D, np.expm1(np.log(1 + impact)), protected, p)
-
-
-def clipped_logits(q: Any, k: Any, positions: Any, p: Any, *rest: Any) -> Any:
-    return CRYSTAL.coattention(np.clip(q, -10_000, 10_000) * 1e-4, k, positions, p, *rest)
-
-
-def chunk_of_31_bits(q: Any, k: Any, positions: Any, p: Any, *rest: Any) -> Any:
-    return CRYSTAL.coattention(q, k, positions, replace(p, C=1) if p.C + 1 >= 2**31 else p, *rest)
-
-
-def four_heads_at_most(q: Any, k: Any, positions: Any, p: Any, *rest: Any) -> Any:
-    return CRYSTAL.coattention(q, k, positions, replace(p, k_heads=min(p.k_heads, 4)), *rest)
 
 
 def backwards(coattention: Any, trunks: Any, p: Any) -> Any:
@@ -209,14 +185,6 @@ def one_pass(degree: Vector, old: int, p: Any) -> Vector:
     return found[old:]
 
 
-def strictly_above(D: Any, W: Any, active: Any, p: Any) -> Any:
-    return BREATH.resonance(D, W, active, replace(p, tau_pulse=float(np.nextafter(p.tau_pulse, 1))))
-
-
-def signs_of_zeros(k: Any) -> Any:
-    return np.where(np.signbit(k).all(axis=2).any(axis=0), 1.0, BREATH.inverse_key_norms(k))
-
-
 def counted(limit: int) -> Wrong:
     """Decay that ends after so many calls."""
     calls = iter(range(limit))
@@ -229,21 +197,15 @@ def fused(s: Any, V: Any, retained: Any, k: int, lam: float) -> Any:
     return np.array([0, 1 if gains[0] >= gains[1] else 2])
 
 
-def pairwise_cosines(s: Any, V: Any, *rest: Any) -> Any:
-    """Beyond 256 tokens the products of a cosine are added in pairs, as libraries do."""
-    with pytest.MonkeyPatch.context() as patch:
-        if len(s) > 256:
-            patch.setattr(diversity, "cosines", lambda V: (V[:, None] * V).sum(axis=2))
-        return DIVERSITY.diverse(s, V, *rest)
+def beyond(holds: Callable[..., bool], module: Any, name: str, wrong: Wrong, stage: Wrong) -> Wrong:
+    """A stage with another function in it, for arguments of which that holds."""
+    def run(*given: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            if holds(*given):
+                patch.setattr(module, name, wrong)
+            return stage(*given)
 
-
-def shares_of_floats(k: Any, p: Any) -> Any:
-    n = k.shape[1]
-    return NESTED.anomaly_score(k, replace(p, p=Fraction(max(1, int(float(p.p) * n)), n)))
-
-
-def channels_by_sixteen(k: Any, p: Any) -> Any:
-    return NESTED.anomaly_score(k[:, :, : max(4, k.shape[2] // 16 * 16)], p)
+    return run
 
 
 def running_sums(unit: Any, W: int) -> Any:
@@ -254,36 +216,14 @@ def running_sums(unit: Any, W: int) -> Any:
     return (total[:, stop] - total[:, start]) / (stop - start)[None, :, None]
 
 
-def long_prompts_drift(k: Any, p: Any) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        if k.shape[1] > 2048:
-            patch.setattr(nestedkv, "current_memory", running_sums)
-        return NESTED.anomaly_score(k, p)
-
-
 def last_frequency(q: Any, k: Any, v: Any, at: Any, ahead: Any, inv_freq: Any, *rest: Any) -> Any:
     known = np.append(inv_freq[:-1], 0.0) if 2 * len(inv_freq) > 64 else inv_freq
     return POLICIES.expected_attention(q, k, v, at, ahead, known, *rest)
 
 
-def factor_of_few_heads(q: Any, k: Any, v: Any, at: Any, ahead: Any, inv_freq: Any, factor: float, *rest: Any) -> Any:
-    q = q / np.float32(factor) if len(q) > 4 else q
-    return POLICIES.expected_attention(q, k, v, at, ahead, inv_freq, factor, *rest)
-
-
 def half_sums(q: Any, k: Any, *rest: Any) -> Any:
     found = POLICIES.received_attention(q, k, *rest)
     return found.astype(np.float16).astype(np.float64) if k.shape[1] > 1024 else found
-
-
-def cast_to_queries(stage: str) -> Wrong:
-    """Keys have the queries' type, as where a cache is cast to that of the model."""
-    return lambda q, k, *rest: getattr(POLICIES, stage)(q, k.astype(q.dtype), *rest)
-
-
-def rounded_keys(stage: str) -> Callable[[Wrong], None]:
-    return lambda wrong: test_policy_stages.test_a_longer_type_is_not_rounded_to_float16(
-        with_stage(POLICIES, **{stage: wrong}), "float32", "keys", "float32", "float16")
 
 
 def any_of_equals(values: Any, shares: Any, pinned: Any) -> Any:
@@ -292,61 +232,105 @@ def any_of_equals(values: Any, shares: Any, pinned: Any) -> Any:
     return POLICIES.best_tokens(values + tilt, shares, pinned)
 
 
-TOLD: Mapping[str, tuple[Wrong, Callable[[Wrong], None]]] = {
-    "members": (members_in_float32, lambda wrong: test_dissolution.test_members_closer_than_float32_are_told_apart(
-        with_stage(CRYSTAL, dissolve=wrong))),
-    "positions": (positions_of_16_bits, lambda wrong: test_dissolution.test_positions_of_16_bits_are_too_few(
-        with_stage(CRYSTAL, dissolve=wrong), 2**16 - 9)),
-    "log1p": (logarithm_of_the_sum, lambda wrong: test_score.test_small_impacts_have_logarithms(
-        with_stage(CRYSTAL, score=wrong))),
-    "logits": (clipped_logits, lambda wrong: test_coattention.test_logits_beyond_ten_thousand(
-        with_stage(CRYSTAL, coattention=wrong))),
-    "C": (chunk_of_31_bits, lambda wrong: test_coattention.test_the_largest_chunk_is_one_chunk(
-        with_stage(CRYSTAL, coattention=wrong))),
-    "heads": (four_heads_at_most, lambda wrong: test_coattention.test_many_heads_are_summed(
-        with_stage(CRYSTAL, coattention=wrong), 11, [19.0, 8.0])),
-    "degree": (backwards, lambda wrong: test_graph.test_a_degree_is_added_from_the_left(
-        with_stage(CRYSTAL, graph=wrong), 150)),
-    "one pass": (one_pass, lambda wrong: test_resonance.test_degrees_of_all_trunks_that_are_close_have_a_spread(
-        with_stage(BREATH, segment_crystallization=wrong))),
-    "pulse": (strictly_above, lambda wrong: test_resonance.test_a_pulse_at_the_threshold_arrives(
-        with_stage(BREATH, resonance=wrong), 2)),
-    "negative zeros": (signs_of_zeros, lambda wrong: test_activation.test_a_key_of_negative_zeros_is_zero(
-        with_stage(BREATH, inverse_key_norms=wrong), np.float32)),
-    "5000 calls": (counted(5_000), lambda wrong: test_resonance.test_the_number_of_calls_says_nothing(
-        with_stage(BREATH, decay=wrong), 1)),
-    "fused": (fused, lambda wrong: test_diversity.test_what_redundancy_costs_is_rounded(
-        with_stage(DIVERSITY, diverse=wrong), 0.01)),
-    "order of sums": (pairwise_cosines, lambda wrong: test_diversity.test_products_are_added_in_the_order_of_channels(
-        with_stage(DIVERSITY, diverse=wrong), 300, [1.0] * 24, [1 + 2.0**-52], [1.0] + [2.0**-53] * 23)),
-    "gap": (shares_of_floats, lambda wrong: test_nestedkv.test_the_share_of_the_gap_is_exact(
-        with_stage(NESTED, anomaly_score=wrong), "float32", "15/22", 22)),
-    "channels": (channels_by_sixteen, lambda wrong: test_nestedkv.test_every_channel_counts(
-        with_stage(NESTED, anomaly_score=wrong), "float64", 33)),
-    "windows": (long_prompts_drift, lambda wrong: test_nestedkv.test_windows_far_from_the_start(
-        with_stage(NESTED, anomaly_score=wrong), "float64")),
-    "frequency": (last_frequency, lambda wrong: (
-        test_policy_stages.test_expected_attention_of_many_heads_and_channels(
-            with_stage(POLICIES, expected_attention=wrong), "float64", 5, 5, 128))),
-    "factor": (factor_of_few_heads, lambda wrong: (
-        test_policy_stages.test_expected_attention_of_many_heads_and_channels(
-            with_stage(POLICIES, expected_attention=wrong), "float64", 8, 2, 16))),
-    "half": (half_sums, lambda wrong: test_policy_stages.test_half_precision_beyond_a_thousand_keys(
-        with_stage(POLICIES, received_attention=wrong), 1_100)),
-    **{f"{stage} of cast keys": (cast_to_queries(stage), rounded_keys(stage)) for stage in (
-        "received_attention", "largest_attention", "expected_attention",
-    )},
-    "ties": (any_of_equals, lambda wrong: test_policy_stages.test_ties_among_hundreds_go_to_the_lower_token(
-        with_stage(POLICIES, best_tokens=wrong), 100)),
+Told = tuple[Any, str, Wrong, Callable[..., object], tuple[Any, ...]]
+TOLD: Mapping[str, Told] = {
+    "members": (
+        CRYSTAL, "dissolve", lambda score, trunks, impact, *rest: CRYSTAL.dissolve(
+            score, trunks, impact.astype(np.float32).astype(np.float64), *rest
+        ), test_dissolution.test_members_closer_than_float32_are_told_apart, (),
+    ),
+    "positions": (
+        CRYSTAL, "dissolve", positions_of_16_bits, test_dissolution.test_positions_of_16_bits_are_too_few,
+        (2**16 - 9,),
+    ),
+    "logarithm of the sum": (
+        CRYSTAL, "score", lambda D, impact, *rest: CRYSTAL.score(D, np.expm1(np.log(1 + impact)), *rest),
+        test_score.test_small_impacts_have_logarithms, (),
+    ),
+    "clipped logits": (
+        CRYSTAL, "coattention", lambda q, *rest: CRYSTAL.coattention(np.clip(q, -10_000, 10_000) * 1e-4, *rest),
+        test_coattention.test_logits_beyond_ten_thousand, (),
+    ),
+    "C of 31 bits": (
+        CRYSTAL, "coattention", lambda q, k, positions, p, *rest: CRYSTAL.coattention(
+            q, k, positions, replace(p, C=1) if p.C + 1 >= 2**31 else p, *rest
+        ), test_coattention.test_the_largest_chunk_is_one_chunk, (),
+    ),
+    "four heads at most": (
+        CRYSTAL, "coattention", lambda q, k, positions, p, *rest: CRYSTAL.coattention(
+            q, k, positions, replace(p, k_heads=min(p.k_heads, 4)), *rest
+        ), test_coattention.test_many_heads_are_summed, (11, [19.0, 8.0]),
+    ),
+    "degree": (CRYSTAL, "graph", backwards, test_graph.test_a_degree_is_added_from_the_left, (150,)),
+    "one pass": (
+        BREATH, "segment_crystallization", one_pass,
+        test_resonance.test_degrees_of_all_trunks_that_are_close_have_a_spread, (),
+    ),
+    "pulses strictly above": (
+        BREATH, "resonance", lambda D, W, active, p: BREATH.resonance(
+            D, W, active, replace(p, tau_pulse=float(np.nextafter(p.tau_pulse, 1)))
+        ), test_resonance.test_a_pulse_at_the_threshold_arrives, (2,),
+    ),
+    "negative zeros": (
+        BREATH, "inverse_key_norms",
+        lambda k: np.where(np.signbit(k).all(axis=2).any(axis=0), 1.0, BREATH.inverse_key_norms(k)),
+        test_activation.test_a_key_of_negative_zeros_is_zero, (np.float32,),
+    ),
+    "5000 calls": (BREATH, "decay", counted(5_000), test_resonance.test_the_number_of_calls_says_nothing, (1,)),
+    "fused": (DIVERSITY, "diverse", fused, test_diversity.test_what_redundancy_costs_is_rounded, (0.01,)),
+    # Beyond 256 tokens the products of a cosine are added in pairs, as libraries do.
+    "order of sums": (
+        DIVERSITY, "diverse", beyond(
+            lambda s, *_: len(s) > 256, diversity, "cosines", lambda V: (V[:, None] * V).sum(axis=2), DIVERSITY.diverse,
+        ), test_diversity.test_products_are_added_in_the_order_of_channels,
+        (300, [1.0] * 24, [1 + 2.0**-52], [1.0] + [2.0**-53] * 23),
+    ),
+    "a gap of floats": (
+        NESTED, "anomaly_score", lambda k, p: NESTED.anomaly_score(
+            k, replace(p, p=Fraction(max(1, int(float(p.p) * k.shape[1])), k.shape[1]))
+        ), test_nestedkv.test_the_share_of_the_gap_is_exact, ("float32", "15/22", 22),
+    ),
+    "channels by sixteen": (
+        NESTED, "anomaly_score",
+        lambda k, p: NESTED.anomaly_score(k[:, :, : max(4, k.shape[2] // 16 * 16)], p),
+        test_nestedkv.test_every_channel_counts, ("float64", 33),
+    ),
+    "windows": (
+        NESTED, "anomaly_score", beyond(
+            lambda k, p: k.shape[1] > 2048, nestedkv, "current_memory", running_sums, NESTED.anomaly_score,
+        ), test_nestedkv.test_windows_far_from_the_start, ("float64",),
+    ),
+    "frequency": (
+        POLICIES, "expected_attention", last_frequency,
+        test_policy_stages.test_expected_attention_of_many_heads_and_channels, ("float64", 5, 5, 128),
+    ),
+    "factor of few heads": (
+        POLICIES, "expected_attention", lambda q, *rest: POLICIES.expected_attention(
+            q / np.float32(rest[5]) if len(q) > 4 else q, *rest
+        ), test_policy_stages.test_expected_attention_of_many_heads_and_channels, ("float64", 8, 2, 16),
+    ),
+    "half": (
+        POLICIES, "received_attention", half_sums, test_policy_stages.test_half_precision_beyond_a_thousand_keys,
+        (1_100,),
+    ),
+    # Keys have the queries' type, as where a cache is cast to that of the model.
+    **{f"{stage} of cast keys": (
+        POLICIES, stage, lambda q, k, *rest, stage=stage: getattr(POLICIES, stage)(q, k.astype(q.dtype), *rest),
+        test_policy_stages.test_a_longer_type_is_not_rounded_to_float16, ("float32", "keys", "float32", "float16"),
+    ) for stage in ("received_attention", "largest_attention", "expected_attention")},
+    "ties": (
+        POLICIES, "best_tokens", any_of_equals,
+        test_policy_stages.test_ties_among_hundreds_go_to_the_lower_token, (100,),
+    ),
 }
 
 
 @pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize("name", TOLD)
 def test_the_input_tells(name: str) -> None:
-    wrong, run = TOLD[name]
+    stages, stage, wrong, test, arguments = TOLD[name]
     with pytest.raises(AssertionError):
-        run(wrong)
+        test(with_stage(stages, **{stage: wrong}), *arguments)
 
 
 @pytest.mark.law("the-proof-has-teeth")

@@ -1,4 +1,4 @@
-"""Injection: rotation against complex numbers; places, baselines and instruments against brute force."""
+"""Injection: rotations, codecs and their error bounds, wrappers around a chunk, and what some arms say."""
 
 import numpy as np
 import pytest
@@ -6,14 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
+from conformance.assurance.item_vectors.adapters import vocabulary
 from conformance.assurance.oracles import injection as oracle
 from conformance.plugin import sparingly
-from reference.injection.diagnostics import bands, entropy, key_cosine, sink_mass
+from reference.injection.diagnostics import sink_mass
+from reference.injection.quantisers import ARMS, SCHEMES, codes, decoded, quantised_region, scale
 from reference.injection.rotation import TURNS, rebase_angles, shift_angles
-from reference.injection.splicing import ARMS, first_tokens, held, most_deviating, placed
+from reference.injection.splicing import most_deviating
+from reference.injection.wrappers import CELLS, FORMS, Form, Marker, marker_id, slices, wrap
 from spec.arrays import Cube, Matrix, Vector
+from spec.errors import SpecError
 
 pytestmark = pytest.mark.usefixtures("reference_items")
+
 
 STYLES = [
     pytest.param("half_split", marks=pytest.mark.spec("IN-HALF-SPLIT")),
@@ -40,16 +45,6 @@ def near(found: Cube, wanted: Cube, angles: Matrix, turns: int) -> bool:
     slack = tolerances.UNIT_ROUNDOFF["float64"] * (1 + np.abs(angles).max(initial=0.0))
     radius = turns * (tolerances.turn_radius(wanted) + 8 * slack * np.abs(wanted).max())
     return bool((np.abs(found - wanted) <= radius).all())
-
-
-@pytest.mark.parametrize("style", STYLES)
-@sparingly
-@given(made=keys(), start=st.integers(-64, 131072))
-def test_a_turn_is_a_product_of_complex_numbers(style: str, made: tuple[Cube, Vector], start: int) -> None:
-    x, theta = made
-    angles = shift_angles(x.shape[1], start, theta)
-    wanted = oracle.moved(x.tolist(), angles.tolist(), style == "interleaved")
-    assert near(TURNS[style](x, angles), np.array(wanted), angles, 1)
 
 
 @pytest.mark.spec("IN-SHIFT-ANGLES")
@@ -91,60 +86,6 @@ def test_rebasing_is_turning_back_and_turning_again(
     assert near(found, TURNS[style](x, (start + at) * live), (abs(start) + at) * archived, 4)
 
 
-@pytest.mark.spec("IN-SHIFT-ANGLES", "IN-REBASE-ANGLES")
-@given(made=keys(), start=st.integers(-64, 131072))
-def test_angles_equal_the_brute_force(made: tuple[Cube, Vector], start: int) -> None:
-    x, theta = made
-    n = x.shape[1]
-    assert shift_angles(n, start, theta).tolist() == oracle.shift_angles(n, start, theta.tolist())
-    live = theta / 4
-    found = rebase_angles(n, start, theta, live)
-    assert found.tolist() == oracle.rebase_angles(n, start, theta.tolist(), live.tolist())
-
-
-@pytest.mark.spec("IN-PLACES")
-@given(n=st.integers(1, 12), data=st.data())
-def test_places_equal_the_brute_force(n: int, data: st.DataObject) -> None:
-    hidden, start = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 99))
-    kept = sorted(data.draw(st.sets(st.integers(0, n - 1))))
-    found, following = placed(n, hidden, start, np.array(kept, dtype=np.int64))
-    assert (found.tolist(), following) == oracle.placed(n, hidden, start, kept)
-
-
-lists = st.lists(st.integers(0, 9), max_size=6)
-
-
-@pytest.mark.spec("IN-BASELINES")
-@pytest.mark.parametrize("arm", ARMS)
-@sparingly
-@given(session=lists, prefix=lists, raw=st.lists(lists, max_size=3), wrapped=st.lists(lists, max_size=3))
-def test_baselines_equal_the_brute_force(
-    arm: str, session: list[int], prefix: list[int], raw: list[list[int]], wrapped: list[list[int]],
-) -> None:
-    found = held(arm, session, prefix, raw, wrapped)
-    assert {name: list(value) if isinstance(value, tuple) else value for name, value in vars(found).items()} == (
-        oracle.held(arm, session, prefix, raw, wrapped)
-    )
-
-
-@pytest.mark.spec("IN-LEGOLINK")
-@given(start=st.integers(0, 20), lengths=st.lists(st.integers(1, 6), max_size=4), k=st.integers(0, 7))
-def test_legolink_equals_the_brute_force(start: int, lengths: list[int], k: int) -> None:
-    assert first_tokens(start, lengths, k) == oracle.first_tokens(start, lengths, k)
-
-
-@pytest.mark.spec("IN-CACHEBLEND")
-@given(
-    n=st.integers(1, 9), heads=st.integers(1, 2), seed=st.integers(0, 99),
-    r=st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 1.0]),
-)
-def test_cacheblend_equals_the_brute_force(n: int, heads: int, r: float, seed: int) -> None:
-    """Small integers: deviations are exact, and many are equal."""
-    rng = np.random.default_rng(seed)
-    spliced, fresh = (rng.integers(-2, 3, (heads, n, 2)).astype(np.float64) for _ in range(2))
-    assert most_deviating(spliced, fresh, 7, r) == oracle.most_deviating(spliced.tolist(), fresh.tolist(), 7, r)
-
-
 @pytest.mark.spec("IN-CACHEBLEND")
 def test_of_many_equal_deviations_the_first_are_computed_again() -> None:
     """As many as an unstable sort would mix."""
@@ -167,16 +108,6 @@ def attentions(draw: st.DrawFn) -> Cube:
     return weights
 
 
-@pytest.mark.spec("IN-ENTROPY")
-@given(weights=attentions())
-def test_entropy_equals_the_brute_force(weights: Cube) -> None:
-    found = entropy(weights)
-    want = [oracle.entropy(row) for head in weights.tolist() for row in head]
-    assert tolerances.close("IN-ENTROPY", found.ravel(), want)
-    assert found[0, 0] == 0
-    assert (found <= np.log(weights.shape[2]) + 1e-12).all()
-
-
 @pytest.mark.spec("IN-SINK-MASS")
 @sparingly
 @given(weights=attentions(), data=st.data())
@@ -188,30 +119,127 @@ def test_sink_mass_equals_the_brute_force(weights: Cube, data: st.DataObject) ->
     assert tolerances.close("IN-SINK-MASS", found.ravel(), want)
 
 
-@pytest.mark.spec("IN-KEY-COSINE")
-@pytest.mark.parametrize("style", ["half_split", "interleaved"])
+@st.composite
+def tensors(draw: st.DrawFn) -> Cube:
+    """(3, 5, 4) with an outlier channel, halves of a step, and sometimes a head of zeros."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed"))
+    x = rng.standard_normal((3, 5, 4))
+    x[:, :, 2] *= draw(st.sampled_from([1.0, 50.0, 1000.0]), label="outlier")
+    x = draw(st.sampled_from([x, np.rint(4 * x) / 2]), label="halves")
+    if draw(st.booleans(), label="zero head"):
+        x[1] = 0.0
+    return x
+
+
+@pytest.mark.spec("IN-CODES")
+def test_halves_go_to_even_and_the_range_is_symmetric() -> None:
+    x = np.array([[[-3.0, -1.0, 1.0, 3.0, 5.0, -255.0, -256.0, 300.0]]])
+    assert codes(x, np.full((1, 1, 1), 2.0), 8).tolist() == [[[-2, 0, 0, 2, 2, -127, -127, 127]]]
+
+
+@pytest.mark.spec("IN-CODES")
+def test_a_code_is_of_the_quotient() -> None:
+    """The quotient is 14.5 to the bit; the product with the step's reciprocal is the float above."""
+    x, step = float.fromhex("0x1.820c4a4p-3"), float.fromhex("0x1.a9fbe8p-7")
+    assert x / step == 14.5 < x * (1 / step)
+    assert codes(np.full((1, 1, 1), x), np.full((1, 1, 1), step), 8).tolist() == [[[14]]]
+
+
+@pytest.mark.spec("IN-SCALE", "IN-CODES")
+@given(x=tensors(), scheme=st.sampled_from(sorted(SCHEMES)), bits=st.sampled_from([2, 3, 4, 6, 8]))
+def test_an_error_is_at_most_half_a_step(x: Cube, scheme: str, bits: int) -> None:
+    """The step is rounded to float32, so the largest value may lie q 2^-24 steps outside the range."""
+    step = scale(x, SCHEMES[scheme], bits)
+    found = codes(x, step, bits)
+    assert np.abs(found).max() <= 2 ** (bits - 1) - 1
+    assert (np.abs(decoded(found, step) - x) <= step * (0.5 + 2.0**bits * 2.0**-24)).all()
+    assert np.isfinite(decoded(found, step)).all()
+    assert (decoded(found, step)[x == 0] == 0).all()
+
+
+@pytest.mark.spec("IN-SCALE")
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "per_token"])
+def test_a_region_without_tokens_has_a_scale(scheme: str) -> None:
+    """A short chunk of `selective_per_head` has nothing between its first and its last tokens."""
+    x = np.empty((2, 0, 3))
+    step = scale(x, SCHEMES[scheme], 8)
+    assert (step > 0).all()
+    assert decoded(codes(x, step, 8), step).shape == x.shape
+
+
+@pytest.mark.spec("IN-ARMS")
+@pytest.mark.parametrize("name", ARMS)
 @sparingly
-@given(seed=st.integers(0, 2**32 - 1), d=st.integers(4, 6), start=st.integers(0, 3000))
-def test_cosines_equal_the_brute_force(style: str, seed: int, d: int, start: int) -> None:
-    """A token that is the same but for its rotation has the cosine 1 once both are taken off."""
-    rng = np.random.default_rng(seed)
-    a, b, theta = rng.standard_normal((2, 3, d)), rng.standard_normal((2, 3, d)), np.array([1.0, 0.01])
-    at, later = np.arange(3), start + np.arange(3)
-    b[0, 1] = oracle.turned(a[0, 1].tolist(), (start * theta).tolist(), style == "interleaved")
-    b[1, 2] = 0.0
-    found = key_cosine(a, b, (at, later), theta, style)
-    want = [
-        oracle.cosines(x, y, (p, q), theta.tolist(), style == "interleaved")
-        for one, other in zip(a.tolist(), b.tolist(), strict=True)
-        for x, y, p, q in zip(one, other, at.tolist(), later.tolist(), strict=True)
+@given(layers=st.integers(1, 9), n=st.integers(0, 20))
+def test_regions_equal_the_brute_force(name: str, layers: int, n: int) -> None:
+    arm = ARMS[name]
+    found = [[run.start, run.stop] for run in quantised_region(arm, layers, n)]
+    wanted = oracle.quantised_region(arm.half, arm.first, arm.last, layers, n)
+    assert found[1] == wanted[1]
+    assert list(range(*found[0])) == list(range(*wanted[0]))
+
+
+@pytest.mark.spec("IN-ARMS")
+@pytest.mark.parametrize("name", ARMS)
+def test_an_arm_is_what_its_name_says(name: str) -> None:
+    """A scheme of both, or of keys or values alone; KIVI has a scale per channel of keys, and per token of values."""
+    arm, scheme = ARMS[name], name[name.rfind("per_") :]
+    both = {"none": (None, None), "kivi": ("per_channel", "per_token")}.get(name, (scheme, scheme))
+    assert arm.keys == (None if name.startswith("values") else both[0])
+    assert arm.values == (None if name.startswith("keys") else both[1])
+    assert arm.half == next((half for half in ("lower", "upper") if name.startswith(half)), "all")
+    assert arm.first == arm.last == (4 if name.startswith("selective") else 0)
+
+
+WORDS = {
+    "<|im_start|>": [7], "<|im_end|>": [8], "<|end|>": [9], "<|user|>": [10], "<｜User｜>": [11],
+    "<｜end▁of▁sentence｜>": [12], "\n": [1], "user\n": [4, 1], "system\nYou are a helpful assistant.": [2, 3],
+    "<|unknown|>": [0], "<|many|>": [5, 6],
+}
+TOKENIZER = vocabulary(WORDS)
+CHUNKS = st.lists(st.integers(20, 99), min_size=1, max_size=9)
+
+
+def parts(form: Form) -> list[list[tuple[bool, str]]]:
+    return [
+        [(isinstance(part, Marker), part.text if isinstance(part, Marker) else part) for part in side]
+        for side in (form.prefix, form.suffix)
     ]
-    for which in (0, 1):
-        assert np.abs(found[which].ravel() - [pair[which] for pair in want]).max() <= tolerances.key_cosine_error(d)
-    assert abs(found[1][0, 1] - 1) <= tolerances.key_cosine_error(d)
-    assert (found[0][1, 2], found[1][1, 2]) == (0, 0)
 
 
-@pytest.mark.spec("IN-BANDS")
-@given(depth=st.integers(1, 130))
-def test_bands_equal_the_brute_force(depth: int) -> None:
-    assert {name: list(band) for name, band in bands(depth).items()} == oracle.bands(depth)
+@pytest.mark.spec("IN-WRAP")
+@pytest.mark.parametrize("name", FORMS)
+@given(chunk=CHUNKS)
+def test_a_form_equals_the_brute_force(name: str, chunk: list[int]) -> None:
+    form = FORMS[name]
+    before, after = parts(form)
+    found = wrap(form, chunk, TOKENIZER)
+    wanted = oracle.wrapped(before, chunk, after, form.hidden, WORDS)
+    assert {**vars(found), "ids": list(found.ids), "markers": list(found.markers)} == wanted
+
+
+@pytest.mark.spec("IN-WRAP")
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [("raw", 0), ("markers", 3), ("markers_phi3", 2), ("markers_deepseek", 3), ("role", 2), ("closing", 3)],
+)
+def test_the_paper_counts_these_tokens(name: str, around: int) -> None:
+    """Table 4 and Appendix A; "user" and its newline are two."""
+    assert len(wrap(FORMS[name], [50], TOKENIZER).ids) - 1 == around
+
+
+@pytest.mark.spec("IN-MARKER")
+@pytest.mark.parametrize("text", ["<|unknown|>", "<|many|>"])
+def test_a_marker_that_is_not_one_id_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="must be one token id of this tokenizer"):
+        marker_id(Marker(text), TOKENIZER)
+    with pytest.raises(SpecError, match="must be one token id of this tokenizer"):
+        wrap(Form((Marker(text),)), [50], TOKENIZER)
+
+
+@pytest.mark.spec("IN-SLICES")
+def test_the_four_cells_cross_boundary_and_markers() -> None:
+    """B adds the wrapper alone, C the sentence ends alone, D both."""
+    assert CELLS == {"A": (False, "raw"), "B": (False, "full"), "C": (True, "raw"), "D": (True, "full")}
+    with pytest.raises(SpecError, match="at least 1 token"):
+        slices([1, 2], frozenset(), 0)

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,55 +12,13 @@ from conformance.assurance.policy_cases import CASES
 from conformance.methods import policies as oracle
 from conformance.strategies.policy_inputs import decided, drawn, observation, retained
 from reference.policies import keydiff
-from reference.policies.budgets import (
-    Adaptive,
-    Competition,
-    Pyramid,
-    adakv_official,
-    even,
-    largest_remainder,
-    pyramidkv_official,
-    winners,
-)
+from reference.policies.budgets import Adaptive, Competition, Pyramid, adakv_official, pyramidkv_official, winners
 from reference.policies.protections import Places, SinkAndRecent
-from reference.policies.selectors import fill_units, top_units
+from reference.policies.selectors import top_units
 from spec.errors import SpecError
 from spec.policy import Scores
 
 pytestmark = pytest.mark.usefixtures("reference_items")
-
-Rows = list[list[float]]
-
-
-@st.composite
-def layers(draw: st.DrawFn) -> tuple[Rows, int, int, int]:
-    """Scores of small integers, so that ties are common; heads of a layer, protected last tokens, B."""
-    L, H, n = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 14))
-    pinned = draw(st.integers(0, n))
-    row = st.lists(st.integers(0, 9).map(float), min_size=n, max_size=n)
-    rows = draw(st.lists(row, min_size=L * H, max_size=L * H))
-    return rows, H, pinned, draw(st.integers(max(1, pinned), n + 2))
-
-
-def scores_of(rows: Rows, H: int, pinned: int) -> tuple[Scores, np.ndarray]:
-    values = np.array(rows)
-    values[:, values.shape[1] - pinned :] = np.nan
-    return Scores(values, np.arange(values.shape[1] + 1), heads=H), np.isnan(values[0])
-
-
-def padded(rows: Rows, pinned: int) -> list[oracle.Score]:
-    return [[*row[: len(row) - pinned], *[None] * pinned] for row in rows]
-
-
-@pytest.mark.spec("PO-TOP-UNITS")
-@given(given_=layers())
-def test_top_units_keeps_the_protected_then_the_highest(given_: tuple[Rows, int, int, int]) -> None:
-    """Equal scores: the lower position MUST stay."""
-    rows, H, pinned, B = given_
-    scores, protected = scores_of(rows, H, pinned)
-    found = top_units(scores, even(B * len(rows), scores), protected)
-    kept = [found.positions[a:b].tolist() for a, b in pairwise(found.offsets)]
-    assert kept == [oracle.top(row, B) for row in padded(rows, pinned)]
 
 
 @pytest.mark.spec("PO-TOP-UNITS")
@@ -84,33 +40,6 @@ def test_units_of_several_sizes_stay_whole(units: list[tuple[int, bool, int]], B
     assert found.positions.tolist() == [i for u in sorted(kept) for i in range(offsets[u], offsets[u + 1])]
 
 
-@pytest.mark.spec("PO-FILL-UNITS")
-@given(given_=layers(), c=st.integers(1, 5))
-def test_fill_units_takes_the_last_unit_in_part(given_: tuple[Rows, int, int, int], c: int) -> None:
-    rows, H, pinned, B = given_
-    scores, protected = scores_of(rows, H, pinned)
-    n = len(protected)
-    past = n - pinned
-    offsets = np.array([*range(0, past, c), *([past] if pinned else []), n])
-    totals = np.array([np.add.reduceat(np.array(row), offsets[:-1]) for row in rows])
-    totals[:, totals.shape[1] - bool(pinned) :] = np.nan
-    chunked = Scores(totals, offsets, scores.values)
-    found = fill_units(chunked, even(B * len(rows), scores), protected)
-    kept = [found.positions[a:b].tolist() for a, b in pairwise(found.offsets)]
-    assert kept == [oracle.chunk_selection(row, c, B) for row in padded(rows, pinned)]
-
-
-@pytest.mark.spec("PO-WHOLE-SHARES")
-@given(parts=st.lists(st.integers(0, 40), min_size=1, max_size=8), divisor=st.integers(1, 7))
-def test_largest_remainder_sums_exactly(parts: list[int], divisor: int) -> None:
-    """Each share is its target rounded down or up; the sum MUST be the targets' sum; lower index first."""
-    parts[0] += -sum(parts) % divisor
-    targets = [Fraction(part, divisor) for part in parts]
-    shares = largest_remainder(targets)
-    assert shares.sum() == sum(targets)
-    assert shares.tolist() == oracle.whole(targets)
-
-
 @pytest.mark.spec("PO-PYRAMID-BUDGET")
 @given(
     L=st.integers(1, 40), n=st.integers(1, 400), W=st.integers(1, 20), B=st.integers(1, 420), beta=st.integers(1, 30),
@@ -128,26 +57,6 @@ def test_a_pyramid_meets_its_total(L: int, n: int, W: int, B: int, beta: int, H:
     assert shares.T.tolist() == [oracle.pyramid_shares(Fraction(B), W, L, n, beta)] * H
 
 
-@pytest.mark.parametrize(("budgets", "brute"), [
-    pytest.param(Adaptive, oracle.adaptive_shares, marks=pytest.mark.spec("PO-ADAPTIVE-BUDGET")),
-    pytest.param(Competition, oracle.competition_shares, marks=pytest.mark.spec("PO-COMPETITION-BUDGET")),
-])
-@given(given_=layers(), twentieths=st.integers(0, 20))
-def test_shares_of_heads_that_compete(
-    budgets: type[Adaptive | Competition], brute: Any, given_: tuple[Rows, int, int, int], twentieths: int,
-) -> None:
-    """Exact per layer: a blend of wins and even share; or wins, where each head MUST have its quota of the budget."""
-    rows, H, pinned, B = given_
-    scores, _ = scores_of(rows, H, pinned)
-    a = Fraction(twentieths, 20)
-    shares = budgets(a)(B * len(rows), scores)
-    masked = padded(rows, pinned)
-    wanted = [brute(masked[at : at + H], B, a) for at in range(0, len(rows), H)]
-    assert shares.reshape(-1, H).tolist() == wanted
-    assert budgets is Adaptive or (shares >= min(int(a * B), len(rows[0]))).all()
-    assert (shares.reshape(-1, H).sum(axis=1) == H * min(B, len(rows[0]))).all()
-
-
 @pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")
 def test_the_lower_head_and_position_wins_a_tie() -> None:
     """Four scores of 1 compete for two places below a 2; a token without a score has none."""
@@ -162,7 +71,7 @@ def test_the_lower_head_and_position_wins_a_tie() -> None:
 def test_the_two_safeguards_differ() -> None:
     """The same scores: a quota gives [7, 1], a blend [6, 2]; kvpress reads the safeguard as a quota. 1 is even."""
     rows = [[9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0], [1.0] + [0.0] * 7]
-    scores, _ = scores_of(rows, 2, 0)
+    scores = Scores(np.array(rows), np.arange(9), heads=2)
     assert Competition(Fraction(1, 4))(8, scores).tolist() == [7, 1]
     assert Adaptive(Fraction(1, 2))(8, scores).tolist() == [6, 2]
     assert Competition(1)(8, scores).tolist() == Adaptive(1)(8, scores).tolist() == [4, 4]

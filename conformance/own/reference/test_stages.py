@@ -1,9 +1,7 @@
-"""The functions of S1 to S6, of the essay and of the future work, on given inputs; figures that papers print."""
+"""The functions of S1 to S6, of decode, of the essay and of the future work on given inputs; figures of papers."""
 
-import itertools
-import math
 from dataclasses import asdict, replace
-from fractions import Fraction
+from decimal import Decimal, localcontext
 from typing import Any
 
 import numpy as np
@@ -13,23 +11,16 @@ from hypothesis import strategies as st
 
 from conformance import tolerances
 from conformance.checks.refusals import refused
-from conformance.oracles import s2, s3, s5, s6
-from conformance.strategies.numbers import end_masks, small_parameters, token_ids
-from conformance.strategies.trunks import EvictionProblem, evictions, partitions, record
-from conformance.suite.test_extensions import RARITIES, salient_tokens
-from reference.crystalcache import coattention, coverage, dissolution, impact, protection, renewal, tiers, trunks
-from reference.crystalcache.coattention import intra_neighbours, row_normalise
+from conformance.suite.test_decode import one_trunk
+from conformance.suite.test_segments import ENDS
+from reference.crystalcache import coattention, dissolution, empty_state, extend, live, renewal, tail
 from reference.crystalcache.compaction import compact
-from reference.crystalcache.impact import rarity, unit_impact
-from reference.crystalcache.protection import effective_budget
-from reference.crystalcache.score import normalised_impact
-from reference.crystalcache.sentences import sentence_offsets
+from reference.crystalcache.impact import rarity
 from reference.memory import kv_bytes
-from spec.arrays import BoolVector, IntVector, Vector
-from spec.backend import CrystalStages
-from spec.budget import Budget, parse_budget
-from spec.parameters import ESSAY, PAPER, CrystalCacheParameters
-from spec.records import Trunks
+from spec.budget import Budget
+from spec.decode import TrunkWeights, check_state
+from spec.errors import SpecError
+from spec.parameters import ESSAY, PAPER, TINY
 
 pytestmark = pytest.mark.usefixtures("reference_items")
 
@@ -50,46 +41,6 @@ def test_selection_reads_weights_as_float32_and_stores_them_as_they_are() -> Non
     index, weight = coattention.cross_neighbours(earlier, replace(PAPER, tau_cross=0.3))
     assert index.tolist() == [[0, 1, -1, -1]]
     assert weight.tolist() == [[0.5, 0.5 + 1e-12, 0, 0]]
-
-
-@pytest.mark.spec("CC-NORMALISED-IMPACT")
-def test_the_logarithm_of_almost_1_is_exact_on_either_side() -> None:
-    """ln(1 + 1e-12) from the rounded sum is off by 9e-17, which epsilon makes 9e-9."""
-    M_bar = [0.0, 1e-12]
-    found = normalised_impact(np.array(M_bar), np.zeros(2, dtype=np.bool_), PAPER.epsilon)
-    want = s5.normalised_impact(M_bar, [0, 1], PAPER.epsilon)
-    assert abs(found[1] - want[1]) <= tolerances.normalised_radius(M_bar, PAPER.epsilon)
-
-
-@pytest.mark.spec("CC-IMPACT")
-@given(S=st.floats(PAPER.M_min, PAPER.M_max), U=st.floats(0.05, 0.6))
-def test_the_mixture_is_computed_in_its_stated_order(S: float, U: float) -> None:
-    """Eq. 22 on given S and U is exact: S / M_max, halves, sum, product, clip; .5 S + 10 U has other bits."""
-    M = PAPER.M_max * (0.5 * (S / PAPER.M_max) + 0.5 * U)
-    want = min(max(M, PAPER.M_min), PAPER.M_max)
-    assert impact.impact(np.array([S]), np.array([U]), PAPER).tolist() == [want]
-
-
-@pytest.mark.spec("CC-INTERFACE", "CC-SENTENCES")
-@given(ends=st.integers(2, 14).flatmap(end_masks), p=small_parameters())
-def test_the_reference_reads_sentences_and_windows_as_the_oracle(
-    ends: BoolVector, p: CrystalCacheParameters,
-) -> None:
-    """Item by item: sentence bounds, windows, split sizes."""
-    expected = s2.sentences(ends.tolist())
-    bounds = sentence_offsets(ends).tolist()
-    assert [list(range(a, b)) for a, b in itertools.pairwise(bounds)] == expected
-    for left, right in itertools.pairwise(expected):
-        P = trunks.interface((left[0], left[-1] + 1), (right[0], right[-1] + 1))
-        assert [list(side) for side in P] == [s2.last5(left), s2.first5(right)]
-    for sentence in expected:
-        assert trunks.split_sizes(len(sentence), p.T_max) == [len(g) for g in s2.split(sentence, p.T_max)]
-
-
-@pytest.mark.spec("CC-DISSOLVE")
-def test_members_come_in_the_order_of_the_text() -> None:
-    """Not in that of their impact."""
-    assert dissolution.strongest_members(np.array([1.0, 2.0, 9.0, 3.0]), 3).tolist() == [1, 2, 3]
 
 
 @pytest.mark.spec("CC-DISSOLVE")
@@ -115,32 +66,6 @@ def test_the_keep_count_rounds_half_to_even(r: float, size: int, N_min: int, k: 
     assert dissolution.keep_count(r, size, N_min) == k
 
 
-@pytest.mark.spec("CC-CUT")
-@given(problem=evictions())
-def test_the_cut_needs_no_sums(problem: EvictionProblem) -> None:
-    """c_0 = max(0, n - B), held to T_alive, Eq. 32's precondition."""
-    sizes = problem.trunks.sizes
-    T_alive = int(sizes[~problem.protected].sum())
-    found = protection.cut(sizes, problem.protected, problem.budget)
-    assert found == min(max(0, int(sizes.sum()) - problem.budget), T_alive)
-
-
-@st.composite
-def windows(draw: st.DrawFn) -> tuple[Trunks, int, int]:
-    n = draw(st.integers(1, 20), label="n")
-    return draw(partitions(n)), draw(st.integers(0, 24), label="N_sink"), draw(st.integers(0, 24), label="W_recent")
-
-
-@pytest.mark.spec("CC-BUDGET")
-@given(n=st.integers(1, 200_000), percent=st.integers(1, 100), N_sink=st.integers(0, 9), W=st.integers(0, 200))
-def test_the_budget_is_an_exact_ceiling_with_a_floor(n: int, percent: int, N_sink: int, W: int) -> None:
-    """Eq. 30 with beta as its exact decimal; the floor binds for counts too."""
-    assert protection.effective_budget(parse_budget(percent / 100), n, N_sink, W) == max(
-        N_sink + W, (percent * n + 99) // 100
-    )
-    assert protection.effective_budget(Budget(count=n), n, N_sink, W) == max(N_sink + W, n)
-
-
 @pytest.mark.spec("CC-COMPACT")
 @given(data=st.data(), n=st.integers(1, 9), H=st.integers(1, 3))
 def test_compaction_takes_the_same_rows_of_every_head(data: st.DataObject, n: int, H: int) -> None:
@@ -153,10 +78,6 @@ def test_compaction_takes_the_same_rows_of_every_head(data: st.DataObject, n: in
     assert V_R.tolist() == [[V[h, i].tolist() for i in R] for h in range(H)]
     assert (K_R.dtype, V_R.dtype) == (K.dtype, V.dtype)
     assert not np.shares_memory(K_R, K)
-
-
-SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=12)
-N_MIN = st.sampled_from([3, 0, 1, 2, 4, 12])
 
 
 def test_the_profile_is_the_paper_but_for_what_the_essay_says() -> None:
@@ -180,41 +101,6 @@ def test_a_form_that_is_not_there_is_refused(change: dict[str, Any]) -> None:
         replace(PAPER, **change)
 
 
-@pytest.mark.spec("CC-UNIT-IMPACT")
-@given(tokens=salient_tokens(), U=st.floats(0.05, 0.6))
-def test_unit_impact_is_computed_in_its_stated_order(tokens: tuple[Vector, IntVector], U: float) -> None:
-    """Quotient, half, half of U, sum: the same bits."""
-    S = tokens[0]
-    want = [0.5 * (x / max(S) if max(S) else 0.0) + 0.5 * U for x in S.tolist()]
-    assert unit_impact(S, np.full(len(S), U), PAPER).tolist() == want
-
-
-@pytest.mark.spec("CC-TIER-COUNT")
-@given(sizes=SIZES, N_min=N_MIN, t=st.integers(-13, 13))
-def test_tier_counts_equal_the_fractions(sizes: list[int], N_min: int, t: int) -> None:
-    """What each rank keeps MUST be the rule in exact fractions."""
-    assert tiers.tier_counts(np.array(sizes), t, N_min).tolist() == s6.tier_counts(sizes, t, N_min)
-
-
-@pytest.mark.spec("CC-TIER-COUNT")
-def test_a_half_is_rounded_up() -> None:
-    """The essay keeps 5 of 9 at ratio 1/2; floats miss the half at rank 167 of 178."""
-    assert tiers.tier_counts(np.full(10, 9), 0, 3)[6] == 5
-    assert tiers.tier_counts(np.full(445, 59), 0, 3)[133 + 167] == 31
-
-
-@pytest.mark.spec("CC-TIERS")
-@given(sizes=SIZES, N_min=N_MIN, data=st.data())
-def test_the_shift_is_the_least(sizes: list[int], N_min: int, data: st.DataObject) -> None:
-    """It keeps enough, and one less does not: over all integers, since the total never falls with t."""
-    B_avail = data.draw(st.integers(0, sum(sizes)), label="B_avail")
-    totals = {t: sum(s6.tier_counts(sizes, t, N_min)) for t in range(-20, 21)}
-    found = tiers.least_shift(np.array(sizes), B_avail, N_min)
-    assert totals[found] >= B_avail
-    assert all(totals[t] < B_avail for t in range(-len(sizes), found))
-    assert all(totals[t] <= totals[t + 1] for t in range(-20, 20))
-
-
 D_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=8)
 
 
@@ -226,28 +112,6 @@ def test_renewal_moves_active_trunks_towards_1(D: list[float], share: float, dat
     found = renewal.renewed_D(np.array(D), np.array(active), share)
     assert found.tolist() == [d + share * (1.0 - d) if on else d for d, on in zip(D, active, strict=True)]
     assert ((found >= np.array(D)) & (found <= 1)).all()
-
-
-@pytest.mark.spec("CC-RARITY-FORMS")
-@pytest.mark.parametrize("form", RARITIES)
-@given(ids=st.integers(1, 30).flatmap(token_ids))
-def test_a_rarity_form_equals_its_formula(form: str, ids: IntVector) -> None:
-    """U_i within the bound, and in (0, 1/2]."""
-    c = impact.token_counts(ids)
-    p = replace(PAPER, rarity=form)  # type: ignore[arg-type]
-    U = RARITIES[form](c)
-    assert tolerances.close("CC-RARITY-FORMS", U, [s3.rarity_of(x, p) for x in c.tolist()])
-    assert ((U > 0) & (U <= 0.5)).all()
-
-
-@pytest.mark.spec("CC-COVERAGE")
-def test_the_reserve_is_an_exact_share_of_what_is_not_protected() -> None:
-    """0.29 of 100 are 29 (28 in binary); half of 100 less 40; nothing where all fits or nothing is left."""
-    free, shut = np.array([False, False]), np.array([True, False])
-    assert coverage.coverage_reserve(np.array([40, 90]), free, 100, 0.29) == 29
-    assert coverage.coverage_reserve(np.array([40, 90]), shut, 100, 0.5) == 30
-    assert coverage.coverage_reserve(np.array([40, 60]), free, 100, 0.5) == 0
-    assert coverage.coverage_reserve(np.array([140, 60]), shut, 100, 1.0) == 0
 
 
 KIB, GIB = 2**10, 2**30
@@ -275,27 +139,83 @@ def test_memory_is_linear_in_the_batch(batch: int) -> None:
     assert kv_bytes(L=3, H_kv=2, d=8, n=11, batch=batch, b=4) == batch * one == batch * 2 * 3 * 2 * 8 * 11 * 4
 
 
-@pytest.mark.spec("CC-TRUNK-EDGES", "CC-INTRA")
-def test_a_trunk_weight_can_reach_the_root_of_2(stages: CrystalStages) -> None:
-    """Rows (1, 0, 0), (.5, .5, 0), (.5, .5, 0): the last two are mutual neighbours with cosine 1."""
-    rows = np.array([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]])
-    index, weight = intra_neighbours(row_normalise(rows, PAPER.epsilon), PAPER)
-    intra = [[(j, w) for j, w in zip(*row, strict=True) if j >= 0]
-             for row in zip(index.tolist(), weight.tolist(), strict=True)]
-    graph = stages.graph(
-        record([1.0] * 3, intra, [[], [], []], 8, 4), Trunks(np.arange(4), np.ones(3)), PAPER
-    )
-    W = dict(zip(graph.indices[graph.indptr[1] : graph.indptr[2]].tolist(),
-                 graph.weights[graph.indptr[1] : graph.indptr[2]].tolist(), strict=True))
-    assert round(W[2], 5) == round(math.sqrt(2), 5)
-
-
-@pytest.mark.spec("CC-BUDGET")
+@pytest.mark.spec("CC-TAIL")
 @pytest.mark.parametrize(
-    ("beta", "n", "B"), [("3/10", 100, 132), ("3/10", 200, 132), ("1/2", 1001, 501), ("7/25", 25, 132)]
+    ("token", "norm", "argument"),
+    [(-1, 1.0, "token_id"), (1, 0.0, "inverse_norm"), (1, -2.0, "inverse_norm"), (1, float("nan"), "inverse_norm")],
 )
-def test_budgets_have_a_floor(beta: str, n: int, B: int) -> None:
-    """Eq. 30 at its floor: n = 100 and 200 at .3 both give 132."""
-    share = Fraction(beta)
-    assert effective_budget(Budget(fraction=share), n, PAPER.N_sink, PAPER.W_recent) == B
-    assert s6.effective_budget(share, n, PAPER.N_sink, PAPER.W_recent) == B
+def test_what_is_no_token_is_refused(token: int, norm: float, argument: str) -> None:
+    with refused(argument, {"token_id": token, "inverse_norm": norm}[argument]):
+        tail.append(live.empty_state(Budget(count=8)), token, norm)
+
+
+@pytest.mark.spec("CC-TAIL-D")
+@pytest.mark.parametrize("s", [5.0, 40.0])
+@pytest.mark.parametrize("mu", [0.125, 3.125, 7.0, 17.0])
+def test_D_of_degree_0_in_decimals(s: float, mu: float) -> None:
+    """x = s mu / sigma from 1.7 to 1813: D runs through all sizes, down to 0."""
+    with localcontext() as digits:
+        digits.prec = 60
+        power = (-Decimal(s) * Decimal(mu) / Decimal("0.375")).exp()
+        want = float(power / (1 + power))
+    assert tolerances.close("CC-TAIL-D", [tail.edgeless_D(mu, 0.375, replace(PAPER, s=s))], [want])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("D", {"D": np.array([1.5])}), ("offsets", {"D": np.array([0.5, 0.5])}), ("counts", {"seen": 9}),
+        ("positions", {"live": {"positions": np.array([0, 1, 1, 2])}}),
+        ("positions", {"live": {"positions": np.array([0, 1, 2, 9])}, "tail_ids": (1,), "tail_inverse_norms": (1.0,)}),
+        ("impact", {"live": {"impact": np.ones(3)}}), ("impact", {"live": {"impact": np.full(4, np.nan)}}),
+        ("trunk_impact", {"live": {"trunk_impact": np.array([np.inf])}}),
+        ("inverse_norms", {"live": {"inverse_norms": np.array([1.0, -1.0, 1.0, 1.0])}}),
+        ("inverse_norms", {"live": {"inverse_norms": np.full(4, np.nan)}}), ("D", {"D": np.array([np.nan])}),
+        ("counts", {"counts": np.array([4, 0]), "ids": np.array([3, 5])}),
+        ("counts", {"counts": np.array([2, 2]), "ids": np.array([5, 5])}),
+        ("tail_inverse_norms", {"tail_inverse_norms": (1.0,)}),
+        ("offsets", {"live": {"offsets": np.array([0, 0, 4])}, "D": np.array([0.5, 0.5])}),
+        ("W", {"W": TrunkWeights(np.array([0, 1]), np.array([0]), np.array([0.5]))}),
+        ("W", {"W": TrunkWeights(np.array([0, 2]), np.array([0]), np.array([0.5]))}),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(name: str, change: dict[str, object]) -> None:
+    """A loader asks `check_state`, which names the field."""
+    state = one_trunk(0.5, 1.0)
+    parts = {key: replace(state.live, **value) if isinstance(value, dict) else value for key, value in change.items()}
+    with pytest.raises(SpecError, match=f"^{name} = "):
+        check_state(replace(state, **parts))  # type: ignore[arg-type]
+
+
+@pytest.mark.spec("CC-SEGMENT", "CC-START")
+def test_before_the_first_token_there_is_nothing() -> None:
+    """No token, no trunk, no pair; mu = 0 and sigma = 1, so that a trunk without an edge has D = 0.5."""
+    state = empty_state(Budget(count=3))
+    live = state.live
+    for array in (live.positions, live.impact, live.inverse_norms, live.trunk_impact, state.D, state.W.indices,
+                  state.W.weights, state.ids, state.counts, state.stored):
+        assert array.tolist() == []
+    assert live.offsets.tolist() == state.W.indptr.tolist() == [0]
+    assert (state.budget, state.seen, state.step, state.mu, state.sigma) == (Budget(count=3), 0, 0, 0.0, 1.0)
+    assert {array.dtype for array in (live.positions, live.offsets, state.ids, state.counts)} == {np.dtype(np.int64)}
+
+
+@pytest.mark.spec("CC-SEGMENT")
+def test_a_segment_that_cannot_be_is_refused() -> None:
+    """Before anything changes: one token is a step; keys must be those stored and those of the segment."""
+    state = replace(empty_state(Budget(count=8)), seen=1, step=1, tail_ids=(3,), tail_inverse_norms=(1.0,))
+    q, k = np.ones((1, 2, 2)), np.ones((1, 3, 2))
+    good: dict[str, Any] = {
+        "state": state, "q": q, "k": k, "token_ids": np.array([1, 2]), "sentence_ends": ENDS, "parameters": TINY,
+    }
+    assert extend(**good).seen == 3
+    bad: list[tuple[str, dict[str, Any]]] = [
+        ("q", {"q": [1.0]}), ("k", {"k": k[0]}), ("k", {"k": k[:, :2]}),
+        ("token_ids", {"q": q[:, :1], "token_ids": np.array([1])}),
+        ("token_ids", {"token_ids": np.array([1, -2])}), ("token_ids", {"token_ids": np.array([1, 2, 3])}),
+        ("sentence_ends", {"sentence_ends": frozenset()}), ("scaling", {"scaling": 0.0}),
+        ("k", {"k": np.full((1, 3, 2), np.inf)}),
+    ]
+    for name, changes in bad:
+        with pytest.raises(SpecError, match=f"^{name} = "):
+            extend(**{**good, **changes})

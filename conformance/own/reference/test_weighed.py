@@ -1,38 +1,43 @@
-"""Scores that values weigh (VATP, CriticalKV) or that variance does (CAKE), against brute force; hosts."""
+"""Scores that values weigh (VATP, CriticalKV), that variance does (CAKE) or that repeats give (KVzip); hosts."""
 
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.assurance.item_vectors.items import ITEMS
 from conformance.assurance.policy_steps import PROMPT, STEPS, decoded, long
 from conformance.methods import cake as cake_oracle
+from conformance.methods import kvzip, weighed
 from conformance.methods import policies as oracle
-from conformance.methods import weighed
-from conformance.methods.brute import KERNEL, SINK, W, plain
+from conformance.methods.brute import KERNEL, REHEARSED, SINK, W, plain, rehearsed
 from conformance.methods.snapkv import snapkv as brute_snapkv
 from conformance.plugin import sparingly
-from conformance.strategies.numbers import Numbers
-from conformance.strategies.policy_inputs import drawn, observation
+from conformance.strategies.numbers import Numbers, seeds
+from conformance.strategies.policy_inputs import Inputs, calibrated, drawn, identity, observation
 from conformance.tolerances import scores_agree
 from reference import policies
+from reference.calibration import load_calibration, save_calibration
 from reference.policies.attention import observed_attention
-from reference.policies.cake import Preferred, cake_score, layer_preference, preferred_targets
-from reference.policies.criticalkv import two_stages
+from reference.policies.cake import cake_score, layer_preference, preferred_targets
 from reference.policies.defensivekv import output_size
+from reference.policies.kvzip import kvzip_plus_score, kvzip_score
+from reference.policies.kvzip_heads import FullHeads
 from reference.policies.vatp import value_norms
 from spec.budget import Budget
 from spec.errors import SpecError
+from spec.parameters import PAPER
 from spec.policy import LayerView, Observation, Policy, Scores
 
 pytestmark = pytest.mark.usefixtures("reference_items")
 
 
 HALF = Fraction(1, 2)
-seeds = st.integers(0, 2**32 - 1)
 
 
 @pytest.mark.spec("PO-VATP")
@@ -106,28 +111,6 @@ def test_values_decide_among_keys_that_nobody_attends_to() -> None:
     assert policies.retain(policy, Budget(count=4), seen)[0].positions.tolist() == [0, 5, 6, 7]
 
 
-@pytest.mark.spec("PO-TWO-STAGES")
-@given(seed=seeds, B=st.integers(3, 12), share=st.fractions(0, 1, max_denominator=7))
-def test_two_stages_are_those_of_brute_force(seed: int, B: int, share: Fraction) -> None:
-    """Scores of few values tie in both stages."""
-    rng = np.random.default_rng(seed)
-    first, second = rng.integers(0, 4, (2, 3, 10)).astype(np.float64)
-    protected = np.arange(10) < seed % 4
-    first[:, protected] = second[:, protected] = np.nan
-    found = two_stages(Scores(first, np.arange(11), second=second), np.array([B, B + 1, B]), protected, share)
-    given = [[[None if np.isnan(x) else float(x) for x in row] for row in rows] for rows in (first, second)]
-    brute = [weighed.two_stages(a, b, places, share) for a, b, places in zip(*given, (B, B + 1, B), strict=True)]
-    assert [part.tolist() for part in np.split(found.positions, found.offsets[1:-1])] == brute
-
-
-@pytest.mark.spec("PO-TWO-STAGES")
-@pytest.mark.parametrize("n", [257, 1_025, 5_000])
-def test_two_stages_of_many_places(n: int) -> None:
-    first, second = Numbers(n).fractions(2 * n).reshape(2, 1, n)
-    found = two_stages(Scores(first, np.arange(n + 1), second=second), np.array([3 * n // 4]), np.arange(n) < 0, HALF)
-    assert found.positions.tolist() == weighed.two_stages(first[0].tolist(), second[0].tolist(), 3 * n // 4, HALF)
-
-
 @pytest.mark.spec("PO-CRITICALKV", "PO-DEFENSIVEKV")
 def test_the_output_has_thousands_of_channels() -> None:
     v = Numbers(1).fractions(2 * 3 * 4).reshape(2, 3, 4)
@@ -194,35 +177,6 @@ def test_a_key_that_nobody_sees_adds_nothing() -> None:
     assert cake_score(A, 8.0, 1, 1).tolist() == [[1.0, 0.0]]
 
 
-def shares(preferences: list[float], B: int, window: int, n: int, heads: int = 1) -> list[int]:
-    L = len(preferences)
-    given = Scores(np.zeros((L * heads, n)), np.arange(n + 1), heads=heads, preferences=np.array(preferences))
-    return [int(share) for share in Preferred(window)(B * L * heads, given)]
-
-
-@pytest.mark.spec("PO-PREFERENCE-BUDGET")
-@given(
-    preferences=st.lists(st.one_of(st.integers(0, 4).map(float), st.floats(0, 1e6)), min_size=1, max_size=6),
-    window=st.integers(0, 3), B=st.integers(3, 14), n=st.integers(3, 12), heads=st.integers(1, 2),
-)
-def test_shares_are_those_of_brute_force(preferences: list[float], window: int, B: int, n: int, heads: int) -> None:
-    """Equal preferences tie; the mean over layers is B exactly, and no layer has more than all tokens."""
-    found = shares(preferences, B, window, n, heads)
-    assert found == [x for x in cake_oracle.preferred_shares(preferences, B, window, n) for _ in range(heads)]
-    assert sum(found) == len(preferences) * heads * min(B, n)
-    assert max(found) <= n
-
-
-@pytest.mark.spec("PO-PREFERENCE-BUDGET")
-@pytest.mark.parametrize("L", [33, 80, 126])
-def test_shares_of_many_layers(L: int) -> None:
-    """Some layers are full, and preferences differ by thousands."""
-    preferences = (Numbers(L).fractions(L) ** 8).tolist()
-    found = shares(preferences, 300, 32, 1_000)
-    assert found == cake_oracle.preferred_shares(preferences, 300, 32, 1_000)
-    assert max(found) == 1_000
-
-
 @pytest.mark.spec("PO-CAKE")
 @pytest.mark.parametrize("W_now", [33, 65, 129])
 def test_preferences_of_wide_windows(W_now: int) -> None:
@@ -237,5 +191,97 @@ def test_preferences_of_wide_windows(W_now: int) -> None:
 @pytest.mark.spec("PO-PREFERENCE-BUDGET")
 def test_a_total_below_the_windows_is_refused() -> None:
     with pytest.raises(SpecError, match="4 tokens of the window"):
-        shares([1.0, 2.0], 3, 4, 10)
+        ITEMS["PO-PREFERENCE-BUDGET"]({"preferences": [1.0, 2.0], "B": 3, "W": 4, "n": 10}, PAPER)
     assert preferred_targets([Fraction(1)], Fraction(0), 5) == [0]
+
+
+def shown(inputs: Inputs, **constants: Any) -> list[tuple[LayerView, Any]]:
+    """The layers as a rehearsal with these constants shows them, values included, and their W_o."""
+    seen = observation(policies.kvzip(**{**REHEARSED, **constants}), inputs).layers
+    return [(view, inputs.W_o[at]) for at, view in seen.items()]
+
+
+@pytest.mark.spec("PO-KVZIP", "PO-KVZIP-PLUS")
+@sparingly
+@given(seed=seeds, N_sink=st.integers(0, 3), chunk=st.integers(1, 9))
+def test_scores_lie_within_their_bound(seed: int, N_sink: int, chunk: int) -> None:
+    for view, W_o in shown(drawn(seed), N_sink=N_sink, chunk=chunk):
+        plain, free = rehearsed(view), slice(N_sink, max(N_sink, view.k.shape[1] - REHEARSED["N_recent"]))
+        for found, want in (
+            (kvzip_score(view, N_sink), kvzip.scores(plain, N_sink)),
+            (kvzip_plus_score(view, N_sink, W_o), kvzip.scores(plain, N_sink, W_o.tolist())),
+        ):
+            assert all(scores_agree(a[free], b[free]) for a, b in zip(found, want, strict=True))
+            assert np.isnan(np.delete(found, np.arange(view.k.shape[1])[free], axis=1)).all()
+
+
+@pytest.mark.spec("PO-KVZIP", "PO-KVZIP-PLUS")
+def test_repeats_of_hundreds_of_tokens() -> None:
+    """More queries than are taken at a time, of which a late one decides."""
+    ((view, W_o),) = shown(drawn(3, n=560, L=1, heads=(1, 1)), chunk=600)
+    (repeat,) = view.repeats or ()
+    louder = replace(repeat, q=repeat.q * np.linspace(0.1, 3.0, repeat.q.shape[1])[:, None])
+    view = replace(view, repeats=(louder,))
+    plain, free = rehearsed(view), slice(REHEARSED["N_sink"], 560 - REHEARSED["N_recent"])
+    assert scores_agree(kvzip_score(view, 4)[0, free], kvzip.scores(plain, 4)[0][free])
+    assert scores_agree(kvzip_plus_score(view, 4, W_o)[0, free], kvzip.scores(plain, 4, W_o.tolist())[0][free])
+
+
+@pytest.mark.spec("PO-KVZIP-PLUS")
+def test_what_cannot_be_weighed_is_refused() -> None:
+    ((view, W_o), *_) = shown(drawn(3, n=20))
+    with pytest.raises(SpecError, match="needs the values"):
+        kvzip_plus_score(replace(view, v=None), 4, W_o)
+    assert view.repeats is not None
+    none = replace(view.repeats[0], norms=0 * view.repeats[0].norms)
+    with pytest.raises(SpecError, match="norms above 0"):
+        kvzip_plus_score(replace(view, repeats=(none,)), 4, W_o)
+
+
+@pytest.mark.spec("PO-KVZIP")
+def test_a_prompt_that_was_not_rehearsed_is_refused() -> None:
+    inputs = drawn(3, n=20)
+    policy = policies.kvzip(**REHEARSED)
+    seen = observation(policy, inputs)
+    bare = replace(seen, layers={at: replace(view, repeats=None) for at, view in seen.layers.items()})
+    with pytest.raises(SpecError, match="repeats the prompt"):
+        policies.retain(policy, Budget(count=12), bare)
+
+
+@pytest.mark.spec("PO-FULL-HEADS")
+@pytest.mark.parametrize(("heads", "n", "B"), [(1_000, 400, 300), (300, 5_000, 700), (70_000, 12, 9)])
+def test_shares_of_many_heads(heads: int, n: int, B: int) -> None:
+    scores = Numbers(heads).integers(0, heads // 2, heads).astype(np.float64)
+    found = FullHeads(scores, 8)(B * heads, Scores(np.zeros((heads, n)), np.arange(n + 1)))
+    full = (B - 8) * heads // (n - 8)
+    assert found.dtype == np.int64
+    assert found.sum() == heads * B
+    assert sorted(np.flatnonzero(found == n)) == sorted(np.lexsort((np.arange(heads), -scores))[:full])
+    assert np.ptp(found[found < n]) <= 1
+
+
+@pytest.mark.spec("PO-KVZIP-HEADS", "TA-CALIBRATION")
+def test_the_file_brings_head_scores_back_and_none_where_there_were_none(tmp_path: Path) -> None:
+    taken = calibrated(inputs := drawn(2))
+    for one in (taken, replace(taken, head_scores=None)):
+        save_calibration(one, tmp_path / "mine.npz")
+        read = load_calibration(tmp_path / "mine.npz")
+        assert read.digest == one.digest
+        assert (read.head_scores is None) is (one.head_scores is None)
+    assert taken.digest != one.digest
+    with pytest.raises(SpecError, match="has no head scores"):
+        policies.kvzip_heads(one, identity(inputs))
+
+
+@pytest.mark.spec("PO-KVZIP-HEADS", "TA-CALIBRATION")
+def test_head_scores_of_another_shape_or_model_are_refused() -> None:
+    taken = calibrated(inputs := drawn(2))
+    assert taken.head_scores is not None
+    with pytest.raises(SpecError, match=r"calibration\.head_scores"):
+        replace(taken, head_scores=np.ones((len(taken.layers) + 1, 2)))
+    with pytest.raises(SpecError, match=r"calibration\.head_scores"):
+        replace(taken, head_scores=np.full_like(taken.head_scores, np.nan))
+    with pytest.raises(SpecError, match="was made for a different model"):
+        policies.kvzip_heads(taken, replace(identity(inputs), model="other"))
+    with pytest.raises(SpecError, match="sink = -1"):
+        policies.kvzip_heads(taken, identity(inputs), -1)
