@@ -1,1 +1,1 @@
-"""Engines that serve many requests at once, and what they ask before they run."""
+"""Eviction in further inference engines: continuous batching of transformers, and llama.cpp."""

@@ -33,15 +33,15 @@ _NAME = "kvspec_first_layer"
 
 
 class _Asked(Exception):
-    """A layer is about to attend: nothing behind it runs."""
+    """Exception that stops the forward pass before the first layer's attention."""
 
 
 def keep(folder: Path, policy: RetentionPolicy, token_ids: Sequence[int], dtype: str | None = None) -> Retention:
-    """Return the kept set that a session with the whole model would return, bit for bit.
+    """Return the set of kept tokens that a session with the whole model would return, bit for bit.
 
     Args:
         folder: folder with model.safetensors, or with the index of several safetensors files.
-        policy: policy with one kept set, which reads at most the queries and keys of the first layer.
+        policy: policy with one set of kept tokens, which uses at most the queries and keys of the first layer.
         token_ids: token ids of the prompt.
         dtype: dtype of the weights, as for `from_pretrained`. None: the dtype of the file.
 
@@ -73,10 +73,10 @@ def keep(folder: Path, policy: RetentionPolicy, token_ids: Sequence[int], dtype:
 
 
 def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int]) -> Method:
-    """The policy on a model whose full-attention layers are these.
+    """Return the policy bound to the model, after a check that the first layer suffices.
 
     Raises:
-        SpecError: where it needs more than the first layer; it says what.
+        SpecError: if the policy needs more than the first layer. The message contains the additional need.
     """
     if isinstance(policy, Published) and (wanted := constants_of_model(policy.name)):
         raise SpecError(
@@ -100,7 +100,7 @@ def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int
 
 
 def _prepare(model: PreTrainedModel, files: dict[str, Path]) -> None:
-    """Modules take parameters when they are called; rotary frequencies come from the config alone."""
+    """Let each module load its parameters when it is called. Rotary frequencies are computed from the config."""
     for name, module in list(model.named_modules()):
         parent, _, own = name.rpartition(".")
         if any(buffer.endswith("inv_freq") for buffer in module._buffers):
@@ -127,11 +127,11 @@ def _no_values(module: Any, hidden: Tensor) -> Tensor:
 
 
 def _asked(decoder: nn.Module, config: Any, ids: Tensor) -> tuple[nn.Module, Attended]:
-    """The first layer's attention module, and what it would attend with."""
+    """Return the first layer's attention module and its attention inputs."""
     sdpa = config._attn_implementation == "sdpa"
 
     def ask(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, **options: Any) -> NoReturn:
-        # The sum of a session's own kernel, where a session takes it: the same bits.
+        # If a session uses the kernel's log-sum-exp, it is used here too, so that the bits are equal.
         both = flash_attention(module, q, k, v, options) if sdpa else None
         raise _Asked(module, Attended(0, q, k, v, None if both is None else both[1], None, options))
 
@@ -148,7 +148,7 @@ def _asked(decoder: nn.Module, config: Any, ids: Tensor) -> tuple[nn.Module, Att
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor."""
+    """Return the file of each tensor."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         parts = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

@@ -5,8 +5,8 @@
     sequence.evict(retention_of(ranges, seen))  # ranges as printed by `kvspec keep --format json`
     logits = sequence.read(question_ids)
 
-A cell of llama.cpp stores one token for all layers and heads, so the whole model must have one kept set. This module
-needs only NumPy and llama-cpp-python. A different process can select the tokens.
+A cell of llama.cpp stores one token for all layers and heads, so the model must have one set of kept tokens. This
+module needs only NumPy and llama-cpp-python. A different process can select the tokens.
 """
 
 import ctypes
@@ -29,13 +29,13 @@ _REFUSED = {
     "llama_model_is_diffusion": "no order in which tokens are read",
     "llama_model_has_encoder": "an encoder",
 }
-"""What llama.cpp says of a model that does not hold each token in one cell for all layers, and what that means."""
+"""Properties in llama.cpp of models that do not store each token in one cell for all layers, with explanations."""
 _NO_SLOT = 1
-"""What `llama_decode` returns where too few cells are free."""
+"""Result of `llama_decode` if too few cells are free."""
 
 
 def retention_of(ranges: Sequence[Sequence[int]], seen: int) -> Retention:
-    """Return the kept set that contains the given ranges of positions.
+    """Return the set of kept tokens that contains the given ranges of positions.
 
     Args:
         ranges: pairs (first position, last position + 1), ascending.
@@ -120,7 +120,7 @@ class LlamaSequence:
         return logits
 
     def evict(self, retention: Retention) -> int:
-        """Free the cells of all tokens that are not in the kept set.
+        """Free the cells of all tokens that are not in the set of kept tokens.
 
         llama.cpp keeps the cells that a second sequence shares.
 
@@ -128,9 +128,9 @@ class LlamaSequence:
             Number of evicted tokens.
 
         Raises:
-            SpecError: if layers or heads have separate kept sets, if the kept set is for a different number of tokens
-                or contains an evicted token, or if the kept set lacks the last token. llama.cpp can continue only after
-                the last stored position. No cell is freed.
+            SpecError: if layers or heads have separate sets of kept tokens, if the set is for a different number of
+                tokens or contains an evicted token, or if the set lacks the last token. llama.cpp can continue only
+                after the last stored position. No cell is freed.
         """
         self._check_untouched()
         if retention.granularity is not Granularity.MODEL:
@@ -165,7 +165,7 @@ class LlamaSequence:
             raise SpecError("context", self._last(), bound)
 
     def _decode(self, tokens: Sequence[int], first: int) -> int:
-        """One batch, its first token at this position; what llama.cpp returns. Only the last one has logits."""
+        """Decode one batch from position `first` on, and return llama.cpp's result. Only the last token has logits."""
         batch = cpp.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for at, token in enumerate(tokens):
@@ -177,10 +177,10 @@ class LlamaSequence:
 
 
 def _memory(context: Any, model: Any) -> Any:
-    """Where a context has its cells.
+    """Return the memory object that manages the cells of a context.
 
     Raises:
-        SpecError: for a model that does not hold each token in one cell.
+        SpecError: if the model does not store each token in one cell.
     """
     said = ctypes.create_string_buffer(128)
     cpp.llama_model_desc(model, said, len(said))

@@ -1,4 +1,4 @@
-"""Retrieval tasks: needle and delayed association, token-exact and seeded, for any tokenizer."""
+"""Tasks for the comparison of policies, with exact context lengths and seeds, for any tokenizer."""
 
 from models_integration.tasks.assembly import Filler, TaskTokenizer
 from models_integration.tasks.metrics import is_exact_match

@@ -1,7 +1,6 @@
-"""Problems of arithmetic in several steps, behind worked examples; the answer is reasoned and ends in a box.
+"""Arithmetic problems in several steps, after worked examples. The model reasons and gives the answer in a box.
 
-They stand in for MATH-500, the problems of the paper on set-conditioned diversity. kvspec does not ship MATH-500, and
-reads a file of it.
+The paper Set-Conditioned Diversity uses MATH-500. kvspec does not contain MATH-500, but can read a file of MATH-500.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,17 +36,17 @@ class _Problem(NamedTuple):
 
 
 def arithmetic_samples(ground: Ground, length: int, index: int, seed: int, *, part: str = DEV) -> tuple[Sample, ...]:
-    """One sample: a problem behind as many worked examples as there is room for.
+    """Return one sample: a problem after as many worked examples as the length allows.
 
     Args:
-        ground: tokenizer, running text and frame; a few tokens of the text before all else make the length exact.
-        length: context tokens, the frame's opening included and the problem excluded.
-        index: of the problem.
-        seed: of all problems.
-        part: the part of the paper's split, by the MD5 of the problem's name, that the problem belongs to.
+        ground: tokenizer, running text and frame. A few tokens of the text at the start make the length exact.
+        length: number of context tokens, including the frame's opening, without the problem.
+        index: index of the problem.
+        seed: seed of all problems.
+        part: part of the paper's split to which the problem belongs, by the MD5 of the problem's name.
 
     Raises:
-        SpecError: for an unknown part, a negative index or seed, and a length that is too short.
+        SpecError: if the part is unknown, if index or seed is negative, or if the length is too short.
     """
     check_choices("part", (part,), (DEV, CONFIRM))
     ids = (name for number in count() if split_of(name := f"arithmetic/{seed}/{index}/{number}") == part)
@@ -68,7 +67,7 @@ def arithmetic_samples(ground: Ground, length: int, index: int, seed: int, *, pa
 
 
 def _drawn(rng: np.random.Generator) -> _Problem:
-    """A number, and what is done with it step by step."""
+    """Return a random problem: a number, and the operations on the number step by step."""
     value = int(rng.integers(10, 100))
     asked, steps = f"Start with {value}.", list[str]()
     for _ in range(_STEPS):
@@ -84,17 +83,17 @@ def _drawn(rng: np.random.Generator) -> _Problem:
 
 
 def math_file(path: Path, *, part: str = "") -> OfFile:
-    """A file of MATH-500, one problem each, which is its own context.
+    """Return the task for a file of MATH-500. Each problem is one context.
 
-    A row has `problem`, `answer` and `unique_id`. The answer is reasoned and ends in a box, and math-verify judges
-    whether that is equal to the reference.
+    A row has `problem`, `answer` and `unique_id`. The model reasons and gives the answer in a box. math-verify compares
+    the answer with the reference.
 
     Args:
-        path: of the file.
-        part: the part of the paper's split, by the MD5 of `unique_id`, that problems belong to; all of them for "".
+        path: path of the file.
+        part: part of the paper's split, by the MD5 of `unique_id`, from which problems are used. "" means all problems.
 
     Raises:
-        SpecError: for an unknown part, a part without problems, a file or a row that is not as described.
+        SpecError: if the part is unknown or has no problems, or if the file or a row has a different format.
     """
     check_choices("part", (part,), ("", DEV, CONFIRM))
     file = open_rows(path, {"problem": str, "answer": str, "unique_id": str})

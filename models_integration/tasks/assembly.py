@@ -1,8 +1,8 @@
-"""The forms of sentences, and how they are put into filler so that the whole has exactly the wanted number of tokens.
+"""Sentence templates, and their insertion into filler so that the context has exactly the requested length.
 
-Sentences are tokenized one by one and their ids are joined, which makes every count exact for every tokenizer.
-Filler is made of whole sentences: the last few are chosen so that their lengths add up. Only where no choice of
-sentences adds up (a handful of tokens) is one cut short.
+Sentences are tokenized one by one and the ids are joined, so counts are exact for every tokenizer. Filler consists of
+whole sentences. The last sentences are chosen so that the lengths add up. A sentence is cut only if no choice adds up
+(a few tokens).
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ __all__ = [
 
 _PROBE = "The end."
 _PLANNED = 1024
-"""Rests up to this many tokens are planned exactly; above it any sentence of ordinary length can come next."""
+"""Remaining lengths up to this number of tokens are planned exactly. For longer rests, any sentence can come next."""
 
 
 class TaskTokenizer(Protocol):
-    """The two methods that the tasks use; every `transformers` tokenizer has them."""
+    """The two methods of a tokenizer that the tasks use. Every tokenizer of transformers has these methods."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -33,19 +33,19 @@ class TaskTokenizer(Protocol):
 
 
 Filler: TypeAlias = Sequence[str]
-"""Sentences of generic prose that carry no fact a question asks for; tasks repeat them up to the wanted length."""
+"""Sentences of generic prose without facts for a question. Tasks repeat these sentences up to the requested length."""
 
 
 @dataclass(frozen=True)
 class FactTemplate:
-    """One form of a critical fact.
+    """Template of a fact and of the question about the fact.
 
     Attributes:
-        name: a short stable identifier, reported in results.
-        fact: the sentence, with the fields `{key}` and `{value}`.
-        question: what is asked about it, with the field `{key}`.
-        key: the subject of the fact that is asked for.
-        other_keys: subjects for distractor facts, which carry other values.
+        name: short stable identifier, reported in results.
+        fact: sentence with the fields `{key}` and `{value}`.
+        question: question with the field `{key}`.
+        key: subject of the fact to which the question refers.
+        other_keys: subjects of distractor facts, which have different values.
     """
 
     name: str
@@ -55,17 +55,17 @@ class FactTemplate:
     other_keys: tuple[str, ...]
 
     def state(self, value: int | str, key: str | None = None) -> str:
-        """The fact as a sentence about `key`, by default the template's own."""
+        """Return the fact as a sentence about `key`. Default: the key of the template."""
         return self.fact.format(key=self.key if key is None else key, value=value)
 
     def ask(self, key: str | None = None) -> str:
-        """The question about `key`, by default the template's own."""
+        """Return the question about `key`. Default: the key of the template."""
         return self.question.format(key=self.key if key is None else key)
 
 
 @dataclass(frozen=True)
 class TopicTemplate:
-    """A fact about a topic and the two pools of mentions that keep the topic alive (Appendix B.1)."""
+    """Fact about a topic, and two pools of sentences that mention the topic later (Appendix B.1)."""
 
     fact: FactTemplate
     high_density: tuple[str, ...]
@@ -74,11 +74,11 @@ class TopicTemplate:
 
 @dataclass(frozen=True)
 class Anchor:
-    """A sentence that must stand at a given place.
+    """Sentence at a given place of the context.
 
     Attributes:
-        text: the sentence.
-        fraction: share of all filler that comes before it, in [0, 1]; ties keep the given order.
+        text: text of the sentence.
+        fraction: fraction of the filler before the sentence, in [0, 1]. Equal fractions keep the given order.
     """
 
     text: str
@@ -87,30 +87,30 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Assembled:
-    """Token ids and, for each anchor in the given order, its span `[start, stop)`."""
+    """Token ids of a context, and the span `[start, stop)` of each anchor in the given order."""
 
     ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
 
 
 def encode(tokenizer: TaskTokenizer, text: str) -> tuple[int, ...]:
-    """Token ids of `text` alone, without special tokens."""
+    """Return the token ids of `text` alone, without special tokens."""
     return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
 
 
 def decode(tokenizer: TaskTokenizer, ids: Sequence[int]) -> str:
-    """Text of `ids` without special tokens."""
+    """Return the text of `ids` without special tokens."""
     return str(tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))
 
 
 def joiner(tokenizer: TaskTokenizer) -> str:
-    """What must precede a sentence so that ids joined one after the other decode with single spaces."""
+    """Return the text before each sentence with which joined ids decode to text with single spaces."""
     twice = encode(tokenizer, _PROBE) * 2
     return "" if decode(tokenizer, twice).strip() == f"{_PROBE} {_PROBE}" else " "
 
 
 def opening_ids(tokenizer: TaskTokenizer) -> tuple[int, ...]:
-    """The special tokens that the tokenizer itself puts before a text (often one, often none)."""
+    """Return the special tokens that the tokenizer adds before a text (often one, often none)."""
     plain = encode(tokenizer, _PROBE)
     full = tuple(int(token) for token in tokenizer.encode(_PROBE, add_special_tokens=True))
     starts = (start for start in range(len(full)) if full[start : start + len(plain)] == plain)
@@ -119,7 +119,7 @@ def opening_ids(tokenizer: TaskTokenizer) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _reachable(sizes: frozenset[int]) -> tuple[bool, ...]:
-    """For every total up to `_PLANNED`, whether sentences of these sizes can add up to it."""
+    """Return for every total up to `_PLANNED` whether sentences of these sizes can have this total length."""
     reached = [True] + [False] * _PLANNED
     for total in range(1, _PLANNED + 1):
         reached[total] = any(size <= total and reached[total - size] for size in sizes)
@@ -127,7 +127,7 @@ def _reachable(sizes: frozenset[int]) -> tuple[bool, ...]:
 
 
 class FillerStream:
-    """Filler sentences in a circle, handed out in exact numbers of tokens."""
+    """Endless cycle of filler sentences, from which exact numbers of tokens can be taken."""
 
     def __init__(self, sentences: Sequence[tuple[int, ...]], first: int) -> None:
         self._sentences = [ids for ids in sentences if ids]
@@ -137,13 +137,13 @@ class FillerStream:
         self._reachable = _reachable(frozenset(len(ids) for ids in self._sentences))
 
     def fits(self, total: int) -> bool:
-        """Whether whole sentences can add up to `total` tokens."""
+        """Return True if whole sentences can have `total` tokens together."""
         return total > _PLANNED or self._reachable[total]
 
     def nearest_fit(self, total: int, largest: int) -> int:
-        """The number of tokens nearest to `total` that whole sentences reach, the smaller on ties.
+        """Return the number of tokens nearest to `total` that whole sentences can have, at a tie the smaller number.
 
-        The rest up to `largest` must be reachable as well; where nothing is, `total` itself is returned.
+        Whole sentences must also be able to fill the rest up to `largest`. If no number satisfies this, return `total`.
         """
         for distance in range(largest + 1):
             for candidate in (total - distance, total + distance):
@@ -157,7 +157,7 @@ class FillerStream:
         return sentence
 
     def _next_whole(self, rest: int) -> tuple[int, ...]:
-        """The next sentence after which the rest still adds up; a cut one if there is none."""
+        """Return the next sentence after which whole sentences can fill the rest, or a cut sentence if none exists."""
         for _ in self._sentences:
             sentence = self._advance()
             if len(sentence) <= rest and self.fits(rest - len(sentence)):
@@ -166,7 +166,7 @@ class FillerStream:
         return max(fitting, key=len) if fitting else self._advance()[:rest]
 
     def take(self, total: int) -> tuple[int, ...]:
-        """Exactly `total` tokens of filler."""
+        """Return exactly `total` tokens of filler."""
         taken: list[int] = []
         while len(taken) < total:
             taken.extend(self._next_whole(total - len(taken)))
@@ -174,7 +174,7 @@ class FillerStream:
 
 
 def _anchor_ids(tokenizer: TaskTokenizer, anchors: Sequence[Anchor], order: Sequence[int]) -> list[tuple[int, ...]]:
-    """Encode the anchors; the one that opens the text stands without a space before it."""
+    """Encode the anchors. An anchor at the start of the text has no space before it."""
     space = joiner(tokenizer)
     opens = order[0] if order and anchors[order[0]].fraction == 0 else -1
     return [encode(tokenizer, ("" if i == opens else space) + anchor.text) for i, anchor in enumerate(anchors)]
@@ -184,12 +184,12 @@ def assemble(
     tokenizer: TaskTokenizer, anchors: Sequence[Anchor], filler: Filler, length: int, rng: np.random.Generator,
     opening: Sequence[int] | None = None,
 ) -> Assembled:
-    """Join opening tokens, by default the tokenizer's own, the anchors and filler into exactly `length` tokens.
+    """Join opening tokens (default: those of the tokenizer), anchors and filler to exactly `length` tokens.
 
     The filler starts at a random sentence.
 
     Raises:
-        SpecError: when the anchors alone are longer.
+        SpecError: if the anchors alone are longer than `length` tokens.
     """
     order = sorted(range(len(anchors)), key=lambda i: anchors[i].fraction)
     encoded = _anchor_ids(tokenizer, anchors, order)

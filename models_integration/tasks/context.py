@@ -1,5 +1,4 @@
-"""Material of all contexts, and contexts that are lists. Contexts have an exact length, and policies can evict the
-evidence."""
+"""Text sources of contexts, and contexts that are lists. Contexts have an exact length. Evidence can be evicted."""
 
 import string
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -22,7 +21,7 @@ __all__ = [
 ]
 
 STRATA = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Depths of the fact that is asked for, as shares of what precedes the recent window; the index takes turns."""
+"""Depths of the fact in question, as fractions of the context before the recent window. The index selects the depth."""
 
 Span = tuple[int, int]
 
@@ -80,14 +79,14 @@ class Ground:
 
 
 Maker: TypeAlias = Callable[[Ground, int, int, int], Sequence[Sample]]
-"""Tokenizer, text and frame; context tokens; which context; seed. The questions of that context, in their order."""
+"""Function of (ground, length, index, seed) that returns the questions on one context, in order."""
 
 
 def joined(ground: Ground, length: int, index: int, seed: int, pieces: Sequence[Sequence[int]]) -> Assembled:
-    """The frame's opening, as much running text as makes the length exact, then the pieces, each with its span.
+    """Join the frame's opening, running text up to the exact length, and the pieces. Return ids and spans of pieces.
 
     Raises:
-        SpecError: when the pieces alone are longer.
+        SpecError: if the pieces alone are longer than `length` tokens.
     """
     rest = ground.room(length, *pieces)
     if rest < 0:
@@ -104,7 +103,7 @@ def listed(
     ground: Ground, length: int, index: int, seed: int, head: Sequence[int], units: Sequence[Sequence[int]],
     facts: Mapping[int, Sequence[int]],
 ) -> Assembled:
-    """A head and a list as `joined` puts them, with facts before some of its units, whose spans alone are given."""
+    """Join a head and a list as in `joined`, with facts before some units of the list. Return only spans of facts."""
     pieces, marks = [head], list[int]()
     for at, unit in enumerate(units):
         if at in facts:
@@ -116,7 +115,7 @@ def listed(
 
 
 def as_many(unit: Callable[[], Sequence[int]], room: int) -> list[Sequence[int]]:
-    """As many units, made one after the other, as there is room for."""
+    """Return as many units as fit into `room` tokens. Each unit is made by a call of `unit`."""
     found = list[Sequence[int]]()
     while True:
         piece = unit()
@@ -127,7 +126,7 @@ def as_many(unit: Callable[[], Sequence[int]], room: int) -> list[Sequence[int]]
 
 
 def different(draw: Callable[[], str], count: int, taken: Container[str] = ()) -> list[str]:
-    """So many different draws, none of them in `taken`."""
+    """Return `count` different results of `draw`, none of them in `taken`."""
     found = dict[str, None]()
     while len(found) < count:
         if (drawn := draw()) not in taken:
@@ -136,17 +135,17 @@ def different(draw: Callable[[], str], count: int, taken: Container[str] = ()) -
 
 
 def letters(rng: np.random.Generator, size: int, alphabet: str = string.ascii_lowercase) -> str:
-    """So many random letters."""
+    """Return `size` random letters."""
     return "".join(alphabet[int(at)] for at in rng.integers(len(alphabet), size=size))
 
 
 def places(rng: np.random.Generator, units: Sequence[Sequence[int]], count: int, index: int, length: int) -> list[int]:
-    """Before which units of a list `count` pieces of evidence stand, ascending, all different, outside the window.
+    """Return the indices of the units before which `count` pieces of evidence are inserted, ascending and different.
 
-    One of them lies in the stratum that is the index's turn, so that a single piece takes turns over the depths.
+    All pieces are outside the recent window. One piece has the depth that the index selects.
 
     Raises:
-        SpecError: for a length with fewer places.
+        SpecError: if the length has fewer possible places.
     """
     behind = list(accumulate(len(unit) for unit in reversed(units)))[::-1]
     free = [at for at, tokens in enumerate(behind) if tokens >= PAPER.W_recent]
@@ -161,10 +160,10 @@ def places(rng: np.random.Generator, units: Sequence[Sequence[int]], count: int,
 
 
 def asked(rng: np.random.Generator, spans: Sequence[Span], questions: int, length: int) -> list[int]:
-    """Which of the units are asked for: one of each of `questions` equal parts, in a random order.
+    """Return the units for the questions: one unit from each of `questions` equal parts, in random order.
 
     Raises:
-        SpecError: for fewer than one question, or fewer units outside sinks and window.
+        SpecError: if there is no question, or if fewer units are outside sinks and window.
     """
     if questions < 1:
         raise SpecError("questions", questions, "must be at least 1")
@@ -179,15 +178,15 @@ def asked(rng: np.random.Generator, spans: Sequence[Span], questions: int, lengt
 
 
 def unprotected(span: Span, length: int) -> bool:
-    """Whether all of it lies where policies decide, outside PAPER's sinks and recent window."""
+    """Return True if the span is outside the sinks and the recent window of PAPER, so that policies can evict it."""
     return span[0] >= PAPER.N_sink and span[1] <= length - PAPER.W_recent
 
 
 def check_unprotected(sample: Sample) -> Sample:
-    """The sample, when all its evidence lies where policies decide.
+    """Check that policies can evict all evidence, and return the sample.
 
     Raises:
-        SpecError: for a context whose sinks or recent window reach into it.
+        SpecError: if sinks or recent window overlap the evidence.
     """
     for span in sample.evidence:
         if not unprotected(span, sample.length):

@@ -1,4 +1,4 @@
-"""One fact in one of three kinds of text: old prose, records full of names and numbers, and Python source."""
+"""Task with one fact in one of three kinds of text: old prose, records with names and numbers, Python source."""
 
 import sysconfig
 import tomllib
@@ -20,9 +20,9 @@ from spec.validate import check_choices
 __all__ = ["DEV_SHARE", "TEXTS", "fact_samples", "most_contexts"]
 
 TEXTS = ("prose", "records", "code", "records", "code")
-"""The kind of text of a context, by its index."""
+"""Kinds of text. The index of a context selects the kind."""
 DEV_SHARE = 5
-"""The first of so many equal stretches of every text is for dev samples, the rest for confirming ones."""
+"""Number of equal parts of each text. The first part is for dev samples, and the rest for confirming samples."""
 _ASSETS = tomllib.loads((Path(__file__).parent / "assets" / "facts.toml").read_text(encoding="utf-8"))
 FACTS = tuple(
     FactTemplate(about, f"The {about} is {{value}}.", f"What is the {about}?", "", tuple(keys))
@@ -33,32 +33,32 @@ _RECORDS = _ASSETS["records"]
 _NOT_SOURCE = {"site-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
 _ATTEMPTS = 500
 _LETTERS_OF_A_TOKEN = 8
-"""A source file is long enough for a window if it has so many letters for each token."""
+"""Number of characters per token that a source file must have to be long enough for a window."""
 
 
 def fact_samples(
     ground: Ground, length: int, index: int, seed: int, *, value: str = "number",
 ) -> tuple[Sample, ...]:
-    """One sample: a fact at a random depth of a window that no other sample of this task reads.
+    """Return one sample: a fact at a random depth of a text window that no different sample of this task uses.
 
     The start of the answer is given, up to the value. The fact is never in the sinks or the recent window, and its
-    value is nowhere else. Dev and confirming samples read different stretches of each text.
+    value occurs only once. Dev and confirming samples use different parts of each text.
 
     Args:
         ground: tokenizer, running text and frame.
-        length: context tokens, the frame's opening included and the question excluded.
-        index: of the sample. It decides the kind of text; see TEXTS.
-        seed: of all samples.
-        value: what the fact states: "number", four digits, or "word".
+        length: number of context tokens, including the frame's opening, without the question.
+        index: index of the sample, which selects the kind of text (see TEXTS).
+        seed: seed of all samples.
+        value: kind of the fact's value: "number" (four digits) or "word".
 
     Raises:
-        SpecError: for an unknown value, a negative index or seed, and a length that is too short.
+        SpecError: if `value` is unknown, if index or seed is negative, or if the length is too short.
     """
     check_choices("value", (value,), ("number", "word"))
     kind, turn = TEXTS[index % len(TEXTS)], index // len(TEXTS) * TEXTS.count(TEXTS[index % len(TEXTS)])
     turn += TEXTS[: index % len(TEXTS)].count(kind)
     text, window, dev = _window(ground, kind, length, turn, seed)
-    for attempt in range(_ATTEMPTS):  # the digest of a context decides its part, which the stretch of the text does too
+    for attempt in range(_ATTEMPTS):  # the context's digest and the place in the text must give the same part
         sample = _sample(ground, text, window, length, ground.rng(length, index, seed, attempt), kind, value)
         free = all(unprotected(span, length) for span in sample.evidence)
         alone = decode(ground.tokenizer, sample.context_ids).count(sample.expected) == 1
@@ -69,7 +69,7 @@ def fact_samples(
 
 
 def most_contexts(prose: Prose, length: int) -> int:
-    """How many contexts of so many tokens have no window in common."""
+    """Return the number of contexts of `length` tokens without a common window."""
     return len(TEXTS) * min(
         windows // TEXTS.count(kind) for kind, windows in
         (("prose", prose.windows(length)), ("code", len(_sources(length))))
@@ -95,7 +95,7 @@ def _sample(
 
 
 def _window(ground: Ground, kind: str, length: int, turn: int, seed: int) -> tuple[Prose, int, bool]:
-    """The text of window number `turn` of a kind, the place of the window in it, and whether it is for dev samples."""
+    """Return text and place of window number `turn` of a kind, and whether the window is for dev samples."""
     if kind == "records":
         return _records(ground.tokenizer, length, (seed, length, turn)), 0, turn % DEV_SHARE == 0
     places = range(ground.prose.windows(length)) if kind == "prose" else range(len(_sources(length)))
@@ -107,7 +107,7 @@ def _window(ground: Ground, kind: str, length: int, turn: int, seed: int) -> tup
 
 
 def _records(tokenizer: TaskTokenizer, length: int, seed: tuple[int, ...]) -> Prose:
-    """Sentences of the grammar of records, for one window."""
+    """Return random sentences of records, enough for one window."""
     rng, lines, left = generator(seed), list[tuple[int, ...]](), length
     while left > 0:
         lines.append(encode(tokenizer, joiner(tokenizer) + _record(rng)))
@@ -116,7 +116,7 @@ def _records(tokenizer: TaskTokenizer, length: int, seed: tuple[int, ...]) -> Pr
 
 
 def _record(rng: np.random.Generator) -> str:
-    """One sentence: a form whose slots are drawn one by one."""
+    """Return one sentence: a template with randomly filled slots."""
     numbers = {"day": (1, 29), "year": (1750, 1900), "count": (100, 10000), "few": (2, 100)}
     pieces = str(rng.choice(_RECORDS["forms"])).split("{")
     found = pieces[0]
@@ -129,14 +129,14 @@ def _record(rng: np.random.Generator) -> str:
 
 @lru_cache
 def _sources(length: int) -> list[Path]:
-    """Files of Python's standard library, by name, that are long enough for a window."""
+    """Return the files of Python's standard library that are long enough for a window, by name."""
     home = Path(sysconfig.get_path("stdlib"))
     files = (path for path in sorted(home.rglob("*.py")) if not _NOT_SOURCE & set(path.relative_to(home).parts))
     return [path for path in files if path.stat().st_size >= _LETTERS_OF_A_TOKEN * length]
 
 
 def _code(tokenizer: TaskTokenizer, path: Path) -> Prose:
-    """The beginning of a source file, comments and documentation included."""
+    """Return the beginning of a source file, including comments and docstrings."""
     return _text("code", [encode(tokenizer, f"{line}\n") for line in path.read_text("utf-8").splitlines()])
 
 

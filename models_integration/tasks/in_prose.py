@@ -1,4 +1,4 @@
-"""Tasks in running text: facts told apart by their key, a fact that its topic follows, and how the text goes on."""
+"""Tasks in running text: facts with different keys, a fact with later mentions of its topic, and text continuation."""
 
 from models_integration.tasks.assembly import Anchor, decode, joiner
 from models_integration.tasks.chat import bare
@@ -25,22 +25,22 @@ __all__ = ["ANSWER", "QUESTION", "delayed_in_prose_samples", "keys_in_prose_samp
 def keys_in_prose_samples(
     ground: Ground, length: int, index: int, seed: int, *, keys: int = 1, depth: float | None = None,
 ) -> tuple[Sample, ...]:
-    """Sample number `index`: with one key a needle, with more of them the other facts are in its way.
+    """Return sample number `index`: one fact in question, and with `keys` above 1 also distractor facts.
 
-    The answer's opening is given, up to the value. The fact that is asked for never lies in the sinks or in the recent
-    window, which every policy keeps; the others stand anywhere.
+    The start of the answer is given, up to the value. The fact in question is never in the sinks or the recent window,
+    which every policy keeps. Distractor facts can be anywhere.
 
     Args:
         ground: tokenizer, running text and frame.
-        length: context tokens, the frame's opening included and the question excluded.
-        index: which sample; depths and windows of the text take turns over it.
-        seed: of all samples.
-        keys: facts of one form, at least 1.
-        depth: of the fact that is asked for, as a share of what precedes the recent window; None: STRATA take turns.
+        length: number of context tokens, including the frame's opening, without the question.
+        index: index of the sample, which selects the depth and the window of the text.
+        seed: seed of all samples.
+        keys: number of facts of the same form, at least 1.
+        depth: depth of the fact, as a fraction of the context before the recent window. None: one of STRATA.
 
     Raises:
-        SpecError: for a depth outside [0, 1], fewer than one key or more than the form has, and a length that holds no
-            such context.
+        SpecError: if the depth is outside [0, 1], if `keys` is below 1 or above the number of keys of the form, or if
+            the length is too short.
     """
     if depth is not None and not 0 <= depth <= 1:
         raise SpecError("depth", depth, "must lie in [0, 1]")
@@ -65,13 +65,13 @@ def keys_in_prose_samples(
 def delayed_in_prose_samples(
     ground: Ground, length: int, index: int, seed: int, *, density: str = "",
 ) -> tuple[Sample, ...]:
-    """One sample: the fact behind the text's first line and the framing sentence, mentions in equal distances.
+    """Return one sample: the fact after the first line and a framing sentence, then mentions at equal distances.
 
-    Topics, mentions and densities are Appendix B.1's; without one given, densities take turns over the index. The
-    answer's opening is given, up to the value.
+    Topics, mentions and densities are from Appendix B.1. If no density is given, the index selects the density. The
+    start of the answer is given, up to the value.
 
     Raises:
-        SpecError: for an unknown density, a negative index or seed, and a length that holds no such context.
+        SpecError: if the density is unknown, if index or seed is negative, or if the length is too short.
     """
     rng, window = ground.rng(length, index, seed), ground.prose.window(length, index, seed)
     topic = TOPIC_TEMPLATES[int(rng.integers(len(TOPIC_TEMPLATES)))]
@@ -88,17 +88,17 @@ def delayed_in_prose_samples(
 
 
 QUESTION, ANSWER = 16, 128
-"""Tokens behind the context that are read after it is compacted, and tokens of the text that then follow."""
+"""Number of tokens read after the compaction of the context, and number of tokens of the gold answer."""
 
 
 def prose_continuation_samples(ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
-    """One sample: `length` tokens of running text, some more to read, and the text that follows as gold answer.
+    """Return one sample: `length` tokens of running text, more text as the question, and the next text as gold answer.
 
-    Its likelihood is what is measured; the metric of a generated continuation is ROUGE-L. No chat template stands
-    around it. Contexts of different indices have no token of the text in common until all of it is used.
+    The likelihood of the gold answer is measured. The metric of a generated answer is ROUGE-L. No chat template is
+    used. Contexts of different indices have no common token until the whole text is used.
 
     Raises:
-        SpecError: for a negative index or seed, and a text that is too short.
+        SpecError: if index or seed is negative, or if the text is too short.
     """
     frame, tokens = bare(ground.tokenizer), ground.prose.tokens
     whole = length + QUESTION + ANSWER

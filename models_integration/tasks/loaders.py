@@ -1,12 +1,13 @@
 """Files of published benchmarks as tasks: RULER v1, SCBench, LongBench v1, LooGLE, InfiniteBench.
 
-All rows are checked before any sample is made; row `index` gives context number `index` and its questions. `length` is
-the most tokens that a context may have: RULER's longer ones are refused; all others are cut in the middle, as the
-benchmarks' tools do it, but token by token and without a new tokenization. Evidence are the places where
-references stand, as words of their own, in what is left of the context, where the benchmark quotes it, by the
-tokenizer's offsets (a tokenizer of Python alone has none). Metadata says the file's SHA-256, row and tokens cut.
+All rows are checked before a sample is made. Row `index` gives context number `index` and its questions. `length` is
+the largest number of tokens of a context. Longer contexts of RULER raise an error. All other contexts are cut in the
+middle, like in the benchmarks' tools, but by tokens and without a second tokenization. If a benchmark's references are
+quotes, the evidence is all whole-word occurrences of references in the cut context. The evidence needs a tokenizer with
+offsets (a pure Python tokenizer has none). The metadata contains the SHA-256 of the file, the row, and the number of
+tokens cut.
 
-Prompts of SCBench are those of microsoft/MInference `scbench/eval_utils.py` (MIT).
+The prompts of SCBench are from microsoft/MInference `scbench/eval_utils.py` (MIT licence).
 """
 
 import ast
@@ -34,9 +35,9 @@ __all__ = [
 
 LM_EVAL = "ruler-lm-eval"
 QA_METRIC = {PINNED: "string_match_part", LM_EVAL: STRING_MATCH_ALL}
-"""Of RULER's qa, by dialect: one reference is enough for NVIDIA and kvpress, lm-eval counts the share of them."""
+"""Metric of RULER's qa tasks, by dialect. NVIDIA and kvpress require one reference. lm-eval averages all."""
 RULER = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
-"""How tasks begin, and their number of new tokens."""
+"""First part of the tasks' names, and number of new tokens."""
 SCBENCH = {
     "kv": (
         "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}", "{input}",
@@ -58,9 +59,9 @@ LONGBENCH = {
     "passage_count": "count", "passage_retrieval_en": "retrieval",
     "lcc": "code_similarity", "repobench-p": "code_similarity",
 }
-"""The English and code data sets, and LongBench's metric of each."""
+"""English and code data sets, with the metric in LongBench."""
 LOOGLE = ("shortdep_qa", "longdep_qa")
-"""The data sets with questions."""
+"""Data sets with questions."""
 INFINITEBENCH = {
     "longbook_qa_eng": (SCBENCH["qa_eng"][0], "\n\n" + SCBENCH["qa_eng"][1], "qa_f1", 40),
     "code_debug": (
@@ -68,23 +69,23 @@ INFINITEBENCH = {
         "\n\nOptions:\n{options}\n\nThe correct option is:", OPTION, 5,
     ),
 }
-"""The data sets of the NestedKV paper: prompt, question, metric, number of new tokens."""
+"""Data sets of the NestedKV paper: prompt, question, metric, number of new tokens."""
 _NO_CHAT = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
 
 
 def ruler_file(path: Path, *, dialect: str = PINNED) -> OfFile:
-    """A file `TASK/validation.jsonl` of `scripts/data/prepare.py --model_template_type base`, one question each.
+    """Task for a file `TASK/validation.jsonl` of `scripts/data/prepare.py --model_template_type base`.
 
-    A row has `input`, `outputs` and, in newer files, `answer_prefix`. The input is split before its last question; a
-    chat template stands around input and question, and the answer's prefix behind it.
+    A row has one question, with the fields `input`, `outputs` and, in newer files, `answer_prefix`. The input is split
+    before the last question. A chat template is placed around input and question, then the answer's prefix follows.
 
     Args:
-        path: of the file, in a folder `niah_…`, `vt`, `cwe`, `fwe` or `qa_…`.
-        dialect: of `QA_METRIC`.
+        path: path of the file, in a folder `niah_…`, `vt`, `cwe`, `fwe` or `qa_…`.
+        dialect: a key of `QA_METRIC`.
 
     Raises:
-        SpecError: for an unknown task, a file or a row that is not as described; by the task also for a context that is
-            longer than asked for.
+        SpecError: if the task is unknown, or if the file or a row has a different format. The task raises the error if
+            a context is longer than requested.
     """
     task = path.absolute().parent.name
     kind = task.partition("_")[0]
@@ -118,17 +119,17 @@ def _of_ruler(ground: Ground, row: Row, task: str, mark: str, dialect: str) -> S
 
 
 def scbench_file(path: Path, *, turns: bool = False) -> OfFile:
-    """A file `scbench_TASK.jsonl`; a row has `context` and `multi_turns`, of `input` and `answer` each.
+    """Task for a file `scbench_TASK.jsonl`. A row has `context` and `multi_turns`, a list of `input` and `answer`.
 
     Args:
-        path: of the file; its task is one of `SCBENCH`.
-        turns: mode `multi-turn`, in which gold answers stand between the questions, and the first question counts as a
-            part of what is cut; else `scdq`, in which each question stands right behind the context, by itself. Unlike
-            SCBench's, a gold answer has a space before it, where its question ends without one; a list of them is
-            written as Python writes it, as SCBench has it between turns.
+        path: path of the file. The task is a key of `SCBENCH`.
+        turns: if True, mode `multi-turn`: gold answers follow the earlier questions, and the first question counts as
+            part of the text that is cut. If False, mode `scdq`: each question directly follows the context. In contrast
+            to SCBench, a space is added between a question and a gold answer. A list of answers is written as in
+            Python, like in SCBench between turns.
 
     Raises:
-        SpecError: for an unknown task, a file or a row that is not as described.
+        SpecError: if the task is unknown, or if the file or a row has a different format.
     """
     task = path.stem.removeprefix("scbench_")
     check_choices("task", (task,), SCBENCH)
@@ -163,18 +164,18 @@ def _of_scbench(ground: Ground, row: Row, task: str, turns: bool) -> tuple[Sampl
 
 
 def longbench_file(path: Path) -> OfFile:
-    """A file `FOLDER/data/DATASET.jsonl` (or `DATASET_e.jsonl`), one question each, without evidence.
+    """Task for a file `FOLDER/data/DATASET.jsonl` (or `DATASET_e.jsonl`) of LongBench, without evidence.
 
-    A row has `input`, `context`, `answers` and `all_classes`. From LongBench's repository are read
-    `FOLDER/config/dataset2prompt.json` and `dataset2maxlen.json`. What the prompt has behind the context is the
-    question, which counts as a part of what is cut. As in LongBench no chat template stands around few-shot and code
-    prompts.
+    A row has one question, with the fields `input`, `context`, `answers` and `all_classes`. The files
+    `FOLDER/config/dataset2prompt.json` and `dataset2maxlen.json` of LongBench's repository are also read. The part of
+    the prompt after the context is the question, and counts as part of the text that is cut. As in LongBench, few-shot
+    and code prompts have no chat template.
 
     Args:
-        path: of the file; its data set is one of `LONGBENCH`.
+        path: path of the file. The data set is a key of `LONGBENCH`.
 
     Raises:
-        SpecError: for an unknown data set, a file or a row that is not as described.
+        SpecError: if the data set is unknown, or if the file or a row has a different format.
     """
     dataset, config = path.stem.removesuffix("_e"), path.absolute().parent.parent / "config"
     check_choices("dataset", (dataset,), LONGBENCH)
@@ -202,17 +203,17 @@ def _of_longbench(ground: Ground, row: Row, dataset: str, prompt: str, new_token
 
 
 def loogle_file(path: Path) -> OfFile:
-    """A file `FOLDER/LooGLE-testdata/DATASET.jsonl`, several questions each, without evidence.
+    """Task for a file `FOLDER/LooGLE-testdata/DATASET.jsonl` of LooGLE, without evidence.
 
-    A row has `input`, the text, and `qa_pairs`, a list of `Q` and `A` or the Python text of one. From LooGLE's
-    repository are read `FOLDER/config/task2prompt.json` and `task2maxlen.json`. Each question stands behind the text by
-    itself. LooGLE counts ROUGE-L's recall; here it is the F measure, with LongBench's package.
+    A row has `input` (the text) and `qa_pairs`, a list of `Q` and `A` or the Python text of such a list. The files
+    `FOLDER/config/task2prompt.json` and `task2maxlen.json` of LooGLE's repository are also read. Each question directly
+    follows the text. LooGLE reports the recall of ROUGE-L. kvspec reports the F measure, as in LongBench.
 
     Args:
-        path: of the file; its data set is one of `LOOGLE`.
+        path: path of the file. The data set is a key of `LOOGLE`.
 
     Raises:
-        SpecError: for an unknown data set, a file or a row that is not as described.
+        SpecError: if the data set is unknown, or if the file or a row has a different format.
     """
     check_choices("dataset", (path.stem,), LOOGLE)
     config = path.absolute().parent.parent / "config"
@@ -238,7 +239,7 @@ def loogle_file(path: Path) -> OfFile:
 
 
 def _pairs(where: str, given: object) -> Sequence[Row]:
-    """The questions and answers of a row of LooGLE, whose repository has them as the text of a Python list."""
+    """Return the questions and answers of a row of LooGLE. LooGLE's repository has the text of a Python list."""
     try:
         found = ast.literal_eval(given) if isinstance(given, str) else given
     except (ValueError, SyntaxError) as error:
@@ -249,15 +250,15 @@ def _pairs(where: str, given: object) -> Sequence[Row]:
 
 
 def infinitebench_file(path: Path) -> OfFile:
-    """A file `DATASET.jsonl` of InfiniteBench, one question each, without evidence.
+    """Task for a file `DATASET.jsonl` of InfiniteBench, with one question per row and without evidence.
 
-    A row has `context`, `input`, `answer` and `options`. The options of `code_debug` get the letters A to D.
+    A row has `context`, `input`, `answer` and `options`. The options of `code_debug` are labelled A to D.
 
     Args:
-        path: of the file; its data set is one of `INFINITEBENCH`.
+        path: path of the file. The data set is a key of `INFINITEBENCH`.
 
     Raises:
-        SpecError: for an unknown data set, a file or a row that is not as described.
+        SpecError: if the data set is unknown, or if the file or a row has a different format.
     """
     check_choices("dataset", (path.stem,), INFINITEBENCH)
     file = open_rows(path, {"context": str, "input": str, "answer": object, "options": list})
@@ -287,7 +288,7 @@ def _of_infinitebench(ground: Ground, row: Row, dataset: str) -> Sample:
 
 
 def _stands(ground: Ground, text: str, references: Sequence[str]) -> tuple[Span, ...]:
-    """Token spans of all places where a reference stands as a word, ascending."""
+    """Return the token spans of all whole-word occurrences of references, ascending."""
     tokenizer, first = cast("Any", ground.tokenizer), len(ground.frame.opening)
     if not getattr(tokenizer, "is_fast", False):
         return ()

@@ -1,9 +1,9 @@
-"""How an answer is judged, from 0 to 1: our own metrics, and those of RULER v1, SCBench and LongBench v1.
+"""Metrics of answers, from 0 to 1: metrics of kvspec, and metrics of RULER v1, SCBench and LongBench v1.
 
-The official ones are written after NVIDIA/RULER `scripts/eval/synthetic/constants.py`, microsoft/MInference
-`scbench/compute_scores.py` and THUDM/LongBench `LongBench/metrics.py`. Where LongBench calls a package, this is what
-the package computes: `rouge` 1.0's summary-level ROUGE-L over sets of words, and `fuzzywuzzy`'s ratio without
-python-Levenshtein (difflib, whole percents). LongBench's Chinese metrics need jieba and are not offered.
+The benchmark metrics follow NVIDIA/RULER `scripts/eval/synthetic/constants.py`, microsoft/MInference
+`scbench/compute_scores.py` and THUDM/LongBench `LongBench/metrics.py`. If LongBench calls a package, kvspec computes
+the same value: summary-level ROUGE-L over sets of words as in `rouge` 1.0, and the ratio of `fuzzywuzzy` without
+python-Levenshtein (difflib, whole percents). LongBench's Chinese metrics, which need jieba, are not supported.
 """
 
 import re
@@ -24,49 +24,49 @@ __all__ = [
 FIRST_NUMBER, CONTAINS, STRING_MATCH_ALL, BOXED = "first number", "contains", "string_match_all", "boxed number"
 MATH_BOXED, OPTION = "boxed, by math-verify", "option letter"
 RIGHT_OR_WRONG = (FIRST_NUMBER, CONTAINS)
-"""Metrics of one answer, which is greedily right where it is the most likely token by token."""
+"""Metrics with results 0 or 1. An answer that begins with the gold answer's tokens is right."""
 _NUMBER = re.compile(r"[+-]?[^\W_]*\d[^\W_]*(?:[.,]\d+)*")
-"""A number with all that is written as one with it: letters, a sign, thousands, decimals."""
+"""Pattern of a number, with attached letters, sign, thousands separators and decimals."""
 _BOX = re.compile(r"\\boxed\{([^{}]*)\}")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 Metric: TypeAlias = Callable[[str, Sequence[str], Sequence[str]], float]
-"""An answer, the references and the labels of a classification; from 0 to 1."""
+"""Function of an answer, the references and the labels of a classification, with results from 0 to 1."""
 
 
 def judge(metric: str, answer: str, references: Sequence[str], choices: Sequence[str] = ()) -> float:
-    """How good an answer is, from 0 to 1.
+    """Return the score of an answer, from 0 to 1.
 
     Args:
         metric: a name of `METRICS`.
-        answer: what was generated.
-        references: the gold answers; whether all or one of them is asked for is the metric's.
-        choices: the labels, for `classification`.
+        answer: generated text.
+        references: gold answers. The metric defines whether one or all of them are required.
+        choices: labels, for the metric `classification`.
 
     Raises:
-        SpecError: for an unknown metric.
+        SpecError: if the metric is unknown.
     """
     check_choices("metric", (metric,), METRICS)
     return METRICS[metric](answer, references, choices)
 
 
 def is_exact_match(answer: str, expected: str) -> bool:
-    """Whether the first number of the answer is the value, digit for digit.
+    """Return True if the first number of the answer equals the value, digit by digit.
 
-    The paper's Appendix B takes a substring, to which 17492, and a list of guesses with 7492 among them, are right.
+    The paper's Appendix B searches for a substring, so the answer 17492 is right for the value 7492.
     """
     found = _NUMBER.search(answer)
     return found is not None and found.group() == expected
 
 
 def boxed(answer: str) -> str | None:
-    """What stands in the first box of an answer, without spaces and thousands separators; None without a box."""
+    """Return the contents of an answer's first box without spaces and thousands separators, or None without a box."""
     found = _BOX.search(answer)
     return None if found is None else found.group(1).replace(",", "").strip(" $")
 
 
 def _math_boxed(answer: str, reference: str) -> bool:
-    """Whether what the answer's boxes hold equals the reference, by math-verify."""
+    """Return True if the contents of the answer's boxes equal the reference, according to math-verify."""
     try:
         from math_verify import LatexExtractionConfig, parse, verify
     except ModuleNotFoundError as error:
@@ -77,13 +77,13 @@ def _math_boxed(answer: str, reference: str) -> bool:
 
 
 def _option(answer: str, letter: str) -> bool:
-    """Whether the first letter from A to D that is a word is the right one."""
+    """Return True if the first single-letter word from A to D is the right letter."""
     found = re.search(r"\b[A-D]\b", answer)
     return found is not None and found.group() == letter
 
 
 def _hits(answer: str, references: Sequence[str]) -> list[bool]:
-    """RULER: which references occur, in any case; control characters of the answer become line ends."""
+    """Return which references occur, ignoring case, as in RULER. Control characters of the answer become newlines."""
     said = _CONTROL.sub("\n", answer.strip()).strip().lower()
     return [reference.lower() in said for reference in references]
 
@@ -98,12 +98,12 @@ def _match_part(answer: str, references: Sequence[str], _: Sequence[str]) -> flo
 
 
 def _names_found(answer: str, references: Sequence[str], _: Sequence[str]) -> float:
-    """SCBench's variable tracking: the share of the names, in any case, in two digits."""
+    """Return the fraction of names found, ignoring case, rounded to two digits, as in SCBench's variable tracking."""
     return round(sum(reference.lower() in answer.lower() for reference in references) / len(references), 2)
 
 
 def _words(text: str) -> list[str]:
-    """Lower case, without punctuation and articles."""
+    """Return the words in lower case, without punctuation and articles."""
     plain = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", plain).split()
 
@@ -125,16 +125,16 @@ def _retrieval(answer: str, truth: str) -> float:
 
 
 def _code_similarity(answer: str, truth: str) -> float:
-    """The first line that is neither fence nor comment."""
+    """Compare the first line of the answer that is neither a code fence nor a comment."""
     lines = answer.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * SequenceMatcher(None, line, truth).ratio()) / 100 if line else 0.0
 
 
 def _classification(answer: str, truth: str, choices: Sequence[str]) -> float:
-    """One, shared by the labels that the answer names; its labels that are part of the true one do not count."""
+    """Return 1 / (number of labels found) if the true label is found. Labels inside the true label are ignored."""
     named = [label for label in choices if label in answer]
-    for label in named:  # as LongBench has it: taking out while going on skips the label that follows
+    for label in named:  # as in LongBench: removal during the iteration skips the next label
         if label in truth and label != truth:
             named.remove(label)
     return 1 / len(named) if truth in named else 0.0
@@ -155,7 +155,7 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common_words(one: Sequence[str], other: Sequence[str]) -> list[str]:
-    """The words of a longest common subsequence; where there are several, `rouge`'s."""
+    """Return the words of the longest common subsequence, of several subsequences the one of the package `rouge`."""
     longest = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
     for i, word in enumerate(one):
         for j, another in enumerate(other):
@@ -173,7 +173,7 @@ def _common_words(one: Sequence[str], other: Sequence[str]) -> list[str]:
 
 
 def _best(metric: Callable[[str, str], float], *, first_line: bool = False) -> Metric:
-    """The best over the references; LongBench reads one line of short answers."""
+    """Return a metric that is the maximum over references. For short answers, LongBench uses only the first line."""
     def judged(answer: str, references: Sequence[str], _: Sequence[str]) -> float:
         said = answer.lstrip("\n").split("\n")[0] if first_line else answer
         return max((metric(said, reference) for reference in references), default=0.0)
@@ -205,4 +205,4 @@ METRICS: Mapping[str, Metric] = {
     "count": _best(_share_of_numbers),
     "code_similarity": _best(_code_similarity),
 }
-"""`contains`: a gold answer occurs, as SCBench counts."""
+"""Metrics by name. `contains` is 1 if a gold answer occurs in the answer, as in SCBench."""

@@ -85,12 +85,12 @@ def read_prose(tokenizer: TaskTokenizer, path: Path = NARRATIVE) -> Prose:
 def weave(
     tokenizer: TaskTokenizer, prose: Prose, window: int, opening: Sequence[int], anchors: Sequence[Anchor], length: int
 ) -> Assembled:
-    """Opening tokens, then a window of the text with each anchor behind the line that ends nearest to its place.
+    """Join opening tokens and a window of the text. Insert each anchor after the line that ends nearest to its place.
 
-    The text runs on between the anchors; at the ends of the window a line may be cut.
+    The text continues between anchors. Lines may be cut only at the start and the end of the window.
 
     Raises:
-        SpecError: when opening and anchors alone are longer than `length` tokens.
+        SpecError: if opening tokens and anchors alone are longer than `length` tokens.
     """
     space, first = joiner(tokenizer), window * length
     encoded = [encode(tokenizer, space + anchor.text) for anchor in anchors]
@@ -109,6 +109,6 @@ def weave(
 
 
 def _nearest(stops: Sequence[int], place: float) -> int:
-    """The stop nearest to a place, the smaller on ties."""
+    """Return the stop nearest to a place, at a tie the smaller stop."""
     at = bisect_left(stops, place)
     return min(stops[max(0, at - 1) : at + 1], key=lambda stop: abs(stop - place))

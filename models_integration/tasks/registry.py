@@ -59,10 +59,10 @@ __all__ = [
 
 ENTRY_POINTS = "kvspec.tasks"
 QUESTIONS, CHAINS = 5, 2
-"""Questions on one context, where a task has several; a question about a chain needs five lines of its own."""
+"""Number of questions on one context, for tasks with several questions. A question about a chain needs five lines."""
 SENTENCES, PROSE, LIST, FILE, OWN = "filler sentences", "running text", "a list", "a file", "your own"
 TEXTS = "prose, records, Python source"
-"""What contexts are assembled of. `PROSE` and `LIST` read windows of the shipped text."""
+"""Kinds of text from which contexts are made. `PROSE` and `LIST` use windows of the text that comes with kvspec."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ class Task:
             raise SpecError("placements", placement, reason)
 
     def __call__(self, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
-        """The samples of context number `index`, which have one context of `length` tokens; of a file at most so many.
+        """Return the samples of context number `index`: `length` tokens, or at most `length` tokens for a file.
 
         Raises:
-            SpecError: what the task refuses; and for anything but such samples.
+            SpecError: if the task raises the error, or if the task returns invalid samples.
         """
         samples = tuple(self.entry.make(ground, length, index, seed))
         if not samples or not all(isinstance(sample, Sample) for sample in samples):
@@ -207,9 +207,9 @@ TABLE: Mapping[str, Entry] = {
         ) for dialect in DIALECTS for name, make in _RULER.items()
     },
 }
-"""The tasks by name. What reads `PROSE` has windows of the shipped text that do not overlap."""
+"""Tasks by name. Tasks with `PROSE` use windows of the text that do not overlap."""
 BUILT_IN: Mapping[str, Maker] = {name: entry.make for name, entry in TABLE.items() if entry.gold}
-"""Tasks whose gold answer has tokens."""
+"""Names of the tasks whose gold answer has tokens."""
 FILES: Mapping[str, Callable[[Path], OfFile]] = {
     "ruler-file": ruler_file, "ruler-lm-eval-file": partial(ruler_file, dialect=LM_EVAL), "scbench-file": scbench_file,
     "scbench-turns-file": partial(scbench_file, turns=True), "longbench-file": longbench_file,
@@ -218,7 +218,7 @@ FILES: Mapping[str, Callable[[Path], OfFile]] = {
 }
 
 IN_PROSE = ("needle_in_prose", "keys_in_prose_2", "keys_in_prose_4")
-"""Tasks in running text with one fact to keep and a number as the answer."""
+"""Names of the tasks in running text with one fact and a number as the answer."""
 
 
 def resolve_task(text: str) -> Task:
@@ -246,7 +246,7 @@ def resolve_task(text: str) -> Task:
 
 
 def _constants(text: str, rest: str, known: Collection[str]) -> dict[str, Any]:
-    """The constants in brackets, as TOML writes their values."""
+    """Return the constants in parentheses. The values are parsed as TOML."""
     form = "must be a task name, or a task name with constants, such as needle(depth=0.5)"
     if not rest.endswith(")") or "\n" in rest:
         raise SpecError("task", text, form)

@@ -1,4 +1,4 @@
-"""Rows of a benchmark's file: one JSON object a line, checked before any sample is made of them."""
+"""Rows of a benchmark file: one JSON object per line, checked before samples are made."""
 
 import hashlib
 import json
@@ -18,21 +18,21 @@ Row: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class File:
-    """The rows of a file and its SHA-256."""
+    """Rows of a file, and the SHA-256 of the file."""
 
     path: Path
     digest: str
     rows: Sequence[Row]
 
     def row(self, index: int) -> Row:
-        """The row of context number `index`."""
+        """Return the row of context number `index`."""
         if not 0 <= index < len(self.rows):
             raise SpecError("index", index, f"must lie in [0, {len(self.rows)}), the rows of {self.path}")
         return self.rows[index]
 
     def fitted(self, samples: Sequence[Sample], index: int, limit: int, question: int = 0) -> tuple[Sample, ...]:
-        """The samples of one row, their context cut in the middle so that it has `limit` tokens with a question of so
-        many behind it."""
+        """Return the samples of a row with the context cut in the middle, so that the context plus `question` tokens
+        has at most `limit` tokens."""
         tokens, half = samples[0].length, limit // 2
         cut = 0 if tokens + question <= limit else tokens + question - 2 * half
         if cut and half <= question:
@@ -50,18 +50,18 @@ class File:
 
 @dataclass(frozen=True)
 class OfFile:
-    """A task of a file: what makes the samples of a row, and the number of rows."""
+    """Task of a file: function that makes the samples of a row, and number of rows."""
 
     make: Maker
     rows: int
 
     def __call__(self, ground: Ground, length: int, index: int, seed: int) -> Sequence[Sample]:
-        """The samples of row `index`."""
+        """Return the samples of row `index`."""
         return self.make(ground, length, index, seed)
 
 
 def _without(sample: Sample, start: int, stop: int) -> Sample:
-    """Without these tokens of its context, and the pieces of evidence that they touch."""
+    """Return the sample without the context tokens [start, stop) and without evidence that overlaps these tokens."""
     spans = [
         span if span[1] <= start else (span[0] - stop + start, span[1] - stop + start) for span in sample.evidence
         if span[1] <= start or span[0] >= stop
@@ -78,7 +78,7 @@ def _read(path: Path) -> bytes:
 
 
 def _json(where: str, text: bytes, fields: Mapping[str, type]) -> Row:
-    """An object with all these fields."""
+    """Parse a JSON object, and check that it has all these fields."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -87,7 +87,7 @@ def _json(where: str, text: bytes, fields: Mapping[str, type]) -> Row:
 
 
 def check_fields(where: str, found: object, fields: Mapping[str, type]) -> Row:
-    """The object, if it has all these fields."""
+    """Return the object after a check that it has all these fields."""
     wrong = [
         name for name, kind in fields.items()
         if not isinstance(found, dict) or name not in found or not isinstance(found[name], kind)
@@ -99,7 +99,7 @@ def check_fields(where: str, found: object, fields: Mapping[str, type]) -> Row:
 
 
 def open_rows(path: Path, fields: Mapping[str, type]) -> File:
-    """The objects of a jsonl file, one a line."""
+    """Read the objects of a jsonl file, one per line."""
     data = _read(path)
     lines = enumerate(data.split(b"\n"), 1)
     rows = [_json(f"{path}, line {number}", line, fields) for number, line in lines if line.strip()]
@@ -109,12 +109,12 @@ def open_rows(path: Path, fields: Mapping[str, type]) -> File:
 
 
 def read_setting(path: Path, dataset: str) -> str | int:
-    """The value of a data set in a JSON object."""
+    """Return the value of a data set from a JSON file."""
     return cast("str | int", _json(str(path), _read(path), {dataset: object})[dataset])
 
 
 def texts(answer: object) -> tuple[str, ...]:
-    """An answer, or a list of them, as text."""
+    """Return an answer, or each answer of a list, as text."""
     found = tuple(str(one) for one in (answer if isinstance(answer, list) else [answer]))
     if not found:
         raise SpecError("answer", str(answer), "must have at least one reference")

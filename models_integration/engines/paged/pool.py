@@ -1,7 +1,7 @@
-"""The pool of pages that requests share: where a request's slots are, and how its kept ones are moved together.
+"""Pool of pages that requests share: location of a request's slots, and compaction of the kept slots.
 
-Two forms of it were released. Until transformers 5.17 a manager of blocks stands beside tensors of each layer; since
-5.18 an allocator has views of one tensor.
+Two forms of the pool exist. Until transformers 5.17, a block manager and separate tensors of each layer are used. Since
+5.18, an allocator uses views of one tensor.
 """
 
 from abc import ABC, abstractmethod
@@ -20,16 +20,16 @@ __all__ = ["Pool", "pages_freed", "pool_of"]
 
 
 def pages_freed(tokens: int, kept: int, page: int) -> int:
-    """Pages of `page` slots that a prompt of so many tokens gives back when it keeps `kept` of them, side by side."""
+    """Return how many pages of `page` slots a prompt of `tokens` tokens frees if it keeps `kept` adjacent tokens."""
     return -(-tokens // page) - -(-kept // page)
 
 
 class Pool(ABC):
-    """The pages of one manager. One page holds `page` slots of every layer.
+    """Pages of one manager. One page contains `page` slots of every layer.
 
     Args:
-        allocator: of the full-attention layers; it has each request's blocks.
-        page: slots of a page.
+        allocator: allocator of the full-attention layers, with the blocks of each request.
+        page: number of slots in a page.
     """
 
     def __init__(self, allocator: Any, page: int) -> None:
@@ -38,43 +38,43 @@ class Pool(ABC):
 
     @abstractmethod
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, (slots, H_kv, d), which are written to."""
+        """Return the writable keys and values of one layer, (slots, H_kv, d)."""
 
     @abstractmethod
     def _release(self, state: Any, blocks: list[int]) -> None:
-        """These blocks of a request are free for others."""
+        """Free these blocks of a request."""
 
     @property
     def pages(self) -> int:
-        """Pages that requests hold."""
+        """Number of pages that requests use."""
         return sum(map(len, self._tables.values()))
 
     @property
     def requests(self) -> int:
-        """Requests that hold pages."""
+        """Number of requests that use pages."""
         return sum(map(bool, self._tables.values()))
 
     def slots(self, request_id: str, tokens: int) -> Tensor:
-        """Slots of the first tokens that a request stores, (tokens,), in their order."""
+        """Return the slots of a request's first `tokens` stored tokens, (tokens,), in order."""
         return torch.tensor(self._allocator.get_read_indices(request_id, 0, tokens), device="cpu")
 
     def stored(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer in these slots, each (1, H_kv, tokens, d)."""
+        """Return the keys and values of one layer in these slots, each (1, H_kv, tokens, d)."""
         keys, values = (view[slots.to(view.device)].transpose(0, 1)[None] for view in self.layer(index))
         return keys, values
 
     def compact(self, state: Any, layers: tuple[int, ...], retention: Retention) -> int:
         """Move the kept tokens of a request next to each other if needed, then free its pages without kept tokens.
 
-        Nothing is moved where one set for the model keeps whole pages, as policies in blocks of a page do.
+        No token is moved if the model has one set of kept tokens and keeps whole pages, as with policies in blocks.
 
         Args:
-            state: the request's, which stores the `retention.seen` tokens of its prompt.
-            layers: every layer, in the order of the retention's groups.
-            retention: its groups keep as many tokens.
+            state: state of the request, which stores the `retention.seen` tokens of the prompt.
+            layers: indices of all layers, in the order of the retention's groups.
+            retention: kept tokens. All groups keep the same number of tokens.
 
         Returns:
-            Pages that were freed.
+            Number of freed pages.
         """
         kept = len(retention.group(0))
         whole = self._whole_pages(retention)
@@ -93,7 +93,7 @@ class Pool(ABC):
         return self._hold(state, range(-(-kept // self.page)))
 
     def _whole_pages(self, retention: Retention) -> Sequence[int] | None:
-        """The places of the pages that are kept, where none is kept in part."""
+        """Return the indices of the kept pages in the request's table, or None if a page is kept only in part."""
         if retention.granularity is not Granularity.MODEL:
             return None
         pages, counts = np.unique(retention.group(0) // self.page, return_counts=True)
@@ -101,7 +101,7 @@ class Pool(ABC):
         return pages.tolist() if np.array_equal(counts, stored) else None
 
     def _hold(self, state: Any, places: Sequence[int]) -> int:
-        """A request's pages are those at these places of its table; the others are free."""
+        """Keep the request's pages at these indices of its table, free all others, and return how many were freed."""
         table, held = self._tables[state.request_id], {*places}
         freed = [block for place, block in enumerate(table) if place not in held]
         table[:] = [table[place] for place in places]
@@ -110,7 +110,7 @@ class Pool(ABC):
 
 
 class SectorPool(Pool):
-    """As transformers has it since 5.18."""
+    """Pool of transformers 5.18 and later."""
 
     def __init__(self, cache: Any) -> None:
         (allocator,) = cache.cache_allocators.values()
@@ -118,7 +118,7 @@ class SectorPool(Pool):
         self._views, self._ledger, self._blocks = allocator._kv_token_views, allocator.ledger, cache.pool
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Views of the one tensor."""
+        """Return views of the common tensor."""
         keys, values = self._views[index]
         return keys, values
 
@@ -128,7 +128,7 @@ class SectorPool(Pool):
 
 
 class BlockPool(Pool):
-    """As transformers has it until 5.17, where a state counts its blocks."""
+    """Pool of transformers up to 5.17, in which a state counts the blocks."""
 
     def __init__(self, cache: Any) -> None:
         (allocator,) = cache.group_cache_managers
@@ -137,7 +137,7 @@ class BlockPool(Pool):
         self._blocks = cache._block_manager
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """The layer's own tensors."""
+        """Return the tensors of the layer."""
         _, place = self._places[index]
         return self._keys[place], self._values[place]
 
@@ -147,10 +147,10 @@ class BlockPool(Pool):
 
 
 def pool_of(cache: Any) -> Pool:
-    """The pool of a paged cache.
+    """Return the pool of a paged cache.
 
     Raises:
-        SpecError: where it has another form than those released so far.
+        SpecError: if the cache has an unknown form.
     """
     try:
         return SectorPool(cache) if hasattr(cache, "cache_allocators") else BlockPool(cache)
@@ -160,7 +160,7 @@ def pool_of(cache: Any) -> Pool:
 
 
 def _groups_of_layer(retention: Retention, at: int, layers: int) -> list[Any]:
-    """The kept sets of the layer at this place: one, or one for each KV head."""
+    """Return the sets of kept tokens of the layer with index `at`: one set, or one set per KV head."""
     if retention.granularity is Granularity.MODEL:
         return [retention.group(0)]
     sets = retention.groups // layers

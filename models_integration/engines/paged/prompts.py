@@ -1,4 +1,4 @@
-"""What a policy is shown of prompts that are read in pieces, many in one forward."""
+"""Capture of attention inputs of prompts that are processed in pieces, with several prompts in a forward pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,12 +20,12 @@ __all__ = ["BatchWatcher", "Piece", "PromptInPages", "prompt_length"]
 
 
 def prompt_length(state: Any) -> int:
-    """Tokens of a request's prompt: one that was put back into the queue reads its answer again behind it."""
+    """Return the length of a request's prompt, without answer tokens that a requeued request reads again."""
     return cast(int, state._true_initial_tokens) or len(state.initial_tokens)
 
 
 class PromptInPages(ObservedSegment):
-    """One request's prompt. Its keys and values are in the pool; what is noted is what it asked."""
+    """Prompt of one request. The keys and values are in the pool, and the queries are recorded here."""
 
     def __init__(self, needs: Needs, architecture: Architecture, empty: RetainedCache, state: Any) -> None:
         super().__init__(needs, architecture, empty)
@@ -33,7 +33,7 @@ class PromptInPages(ObservedSegment):
         self.read(ids, torch.ones_like(ids, dtype=torch.bool))
 
     def sets_of_a_layer(self, granularity: Granularity) -> int:
-        """As the model's configuration has it: nothing is in the cache that it is given."""
+        """Return the number of sets per layer according to the model's config, because the given cache is empty."""
         if granularity is not Granularity.HEAD:
             return 1
         config, layer = self.architecture.config, self.architecture.full_layers[0]
@@ -43,11 +43,11 @@ class PromptInPages(ObservedSegment):
 
 @dataclass(frozen=True)
 class Piece:
-    """Columns `start` to `stop` of a batch: a part of one request's prompt, which ends here or goes on."""
+    """Columns `start` to `stop` of a batch, which contain a part of one request's prompt."""
 
     state: Any
     observed: PromptInPages | None
-    """None where the request's kept set is known."""
+    """Prompt of the request, or None if the set of kept tokens is already known."""
     start: int
     stop: int
     ends: bool
@@ -55,17 +55,17 @@ class Piece:
 
 @dataclass
 class BatchWatcher:
-    """Tells each prompt of a batch what its own tokens attended with."""
+    """Watcher that passes to each prompt of a batch the attention inputs of the prompt's tokens."""
 
     pool: Pool
     pieces: Sequence[Piece] = field(default_factory=tuple)
 
     def wants_lse(self, layer: int) -> bool:
-        """Never: a batch has a mask."""
+        """Return False, because a batch always has a mask."""
         return False
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
-        """After a layer has attended: its keys and values are in the pool."""
+        """Handle the inputs of a layer's attention. The keys and values are already in the pool."""
         for piece in self.pieces:
             if piece.observed is None or seen.layer not in piece.observed.layers:
                 continue

@@ -1,4 +1,4 @@
-"""What is used of transformers' continuous batching, and what of it is not served: both are said before any work."""
+"""Checks, before any work, that kvspec supports the installed continuous batching and the requested options."""
 
 import inspect
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from spec.retention import Granularity
 
 __all__ = ["check_manager", "check_seams", "check_served"]
 
-# Of each method, the parameters that are passed to it, or read from it, by their places.
+# Positional parameters of each method that kvspec passes or reads.
 _SEAMS: Mapping[tuple[object, str], Mapping[str, tuple[str, ...]]] = {
     (continuous_api, "ContinuousMixin"): {
         "init_continuous_batching": ("generation_config", "continuous_batching_config"),
@@ -47,10 +47,10 @@ _UNSERVED = {
 
 
 def check_seams() -> None:
-    """The transformers that is installed has what is used of it.
+    """Check that the installed transformers has all names that kvspec uses.
 
     Raises:
-        SpecError: with the name that is missing.
+        SpecError: if a name is missing. The message contains the name.
     """
     for (module, owner), methods in _SEAMS.items():
         for name, expected in methods.items():
@@ -62,7 +62,7 @@ def check_seams() -> None:
 
 
 def check_served(architecture: Architecture, method: Any) -> None:
-    """The model stores all layers alike; the policy decides once, rehearses nothing and keeps as many tokens in each.
+    """Check that kvspec supports the model and the policy in continuous batching: all layers keep equally many tokens.
 
     Raises:
         SpecError: otherwise.
@@ -96,10 +96,10 @@ def check_served(architecture: Architecture, method: Any) -> None:
 
 
 def check_manager(model: PreTrainedModel, manager: Any) -> None:
-    """A manager, whose configuration is resolved, runs the model in ways that are served.
+    """Check that kvspec supports the resolved configuration of a manager.
 
     Raises:
-        SpecError: with the argument that asks for another.
+        SpecError: if an argument is not supported. The message contains the argument.
     """
     implementation = model.config._attn_implementation
     if implementation.removeprefix("paged|") not in IMPLEMENTATIONS:

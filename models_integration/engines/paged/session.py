@@ -28,11 +28,11 @@ __all__ = ["PagedSession"]
 
 @dataclass
 class _Progress:
-    """What is known of one request while it is under way; it hangs on the engine's own state of it."""
+    """Data about a running request. The data is an attribute of the engine's state of the request."""
 
     observed: PromptInPages | None = None
     evicted: int | None = None
-    """Tokens that it stores less than it has seen; None until its prompt is decided."""
+    """Number of tokens seen minus number of stored tokens, or None before the decision about the prompt."""
 
 
 class PagedSession:
@@ -59,7 +59,7 @@ class PagedSession:
     def __init__(self, policy: RetentionPolicy, model: PreTrainedModel) -> None:
         check_seams()
         self.kept: dict[str, Retention] = {}
-        """Kept set of each request's prompt, by request id. Requests that end with the first token have no entry.
+        """Set of kept tokens of each request's prompt, by request id. Requests of one answer token have no entry.
 
         A new manager starts with an empty dictionary. A long-running server should delete entries after reading them.
         """
@@ -108,10 +108,10 @@ class PagedSession:
         self, own: Callable[..., Any], generation_config: Any = None, continuous_batching_config: Any = None,
         **hints: Any,
     ) -> Any:
-        """The engine's own manager, which evicts.
+        """Return the engine's manager, with eviction.
 
         Raises:
-            SpecError: for a configuration that is not served; the model is as it was.
+            SpecError: if kvspec does not support the configuration. The model is unchanged.
         """
         config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
         if config is None:
@@ -130,7 +130,7 @@ class PagedSession:
         return manager
 
     def _processor(self, own: Callable[[], Any]) -> Any:
-        """The engine's own processor, hooked."""
+        """Return the engine's processor with kvspec's hooks."""
         if self._architecture.decoder not in BUSY:
             raise SpecError("manager", self._architecture.name, "belongs to a session that has ended")
         processor = own()
@@ -140,10 +140,10 @@ class PagedSession:
 
 
 class _Engine:
-    """The hooks on one processor.
+    """Hooks of kvspec on one processor.
 
-    Once a prompt is decided, its state's `position_offset` counts what is stored: the scheduler, the allocator and the
-    indices then work as for a shorter request. Positions alone count what was seen.
+    After the decision about a prompt, `position_offset` of the state is the number of stored tokens. Scheduler,
+    allocator and indices then work as for a shorter request. Only position ids depend on the number of tokens seen.
     """
 
     def __init__(self, run: PagedSession, processor: Any) -> None:
@@ -158,14 +158,14 @@ class _Engine:
     def _schedule(
         self, own: Callable[..., None], state: Any, request_tokens: list[int], token_budget: int, *others: Any,
     ) -> None:
-        """A piece ends with the prompt at the latest: an answer that is read again comes behind the decision."""
+        """End a piece at the end of the prompt. An answer that is read again is processed after the decision."""
         left = prompt_length(state) - state.position_offset
         if left > 0 and _progress(state).evicted is None:
             token_budget = min(token_budget, left)
         own(state, request_tokens, token_budget, *others)
 
     def _prepare(self, own: Callable[..., None], requests_in_batch: Sequence[Any], **others: Any) -> None:
-        """Positions are those of the text; and which columns are whose prompt."""
+        """Set position ids to positions in the text, and record which columns belong to which prompt."""
         shifts, pieces, start = list[int](), list[Piece](), 0
         for each in requests_in_batch:
             state, stop = each.state, start + each.query_length
@@ -193,7 +193,7 @@ class _Engine:
         return progress.observed
 
     def _known(self, state: Any) -> Retention | None:
-        """What was decided before the request was put back into the queue."""
+        """Return the decision made before the request was put back into the queue, or None."""
         return self._run.kept.get(state.request_id) if state._true_initial_tokens else None
 
     def _step(self, own: Callable[..., None], model: Any) -> None:
@@ -203,7 +203,7 @@ class _Engine:
             own(model)
 
     def _update(self, own: Callable[[], None]) -> None:
-        """After each batch: prompts that have ended are decided, unless their requests have ended too."""
+        """After each batch, decide about finished prompts, except prompts of finished requests."""
         own()
         active = self._processor.scheduler.active_requests
         for piece in self._watcher.pieces:
@@ -213,7 +213,7 @@ class _Engine:
             try:
                 with torch.no_grad(), torch.cuda.stream(self._processor.inputs_and_outputs.compute_stream):
                     self._compact(state)
-            except Exception as error:  # a policy's failure is this request's alone
+            except Exception as error:  # an error of the policy affects only this request
                 self._processor._handle_request_error(error, state)
                 self._processor.scheduler.finish_request(state.request_id)
         self._watcher.pieces = ()
@@ -232,10 +232,10 @@ class _Engine:
             state.position_offset -= progress.evicted
 
     def _decided(self, observed: PromptInPages) -> Retention:
-        """What the policy keeps of a prompt.
+        """Return the tokens of a prompt that the policy keeps.
 
         Raises:
-            SpecError: where its sets differ in size.
+            SpecError: if the sets of kept tokens have different sizes.
         """
         policy = self._run._method.policy
         if observed.columns == 1:
@@ -251,6 +251,6 @@ class _Engine:
 
 
 def _progress(state: Any) -> _Progress:
-    """What is known of a request; a state that is made anew knows nothing."""
+    """Return the data about a request. A new state has no data."""
     progress: _Progress = vars(state).setdefault("_kvspec", _Progress())
     return progress
