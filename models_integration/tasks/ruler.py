@@ -1,4 +1,4 @@
-"""RULER v1: the two dialects, the words and the field of a sample; chains of assignments; the eight needle tasks."""
+"""Tasks of RULER v1 in two dialects: variable tracking, and the eight needle tasks."""
 
 import random
 import re
@@ -30,7 +30,7 @@ _RULER_SEED = 42
 
 
 def order(rng: np.random.Generator, dialect: str, count: int) -> list[int]:
-    """A permutation: the sample's own, or v1's, which depends on the count alone."""
+    """Return a random permutation: separate for each sample, or as in v1, where it depends only on `count`."""
     if dialect == UNPINNED:
         return [int(at) for at in rng.permutation(count)]
     fixed = list(range(count))
@@ -40,13 +40,13 @@ def order(rng: np.random.Generator, dialect: str, count: int) -> list[int]:
 
 @lru_cache(maxsize=1)
 def words(path: Path = NARRATIVE) -> tuple[str, ...]:
-    """The words of four to nine letters that the text writes in lower case only, in the order of the alphabet."""
+    """Return the words of four to nine letters that occur only in lower case in the text, in alphabetical order."""
     found = set(re.findall(r"\b[A-Za-z]{4,9}\b", read_text(path)))
     return tuple(sorted(word for word in found if word.islower() and word.capitalize() not in found))
 
 
 def as_ruler(sample: Sample, name: str, dialect: str, max_new_tokens: int) -> Sample:
-    """The sample under its name in a dialect, with RULER's metric."""
+    """Return the sample with its name in a dialect and with RULER's metric."""
     return replace(
         sample, task=f"{dialect.replace('-', '_')}_{name}", dialect=dialect, metric=STRING_MATCH_ALL,
         max_new_tokens=max_new_tokens,
@@ -60,25 +60,25 @@ INSTRUCTION = "Memorize and track the chain(s) of variable assignment hidden in 
 
 @dataclass(frozen=True)
 class Chain:
-    """Names that hold one value, each given on to the next."""
+    """Chain of variable names with the same value. Each name is assigned to the next name."""
 
     value: str
     names: tuple[str, ...]
 
     @property
     def lines(self) -> list[str]:
-        """The assignments, in order."""
+        """Return the assignments, in order."""
         given = zip(self.names[1:], self.names, strict=False)
         return [f"VAR {self.names[0]} = {self.value}", *(f"VAR {name} = VAR {other} " for name, other in given)]
 
     @property
     def question(self) -> str:
-        """What is asked about it."""
+        """Question about the chain."""
         return f"\nQuestion: Find all variables that are assigned the value {self.value} in the text above."
 
     @property
     def opening(self) -> str:
-        """How the answer begins, with the spaces that RULER has around it."""
+        """Start of the answer, with the same spaces as in RULER."""
         return (
             " Answer: According to the chain(s) of variable assignment in the text above, "
             f"{len(self.names)} variables are assigned the value {self.value}, they are: "
@@ -86,7 +86,7 @@ class Chain:
 
 
 def draw_chains(rng: np.random.Generator, count: int, size: int) -> list[Chain]:
-    """Chains of `HOPS` hops with different values and names of `size` capital letters."""
+    """Return chains of `HOPS` hops with different values and with names of `size` capital letters."""
     values = different(lambda: str(int(rng.integers(10_000, 100_000))), count)
     names = different(lambda: letters(rng, size, string.ascii_uppercase), count * (HOPS + 1))
     return [Chain(value, tuple(names[at::count])) for at, value in enumerate(values)]
@@ -95,16 +95,19 @@ def draw_chains(rng: np.random.Generator, count: int, size: int) -> list[Chain]:
 def variable_tracking_samples(
     ground: Ground, length: int, index: int, seed: int, *, questions: int = 1, example: str = ""
 ) -> tuple[Sample, ...]:
-    """The questions of context number `index`: one chain for each, of five names of five capital letters.
+    """Return the questions on context number `index`, with one chain of five names for each question.
 
-    The assignments stand in their order in lines of noise, all outside sinks and recent window; they are the evidence.
+    A name has five capital letters. The assignments are the evidence. They occur in order between lines of noise, all
+    outside the sinks and the recent window.
 
     Args:
-        ground, length, index, seed, questions: as `key_value_samples`'; the depth of one assignment takes turns.
-        example: RULER's, before the instruction; the answer's opening then keeps its spaces.
+        ground, length, index, seed, questions: as in `key_value_samples`. The index selects the depth of one
+            assignment.
+        example: RULER's worked example before the instruction. With an example, the start of the answer keeps its
+            spaces.
 
     Raises:
-        SpecError: for no question, or a length that holds no such context.
+        SpecError: if there is no question, or if the length is too short.
     """
     if questions < 1:
         raise SpecError("questions", questions, "must be at least 1")
@@ -129,15 +132,15 @@ def variable_tracking_samples(
 
 @dataclass(frozen=True)
 class NiahForm:
-    """One needle task.
+    """Form of one needle task.
 
     Attributes:
-        haystack: `noise`, `prose` or `needles`.
-        keys: facts' subjects.
-        values: facts of each subject.
-        queries: subjects that are asked for, all at once.
-        key: `words` or `uuids`.
-        value: `numbers` or `uuids`.
+        haystack: text around the facts: `noise`, `prose` or `needles`.
+        keys: number of subjects of facts.
+        values: number of facts of each subject.
+        queries: number of subjects in the question.
+        key: kind of subjects: `words` or `uuids`.
+        value: kind of values: `numbers` or `uuids`.
     """
 
     haystack: str
@@ -167,14 +170,14 @@ _INSTRUCTION = (
 _QUESTION = "\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
 _OPENING = " The special magic {kind} for {query} mentioned in the provided text are"
 _ONE = (("Some", "A"), ("are all", "is"), ("are", "is"))
-"""What v1 replaces, in this order, where there is one answer."""
+"""Replacements that v1 makes in the prompt, in this order, if there is only one answer."""
 
 
 def niah_samples(name: str, dialect: str, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
-    """One sample of a needle task; its evidence are the facts that are asked for.
+    """Return one sample of a needle task. The evidence is the facts in question.
 
     Raises:
-        SpecError: for a negative index or seed, and a length that holds no such context.
+        SpecError: if index or seed is negative, or if the length is too short.
     """
     form, rng = NIAH[name], ground.rng(length, index, seed, list(NIAH).index(name))
     keys = different(lambda: _DRAWN[form.key](rng), form.keys)
@@ -200,7 +203,7 @@ def niah_samples(name: str, dialect: str, ground: Ground, length: int, index: in
 
 
 def _prompt(form: NiahForm, asked: Sequence[str]) -> tuple[str, str, str]:
-    """Instruction, question and the answer's opening; in the singular for one answer."""
+    """Return the instruction, the question and the start of the answer, in the singular if there is one answer."""
     one = form.queries * form.values == 1
     query = ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0]
     kind = form.value.removesuffix("s") if one else form.value
@@ -231,7 +234,7 @@ def _line(ground: Ground, form: NiahForm, key: str, value: str) -> tuple[int, ..
 def _haystack(
     ground: Ground, form: NiahForm, rng: np.random.Generator, room: int, first: int, taken: Sequence[str]
 ) -> list[Sequence[int]]:
-    """Lines of at most `room` tokens; those of the running text, from token `first` on, fill it."""
+    """Return lines of at most `room` tokens. Lines of running text begin at token `first` and use all of `room`."""
     if form.haystack == "prose":
         ends = [first, *(stop for stop in ground.prose.stops if first < stop < first + room), first + max(0, room)]
         return [ground.prose.tokens[start:stop] for start, stop in pairwise(ends)]

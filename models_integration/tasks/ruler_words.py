@@ -1,6 +1,6 @@
-"""RULER v1's three aggregation tasks: `vt` with its worked example, the common words `cwe`, the frequent words `fwe`.
+"""RULER v1's aggregation tasks: `vt` with a worked example, common words (`cwe`), and frequent words (`fwe`).
 
-In `cwe` and `fwe` every occurrence of a wanted word is evidence; those in sinks or recent window are left out.
+In `cwe` and `fwe` the evidence is all occurrences of the wanted words, except in the sinks and the recent window.
 """
 
 from bisect import bisect_right
@@ -26,11 +26,11 @@ __all__ = ["cwe_samples", "fwe_samples", "vt_samples"]
 
 COMMON = 10
 SHORT = 4096
-"""Contexts below this many tokens repeat words less often."""
+"""Contexts with fewer tokens repeat words less often."""
 _TIMES, _SHOWN_TIMES = {True: (30, 3), False: (6, 1)}, {True: (10, 3), False: (3, 1)}
 STEP = 10
 VT_EXAMPLE = 500
-"""Tokens of the worked example of `vt` before its answer, at most, where as many lines as names do not need more."""
+"""Largest number of tokens of the worked example of `vt` before its answer, unless the assignments need more."""
 _CWE = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that"
     " appear most often.\n"
@@ -49,10 +49,10 @@ _FWE_OPENING = " Answer: According to the coded text above, the three most frequ
 
 
 def vt_samples(dialect: str, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
-    """One chain, after a worked example with names of three letters. Neither dialect shuffles.
+    """Return one question on a chain, after a worked example with names of three letters. No dialect shuffles.
 
     Raises:
-        SpecError: as `variable_tracking_samples`.
+        SpecError: as in `variable_tracking_samples`.
     """
     example = _vt_example(ground, ground.rng(length, index, seed, 1))
     samples = variable_tracking_samples(ground, length, index, seed, example=example)
@@ -71,10 +71,13 @@ def _vt_example(ground: Ground, rng: np.random.Generator) -> str:
 
 
 def cwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
-    """Ten words 30 times each, all others 3 times (6 and 1 below 4096 tokens), in a numbered list after a small one.
+    """Return a question on the ten common words of a numbered list, after a small example list.
+
+    A common word occurs 30 times and a different word 3 times (6 times and once below 4096 tokens).
 
     Raises:
-        SpecError: for a negative index or seed, a length without room, or one for which the words do not suffice.
+        SpecError: if index or seed is negative, if the length is too short, or if there are too few words for the
+            length.
     """
     rng = ground.rng(length, index, seed)
     (_, _, first), (head, drawn, own) = (_cwe(dialect, ground, length, at, seed) for at in (0, index))
@@ -92,7 +95,7 @@ def cwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int
 
 
 def _cwe(dialect: str, ground: Ground, length: int, index: int, seed: int) -> tuple[tuple[int, ...], list[str], int]:
-    """All before the first word; the list's words, the common ones first, and how many of them there is room for."""
+    """Return the ids before the list, the words of the list (common words first), and how many words fit."""
     rng = ground.rng(length, index, seed, 1)
     drawn, shown = [str(word) for word in rng.permutation(words())], 40 if length >= SHORT else 20
     example = [str(word) for word in rng.permutation(words())[:shown]]
@@ -109,7 +112,7 @@ def _repeated(drawn: list[str], often: int, seldom: int) -> list[str]:
 
 
 def _as_first(first: int, own: int, step: int) -> int:
-    """v1 searches the amount once, with its first sample; where it does not fit another, that gets less, in steps."""
+    """Return the number of units as in v1: the number for the first sample, reduced in steps until the sample fits."""
     return first - step * max(0, ceil((first - own) / step))
 
 
@@ -118,7 +121,7 @@ def _numbered(listing: Sequence[str]) -> str:
 
 
 def _room_for(ground: Ground, drawn: Sequence[str], often: int, seldom: int, room: int) -> int:
-    """How many different words there is room for with their numbers, the common ones among them."""
+    """Return how many different words fit with their numbers, including the common words."""
     number = 0
     for at, word in enumerate(drawn):
         times = often if at < COMMON else seldom
@@ -131,10 +134,12 @@ def _room_for(ground: Ground, drawn: Sequence[str], often: int, seldom: int, roo
 
 
 def fwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
-    """Words of six random letters, the k-th of them about k^-2 times as often as dots, which are no answer.
+    """Return a question on the three most frequent words. The k-th word occurs about k^-2 times as often as the dots.
+
+    A word has six random letters. Dots are not an answer.
 
     Raises:
-        SpecError: for a negative index or seed, and a length in which three words are not the most frequent.
+        SpecError: if index or seed is negative, or if the length is too short for three most frequent words.
     """
     rng = ground.rng(length, index, seed)
     (_, first), (coded, own) = (_fwe(ground, length, at, seed) for at in (0, index))
@@ -155,7 +160,7 @@ def fwe_samples(dialect: str, ground: Ground, length: int, index: int, seed: int
 
 
 def _fwe(ground: Ground, length: int, index: int, seed: int) -> tuple[list[str], int]:
-    """The words, the most frequent first, and how many words in all there is room for."""
+    """Return the words, most frequent first, and how many words fit in total."""
     rng = ground.rng(length, index, seed, 1)
     coded = ["...", *different(lambda: letters(rng, 6), max(4, length // 50 - 1))]
     sizes = np.array([len(ground.follow(word)) for word in coded])
@@ -164,7 +169,7 @@ def _fwe(ground: Ground, length: int, index: int, seed: int) -> tuple[list[str],
 
 
 def _times(total: int, ranks: int) -> np.ndarray:
-    """How often the word of each rank stands among about so many, by a zeta law of exponent 2."""
+    """Return how often the word of each rank occurs among about `total` words, by a zeta law with exponent 2."""
     return np.floor(max(0, total) / np.arange(1, ranks + 1) ** 2.0 / (pi**2 / 6)).astype(int)
 
 

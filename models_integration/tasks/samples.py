@@ -1,7 +1,7 @@
-"""Samples of the two retrieval tasks, seeded and token-exact; when their question is read; what answers it.
+"""Samples of the two retrieval tasks with exact lengths, placement of the question, and score of the answer.
 
-- `needle`, needle-in-a-haystack as in Section 4.2: one critical fact at a controlled depth of a long filler passage.
-- `delayed_association` (Appendix B): a fact at the beginning, then filler that keeps mentioning its topic.
+- `needle`, needle-in-a-haystack as in Section 4.2: one fact at a given depth of a long filler passage.
+- `delayed_association` (Appendix B): a fact at the beginning, then filler with mentions of the fact's topic.
 """
 
 import hashlib
@@ -83,37 +83,37 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DENSITIES = ("high", "low")
 OWN = "kvspec"
 DEV, CONFIRM = "dev", "confirm"
-"""The parts of a study: samples on which anything may be tried, and samples that decide claims."""
+"""Parts of a study: dev samples for free experiments, and confirming samples for the decision about claims."""
 _DEV_PERCENT = 20
-"""Contexts of 100 that are dev samples."""
+"""Percentage of contexts that are dev samples."""
 MAX_NEW_TOKENS = 50
-"""Tokens generated for an answer in the paper's configuration."""
+"""Number of tokens generated for an answer in the paper's configuration."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A context and a question about it.
+    """Context, and a question about the context.
 
-    Samples of one context share its token ids, and so its digest: they are one cluster.
+    Samples with the same context have the same token ids and digest. These samples form one cluster.
 
     Attributes:
-        task: its name.
-        context_ids: token ids of the context, exactly as many as were asked for, opening token included.
-        question_ids: token ids of the question with its `Answer:` prompt.
-        expected: the gold answer as text.
-        needle: the token span `[start, stop)` of the evidence in the context, of the first piece where there are
-            several; `(0, 0)` where no piece of it holds the answer.
-        distractors: spans of facts of the same form that carry other values.
-        metadata: what describes the sample in a result: template, depth or density, value, number of distractors.
-        answer_ids: tokens of the gold answer right behind the question; none where the task has no likelihood.
-        chat_template: `none`, or the digest of the tokenizer's own, whose markers then stand in context and question.
-        metric: how `score` judges an answer, a name of `metrics.METRICS`.
-        further: spans of the other pieces of evidence.
-        references: what the metric looks for, where that is not `expected` alone.
-        choices: the labels of a classification.
-        history: how many of the question's tokens are earlier turns, their gold answers with them.
-        max_new_tokens: tokens to generate for the answer.
-        dialect: whose prompt and metric these are.
+        task: name of the task.
+        context_ids: token ids of the context, including the opening token. The length is exactly the requested length.
+        question_ids: token ids of the question with the prompt `Answer:`.
+        expected: gold answer as text.
+        needle: token span `[start, stop)` of the (first piece of) evidence in the context, or `(0, 0)` without
+            evidence.
+        distractors: spans of facts of the same form with different values.
+        metadata: description of the sample for results: template, depth or density, value, number of distractors.
+        answer_ids: tokens of the gold answer after the question. Empty if the task measures no likelihood.
+        chat_template: `none`, or digest of the chat template whose markers are in context and question.
+        metric: metric for `score`, a name of `metrics.METRICS`.
+        further: spans of all pieces of evidence after the first.
+        references: gold answers for the metric, if not only `expected`.
+        choices: labels of a classification.
+        history: number of tokens of the question that belong to earlier turns, including gold answers.
+        max_new_tokens: number of tokens to generate for the answer.
+        dialect: origin of prompt and metric.
     """
 
     task: str
@@ -135,12 +135,12 @@ class Sample:
 
     @property
     def evidence(self) -> tuple[tuple[int, int], ...]:
-        """Token spans `[start, stop)` of all that the answer needs of the context; none if nothing in particular."""
+        """Token spans `[start, stop)` of all evidence in the context. Empty if there is no specific evidence."""
         return tuple(span for span in (self.needle, *self.further) if span[0] < span[1])
 
     @property
     def context_digest(self) -> str:
-        """SHA-256 of the context's token ids, hexadecimal: which cluster the sample belongs to."""
+        """SHA-256 of the context's token ids, hexadecimal, which identifies the cluster of the sample."""
         return hashlib.sha256(np.array(self.context_ids, dtype="<i8").tobytes()).hexdigest()
 
     @property
@@ -150,15 +150,15 @@ class Sample:
 
 
 def part_of(context_digest: str) -> str:
-    """The part that a context belongs to: its digest decides, so that no result can."""
+    """Return the part to which a context belongs. Only the digest decides, so results cannot influence the part."""
     return (DEV, CONFIRM)[int(context_digest[:8], 16) % 100 >= _DEV_PERCENT]
 
 
 def generator(seed: int | Sequence[int]) -> np.random.Generator:
-    """The generator of a sample.
+    """Return the random generator of a sample.
 
     Raises:
-        SpecError: for a negative seed.
+        SpecError: if the seed is negative.
     """
     parts = (seed,) if isinstance(seed, int) else tuple(seed)
     if any(part < 0 for part in parts):
@@ -167,10 +167,10 @@ def generator(seed: int | Sequence[int]) -> np.random.Generator:
 
 
 def draw_value(rng: np.random.Generator, values: Sequence[int], used: Sequence[int] = ()) -> int:
-    """A value drawn uniformly from `values` without those in `used`.
+    """Return a value drawn uniformly from `values` without `used`.
 
     Raises:
-        SpecError: when every value is used up.
+        SpecError: if all values are used.
     """
     if len(set(values) - set(used)) == 0:
         raise SpecError("values", len(values), f"must have more than the {len(used)} values that are already used")
@@ -183,12 +183,12 @@ def draw_value(rng: np.random.Generator, values: Sequence[int], used: Sequence[i
 def distractor_anchors(
     rng: np.random.Generator, template: FactTemplate, count: int, value: int, values: Sequence[int]
 ) -> list[Anchor]:
-    """Facts of the same form at random places, with distinct subjects and distinct values.
+    """Return facts of the same form at random places, with different subjects and values.
 
-    Without them a model may answer with any number it has seen; with them it must know whose value is asked for.
+    Without distractors, a model can answer with any number in the context. With distractors, the subject must match.
 
     Raises:
-        SpecError: when `count` is negative or larger than the number of other subjects.
+        SpecError: if `count` is negative or larger than the number of distractor subjects.
     """
     most = len(template.other_keys)
     if not 0 <= count <= most:
@@ -207,20 +207,20 @@ def needle_sample(
     filler: Filler = DEFAULT_FILLER, distractors: int = 0, values: Sequence[int] = ALL_VALUES,
     frame: Frame | None = None,
 ) -> Sample:
-    """One sample; the same arguments always give the same one.
+    """Return one sample. Equal arguments give equal samples.
 
     Args:
         tokenizer: any `transformers` tokenizer.
-        length: context tokens, the opening token included and the question excluded.
-        depth: share of the filler before the needle, in [0, 1]; moved to the nearest end of a sentence.
-        seed: anything that `numpy.random.SeedSequence` takes.
-        filler: sentences that the context is filled with.
-        distractors: facts of the same form about other subjects, with other values, at random depths.
-        values: what the value is drawn from, uniformly.
-        frame: what a chat template puts around context and question; by default bare text.
+        length: number of context tokens, including the opening token, without the question.
+        depth: fraction of the filler before the fact, in [0, 1]. The fact is inserted at the nearest sentence end.
+        seed: seed for `numpy.random.SeedSequence`.
+        filler: sentences that fill the context.
+        distractors: number of facts with different subjects and values, at random depths.
+        values: possible values of the fact. A value is drawn uniformly.
+        frame: text of a chat template around context and question. Default: no template.
 
     Raises:
-        SpecError: for a depth outside [0, 1], a length too short for the sentences, or too many distractors.
+        SpecError: if the depth is outside [0, 1], if the length is too short, or if there are too many distractors.
     """
     if not 0 <= depth <= 1:
         raise SpecError("depth", depth, "must lie in [0, 1]")
@@ -244,10 +244,10 @@ def needle_sample(
 
 
 def mentions_of(topic: TopicTemplate, density: str) -> tuple[str, ...]:
-    """The mentions of a topic: four at high density, two at low.
+    """Return the mentions of a topic: four at high density, two at low density.
 
     Raises:
-        SpecError: for an unknown density.
+        SpecError: if the density is unknown.
     """
     pools = {"high": topic.high_density, "low": topic.low_density}
     if density not in pools:
@@ -256,7 +256,7 @@ def mentions_of(topic: TopicTemplate, density: str) -> tuple[str, ...]:
 
 
 def spaced(mentions: Sequence[str]) -> list[Anchor]:
-    """The mentions, placed so that they cut the filler into equal parts."""
+    """Return the mentions at places that divide the filler into equal parts."""
     return [Anchor(mention, (i + 1) / (len(mentions) + 1)) for i, mention in enumerate(mentions)]
 
 
@@ -265,16 +265,16 @@ def delayed_association_sample(
     filler: Filler = DEFAULT_FILLER, distractors: int = 0, values: Sequence[int] = ALL_VALUES,
     frame: Frame | None = None,
 ) -> Sample:
-    """One sample; the same arguments always give the same one.
+    """Return one sample. Equal arguments give equal samples.
 
     Args:
-        tokenizer, seed, filler, distractors, values, frame: as `needle_sample`'s.
-        length: context tokens, the opening token included and the question excluded. The fact stands after
-            one framing sentence, so this is the distance between fact and question but for that sentence.
-        density: `high` (four mentions of the topic) or `low` (two sentences that only touch it).
+        tokenizer, seed, filler, distractors, values, frame: as in `needle_sample`.
+        length: number of context tokens, including the opening token, without the question. The fact follows one
+            framing sentence, so the distance between fact and question is almost `length`.
+        density: `high` (four mentions of the topic) or `low` (two sentences that mention the topic indirectly).
 
     Raises:
-        SpecError: for an unknown density, a length too short for the sentences, or too many distractors.
+        SpecError: if the density is unknown, if the length is too short, or if there are too many distractors.
     """
     rng = generator(seed)
     topic = TOPIC_TEMPLATES[int(rng.integers(len(TOPIC_TEMPLATES)))]
@@ -298,7 +298,7 @@ def delayed_association_sample(
 
 
 def _question(tokenizer: TaskTokenizer, fact: FactTemplate, frame: Frame) -> tuple[int, ...]:
-    """The question about a fact, and what the chat template has behind it."""
+    """Return the ids of the question about a fact, and of the chat template's text after the question."""
     return encode(tokenizer, joiner(tokenizer) + QUESTION_FRAME.format(question=fact.ask()) + frame.closing)
 
 
@@ -307,12 +307,12 @@ def draw_sample(
     filler: Filler = DEFAULT_FILLER, distractors: int = 0, values: Sequence[int] = ALL_VALUES,
     frame: Frame | None = None,
 ) -> Sample:
-    """Sample number `index` of many of one task at one length; depths or densities take turns over the index.
+    """Return sample number `index` of a task at one length. The index selects the depth or the density.
 
-    It does not depend on how many samples there are.
+    The sample does not depend on the number of samples.
 
     Raises:
-        SpecError: for an unknown task, a negative index, and what the task itself refuses.
+        SpecError: if the task is unknown, if the index is negative, or if the task raises the error.
     """
     if index < 0:
         raise SpecError("index", index, "must not be negative")
@@ -332,21 +332,21 @@ def draw_sample(
 
 @dataclass(frozen=True)
 class Placement:
-    """When the question is read, before the compaction or after it, as data; `kvspec compare` carries it out.
+    """Placement of the question before or after the compaction, as data for `kvspec compare`.
 
-    The prompt without its dropped slots, followed by the fed tokens, is always the context followed by the question.
+    The prompt without the dropped slots, plus the fed tokens, always equals the context plus the question.
 
-    - `after`: the context is compacted, then the question is read uncompressed beside the budget.
-    - `in_prompt`: the question stands in the prompt, in the protected window, and its earlier tokens have read evicted
-      keys; only the last one is read again through the compacted cache.
-    - `paper`: the question stands in the prompt, and the first answer token comes from the uncompacted prefill.
+    - `after`: the context is compacted, then the question is read. The budget does not include the question.
+    - `in_prompt`: the question is part of the prompt, in the protected window. The question's tokens attend to all
+      keys. Only the last token is read again with the compacted cache.
+    - `paper`: the question is part of the prompt, and the first answer token is computed from the full cache.
 
     Attributes:
-        name: `after`, `in_prompt` or `paper`.
-        prompt_ids: tokens of the forward that is compacted.
-        dropped_slots: slots removed from the end of the compacted cache before anything is fed.
-        fed_ids: tokens then read through the compacted cache; the answer starts after the last of them. Where there are
-            none, its first token is read from the prompt's own forward.
+        name: name of the placement: `after`, `in_prompt` or `paper`.
+        prompt_ids: token ids of the prompt that is compacted.
+        dropped_slots: number of slots removed from the end of the compacted cache before more tokens are read.
+        fed_ids: token ids read with the compacted cache before the answer. If empty, the first answer token is computed
+            from the prompt's forward pass.
     """
 
     name: str
@@ -373,10 +373,10 @@ DEFAULT_PLACEMENT = "after"
 
 
 def place(sample: Sample, name: str = DEFAULT_PLACEMENT) -> Placement:
-    """The sample in the placement of that name.
+    """Return the sample's placement with this name.
 
     Raises:
-        SpecError: for an unknown name.
+        SpecError: if the name is unknown.
     """
     if name not in _MAKERS:
         raise SpecError("placement", name, f"must be one of {', '.join(PLACEMENTS)}")
@@ -384,10 +384,10 @@ def place(sample: Sample, name: str = DEFAULT_PLACEMENT) -> Placement:
 
 
 def score(tokenizer: TaskTokenizer, answer_ids: Sequence[int], sample: Sample) -> float:
-    """How good the generated ids are as an answer, from 0 to 1, by the sample's metric.
+    """Return the score of the generated ids as an answer, from 0 to 1, by the sample's metric.
 
     Raises:
-        SpecError: for an unknown metric.
+        SpecError: if the metric is unknown.
     """
     references = sample.references or (sample.expected,)
     return judge(sample.metric, decode(tokenizer, answer_ids), references, sample.choices)

@@ -1,4 +1,4 @@
-"""SCBench's shapes: pairs and strings that are asked for one by one, and several questions on one context."""
+"""Tasks like those of SCBench: retrieval of pairs and strings, with several questions on one context."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ __all__ = ["FORMS", "in_turns", "key_value_samples", "prefix_suffix_samples", "u
 
 
 FORMS = ("uuid", "short")
-"""SCBench's own pairs; or six letters with four digits, which small models can answer."""
+"""Forms of pairs: the pairs of SCBench, or keys of six letters with four digits, which small models can retrieve."""
 _INSTRUCTION = "Extract the value corresponding to the specified key in the JSON object below."
 _OPENING = "The value associated with the specified key is:"
 
@@ -24,20 +24,20 @@ _OPENING = "The value associated with the specified key is:"
 def key_value_samples(
     ground: Ground, length: int, index: int, seed: int, *, questions: int = 1, form: str = "short"
 ) -> tuple[Sample, ...]:
-    """The questions of context number `index`, in the order in which they are asked.
+    """Return the questions on context number `index`, in order.
 
-    The pairs that are asked for come from equal parts of the object, one from each, outside sinks and recent window.
+    Each pair in question is from a different one of equal parts of the object, outside sinks and recent window.
 
     Args:
-        ground: tokenizer, running text and frame; a few tokens of the text before all else make the length exact.
-        length: context tokens, the frame's opening included.
-        index: which context.
-        seed: of all contexts.
-        questions: how many, at least 1.
-        form: of keys and values.
+        ground: tokenizer, running text and frame. A few tokens of the text at the start make the length exact.
+        length: number of context tokens, including the frame's opening.
+        index: index of the context.
+        seed: seed of all contexts.
+        questions: number of questions, at least 1.
+        form: form of keys and values.
 
     Raises:
-        SpecError: for an unknown form, no question, or a length that has no pair for each question.
+        SpecError: if the form is unknown, if there is no question, or if the length is too short for the questions.
     """
     check_choices("form", (form,), FORMS)
     rng = ground.rng(length, index, seed, FORMS.index(form))
@@ -63,19 +63,19 @@ def key_value_samples(
 
 
 def _drawn(rng: np.random.Generator, form: str, value: int) -> str:
-    """A key, or a value."""
+    """Return a random key or value."""
     if form == "uuid":
         return uuid(rng)
     return str(int(rng.integers(1000, 10_000))) if value else letters(rng, 6)
 
 
 def uuid(rng: np.random.Generator) -> str:
-    """A random identifier of version 4."""
+    """Return a random UUID of version 4."""
     return str(UUID(bytes=rng.bytes(16), version=4))
 
 
 AFFIX, MIDDLE = 3, 6
-"""Letters of a prefix or suffix, and between them."""
+"""Number of letters of a prefix or suffix, and number of letters between prefix and suffix."""
 _AFFIXES = "Below is a list of strings. Find the string that has both the given prefix and the given suffix."
 _AFFIX_OPENING = "The string with this prefix and suffix is:"
 
@@ -83,20 +83,20 @@ _AFFIX_OPENING = "The string with this prefix and suffix is:"
 def prefix_suffix_samples(
     ground: Ground, length: int, index: int, seed: int, *, questions: int = 1
 ) -> tuple[Sample, ...]:
-    """The questions of context number `index`, in the order in which they are asked.
+    """Return the questions on context number `index`, in order.
 
-    The strings that are asked for come from equal parts of the list, one from each, outside sinks and recent window.
+    Each string in question is from a different one of equal parts of the list, outside sinks and recent window.
 
     Args:
-        ground, length, index, seed, questions: as `key_value_samples`'.
+        ground, length, index, seed, questions: as in `key_value_samples`.
 
     Raises:
-        SpecError: for no question, or a length that has no string for each question.
+        SpecError: if there is no question, or if the length is too short for the questions.
     """
     rng = ground.rng(length, index, seed)
     head, foot = ground.encode(f"\n\n{_AFFIXES}\n"), ground.encode("\n\n")
     room = ground.room(length, head, foot)
-    # More pairs of affixes than there are tokens, so that there is always another one; few enough to be shared.
+    # More pairs of affixes than tokens, so that a new pair always exists, but few enough to share affixes.
     before, after = (different(lambda: letters(rng, AFFIX), isqrt(max(0, room)) + 2) for _ in range(2))
     drawn = dict[str, str]()
 
@@ -118,9 +118,9 @@ def prefix_suffix_samples(
 
 
 def in_turns(ground: Ground, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The samples of one context as turns: before each question stand the earlier ones with their gold answers.
+    """Return the samples of one context as turns: earlier questions with gold answers precede each question.
 
-    As in SCBench, the model's own answers are not read again. `history` says how many tokens are earlier turns.
+    As in SCBench, the model's own answers are not used. `history` is the number of tokens of earlier turns.
     """
     found, between = list[Sample](), ground.encode(ground.frame.between)
     history: tuple[int, ...] = ()

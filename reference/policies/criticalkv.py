@@ -94,8 +94,7 @@ def with_critical_selection(host: Policy, W_o: Mapping[int, DeviceArray], share:
 
     Raises:
         SpecError: if `host` breaks a rule above, or if the share is outside [0, 1]. The returned policy raises
-        `SpecError`
-            if a score is negative.
+            `SpecError` if a score is negative.
     """
     if getattr(host.selector, "func", host.selector) not in (top_units, top_tokens):
         raise SpecError("host", host.name, "must keep single tokens, by their scores alone")

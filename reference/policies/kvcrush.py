@@ -96,8 +96,7 @@ def with_representatives(
 
     Raises:
         SpecError: if `host` breaks a rule above, if block is below 1, if the share is outside [0, 1], or if the anchor
-        is
-            unknown.
+            is unknown.
     """
     chosen = getattr(host.selector, "func", host.selector) in (top_units, top_tokens)
     if not chosen or not isinstance(host.scorer, LayerScorer) or host.cadence.every is not None:

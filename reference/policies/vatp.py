@@ -121,8 +121,7 @@ def with_value_norms(host: Policy, N_sink: int = 4) -> Policy:
 
     Raises:
         SpecError: if heads of the host policy share one set of kept tokens, or if N_sink is negative. The returned
-        policy
-            raises the error if a score is negative.
+            policy raises the error if a score is negative.
     """
     if host.granularity is not Granularity.HEAD:
         raise SpecError("host", host.name, "must have a kept set per layer and KV head")
