@@ -1,1 +1,1 @@
-"""Policies side by side: comparisons and sweeps."""
+"""Comparisons of policies, sweeps of constants, and evaluations of the papers."""

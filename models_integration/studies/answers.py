@@ -1,4 +1,4 @@
-"""What every run is made of: needs put together, kept sets, greedy answers, and attempts that may fail."""
+"""Common functions of all runs: combined needs, sets of kept tokens, greedy answers, and handling of errors."""
 
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -23,14 +23,14 @@ from spec.retention import Retention
 __all__ = ["Onward", "attempted", "cropped", "generated", "needed", "onward", "retentions"]
 
 Onward: TypeAlias = Callable[[Tensor], Tensor]
-"""Reads tokens (rows, n) behind a cache, and gives the logits (rows, vocabulary) of what is next."""
+"""Function that processes tokens (rows, n) with a cache and returns the logits (rows, vocabulary) of the next token."""
 
 
 def needed(each: Iterable[Needs]) -> Needs:
-    """What all of these scorers must be shown together.
+    """Return needs that include the needs of all given scorers.
 
     Raises:
-        SpecError: where they need different rehearsals: one observation has one.
+        SpecError: if scorers need different rehearsals, because one observation has one rehearsal.
     """
     every = list(each)
     layers, rows = {one.layers for one in every}, [one.query_rows for one in every]
@@ -50,17 +50,17 @@ def needed(each: Iterable[Needs]) -> Needs:
 
 
 def retentions(policy: Policy, budgets: Sequence[Budget], observed: ObservedSegment) -> list[Retention]:
-    """What a policy keeps of the one prompt observed, under each budget; it scores once.
+    """Return the tokens of an observed prompt that a policy keeps with each budget. The policy scores once.
 
     Raises:
-        SpecError: where it needs more than was noted, or refuses what it is shown.
+        SpecError: if the policy needs more than was observed, or if the policy raises the error.
     """
     shown = observed.narrowed(policy.scorer.needs).prompt(0, policy.granularity)
     return [retention for retention, _ in retain_each(policy, budgets, shown)]
 
 
 def cropped(retention: Retention, tokens: int) -> Retention:
-    """The same without the last tokens seen, kept or not, as `RetainedCache.crop` leaves it."""
+    """Return the retention without the last `tokens` tokens seen, as after `RetainedCache.crop`."""
     if not tokens:
         return retention
     seen = retention.seen - tokens
@@ -70,7 +70,7 @@ def cropped(retention: Retention, tokens: int) -> Retention:
 
 
 def onward(model: PreTrainedModel, cache: RetainedCache) -> Onward:
-    """How a model reads on behind a cache, and decides nothing."""
+    """Return a function that processes tokens with a model and a cache, without eviction."""
 
     def forward(ids: Tensor) -> Tensor:
         logits = read(model, cache, ids).logits
@@ -82,9 +82,9 @@ def onward(model: PreTrainedModel, cache: RetainedCache) -> Onward:
 
 @torch.no_grad()
 def generated(forward: Onward, logits: Tensor, stop_ids: frozenset[int], max_new_tokens: int) -> list[list[int]]:
-    """What each row says greedily, its stop id included, from the logits (rows, vocabulary) of what is next.
+    """Return the greedy answer of each row, including the stop id, from the next token's logits (rows, vocabulary).
 
-    Rows that have stopped are fed on beside the others.
+    Rows that have stopped are still processed together with the running rows.
     """
     said: list[list[int]] = [[] for _ in logits]
     while True:
@@ -98,13 +98,13 @@ def generated(forward: Onward, logits: Tensor, stop_ids: frozenset[int], max_new
 
 
 _DEATHS_MOST = 3
-"""Workers that a unit may kill before it is left alone."""
+"""Number of workers that a unit may kill before no worker takes the unit again."""
 
 
 def attempted(make: Callable[[], Row], leases: Leases) -> Row:
-    """What `make` gives for the held unit; where it raises, the ERROR as one line and its traceback, its memory freed.
+    """Return the result of `make` for the held unit. If `make` raises, free the memory and return the ERROR row.
 
-    A unit on which workers died again and again has an ERROR without another attempt.
+    If several workers died while processing the unit, return an ERROR row without a further attempt.
     """
     if leases.deaths >= _DEATHS_MOST:
         return {ERROR: f"{leases.deaths} workers died while they made it: out of memory, or killed"}

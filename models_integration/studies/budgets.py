@@ -1,4 +1,4 @@
-"""Budgets of studies: as everywhere, and as the share that is evicted, `evict 0.75`, which NestedKV's paper writes."""
+"""Budgets of studies: the usual forms, and the evicted fraction as in NestedKV's paper (`evict 0.75`)."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ EVICT = "evict "
 
 @dataclass(frozen=True)
 class _Evicted(Budget):
-    """A budget of floor((1 - r) N) tokens, where all others are rounded up."""
+    """Budget of floor((1 - r) N) tokens. All other fractions are rounded up."""
 
     r: str = ""
 
@@ -22,10 +22,10 @@ class _Evicted(Budget):
 
 
 def read_budget(text: int | str, argument: str = "budget") -> Budget:
-    """A budget of a study's rules: `0.3`, `30%`, `512`, or `evict 0.75` for the share r that is evicted.
+    """Parse a budget of a study: `0.3`, `30%`, `512`, or `evict 0.75` for the evicted fraction r = 0.75.
 
     Raises:
-        SpecError: for another text, and for r outside [0, 1).
+        SpecError: if the text has a different form, or if r is outside [0, 1).
     """
     if not isinstance(text, str) or not text.startswith(EVICT):
         return parse_budget(text, argument)

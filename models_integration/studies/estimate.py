@@ -1,4 +1,4 @@
-"""An estimate with its interval, and the paired difference of answers that are right or wrong."""
+"""Estimate with an interval, and paired difference of answers that are right or wrong."""
 
 import math
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ __all__ = [
 ]
 
 SEED, RESAMPLES = 0, 2000
-"""Of every bootstrap of a study."""
+"""Seed and number of resamples of every bootstrap of a study."""
 SIGNIFICANT = 0.05
-"""The largest p of a difference that counts."""
+"""Largest p value of a significant difference."""
 SAME_CACHE = 0.01
-"""Largest difference of the prompt tokens that two compared policies keep, as a part of the smaller number."""
+"""Largest relative difference of the numbers of prompt tokens that two compared policies keep."""
 
 
 class Estimate(NamedTuple):
-    """A value with its 95 % interval, and the samples that it is about; NaN where there is none."""
+    """Value with a 95 % interval and the number of samples. A missing number is NaN."""
 
     value: float
     low: float
@@ -31,11 +31,11 @@ class Estimate(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether there is a value."""
+        """Return True if the value is not NaN."""
         return not math.isnan(self.value)
 
     def text(self, form: str = ".2f") -> str:
-        """The value and its interval, each in this format; nothing if there is no value."""
+        """Return value and interval as text, with numbers in this format, or "" without a value."""
         if not self.known:
             return ""
         return f"{self.value:{form}}" + ("" if math.isnan(self.low) else f" [{self.low:{form}}, {self.high:{form}}]")
@@ -48,7 +48,7 @@ NOTHING = Estimate(math.nan, math.nan, math.nan, 0)
 
 
 class Pairs(NamedTuple):
-    """Two policies on the same samples: what the first gains, samples won and lost, and McNemar's exact p."""
+    """Comparison of two policies on the same samples: gain of the first, samples won and lost, McNemar's exact p."""
 
     difference: Estimate
     won: int
@@ -57,18 +57,18 @@ class Pairs(NamedTuple):
 
 
 def format_p(p: float, bound: bool = False) -> str:
-    """A p value as text, never 0.0000; `bound`: the smallest p that the resamples can give, so p is at most this."""
+    """Return a p value as text, never as 0.0000. With `bound`, the text says that p is at most this value."""
     text = "< 0.0001" if p < 0.0001 else f"{p:.4f}"
     return f"≤ {text.removeprefix('< ')}" if bound else text
 
 
 def share_of(correct: int, n: int) -> Estimate:
-    """A share of right answers, with Wilson's interval."""
+    """Return the fraction of right answers with Wilson's interval."""
     return Estimate(correct / n, *wilson(correct, n), n)
 
 
 def pairs_of(first: Sequence[float], second: Sequence[float]) -> Pairs:
-    """The difference of two vectors of right (1) and wrong (0) answers, sample by sample; one has no interval."""
+    """Return the paired difference of two vectors of right (1) and wrong (0) answers. One sample gives no interval."""
     differences, n = np.subtract(first, second, dtype=np.float64), len(first)
     low, high, _ = bootstrap(differences, draws(n, RESAMPLES, SEED)) if n > 1 else (math.nan, math.nan, 0.0)
     won, lost = int((differences > 0).sum()), int((differences < 0).sum())

@@ -1,7 +1,7 @@
-"""lm-evaluation-harness under a policy: its model `kvspec` is its own `hf`, whose contexts are compacted.
+"""Model `kvspec` for lm-evaluation-harness: lm-eval's model `hf`, with eviction from the contexts.
 
-A prompt is split. The part before the question is read and compacted; question, answer and what is scored are read
-through the compacted cache. Without a split, all but the prompt's last token is compacted.
+A prompt is split before the question. kvspec evicts tokens from the first part. The question and the answer are then
+processed with the compacted cache. Without a split, the first part is the prompt without the last token.
 """
 
 import sys
@@ -39,11 +39,11 @@ from spec.policy import SEGMENT_END
 __all__ = ["PolicyLM", "command"]
 
 Scored: TypeAlias = tuple[tuple[str, str], list[int], list[int]]
-"""Context and continuation, as text and as ids."""
+"""Context and continuation, as text and as token ids."""
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Run lm-eval's own command line, where --model is ours, unless it names one or runs none."""
+    """Run lm-eval's command line with `--model kvspec`, unless a different model is named or no model is run."""
     chosen = "--model" in arguments or arguments[:1] in ([], ["ls"], ["validate"], ["-h"], ["--help"])
     sys.argv = ["lm-eval", *arguments, *(() if chosen else ("--model", "kvspec"))]
     cli_evaluate()
@@ -51,20 +51,20 @@ def command(arguments: Sequence[str]) -> None:
 
 @register_model("kvspec")
 class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
-    """A model of transformers as lm-eval has it, with a policy and a budget, which stand in the results' config.
+    """lm-eval's model `hf` with a policy and a budget. The config in lm-eval's results contains policy and budget.
 
     Args:
-        pretrained: as `--model` of our commands: "pocket", a fetched model, a folder, a name on the hub.
-        policy: as text, "snapkv" or "snapkv(W=16)"; "h2o@prompt" decides at the end of the context alone.
-        budget: of the context before the question: 0.3 or 30% is a fraction, 512 is tokens.
-        question_from: the text whose last occurrence begins the question; or such a text for each task by name.
-        backend: whose code decides.
-        calibration: the file that the policy needs, if it does.
-        batch_size: 1; each context has kept sets of its own.
-        given: as `hf` takes it.
+        pretrained: model, as for `--model` of kvspec: "pocket", a fetched model, a folder, or a name on the hub.
+        policy: policy as text, such as "snapkv" or "snapkv(W=16)". "h2o@prompt" evicts only at the end of the context.
+        budget: budget for the context before the question: a fraction (0.3 or 30%) or a number of tokens (512).
+        question_from: text whose last occurrence begins the question, or one text for each task name.
+        backend: name of the backend for the policy.
+        calibration: calibration file, if the policy needs one.
+        batch_size: must be 1, because each context has separate sets of kept tokens.
+        given: further arguments of `hf`.
 
     Raises:
-        SpecError: for a policy, budget or model that is not served, and another batch size.
+        SpecError: if the policy, budget, model or batch size is not supported.
     """
 
     def __init__(
@@ -91,33 +91,33 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
             "question_from": question_from, "backend": chosen, "model": subject.name, "spec_version": SPEC_VERSION,
         }
         self.key = unit_named(self._about)[:12]
-        """Of model, policy, budget and split: what a name of a response cache must hold."""
+        """Hash of model, policy, budget and split. The name of a response cache must contain this hash."""
         self._after = 1
-        """Tokens of the forward to come that are read behind the compacted context."""
+        """Number of tokens of the next forward pass that follow the compacted context."""
         self._tasks: Mapping[tuple[str, str], str] = {}
         self._last: tuple[Tensor, ObservedSegment, Decision] | None = None
         self._read, self._kept = list[int](), list[float]()
 
     def get_model_info(self) -> dict[str, Any]:
-        """As `hf`'s, with policy, budget and split, and what was kept of all contexts, slots of a layer and head."""
+        """Return the info of `hf` with policy, budget, split, and mean numbers of kept tokens per layer and head."""
         cache = {"contexts": len(self._read), "tokens_read": sum(self._read), "tokens_kept": sum(self._kept)}
         return {**super().get_model_info(), "kvspec": {**self._about, **cache}}
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Take lm-eval's response cache, whose keys know no policy, where its name does; otherwise SpecError."""
+        """Accept lm-eval's response cache only if its name contains the hash, because its keys lack the policy."""
         if cache_hook.dbdict is not None and self.key not in Path(cache_hook.dbdict.filename).name:
             way_out = f"stores answers without policy and budget: put both into its name, as in answers-{self.key}"
             raise SpecError("use_cache", cache_hook.dbdict.filename, way_out)
         super().set_cache_hook(cache_hook)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Always SpecError, with the tasks that ask for it."""
+        """Raise SpecError with the names of the tasks that need rolling likelihoods."""
         tasks = ", ".join(sorted({request.task_name for request in requests}))
         reason = "use loglikelihood_rolling, which is not supported: these tasks have no context to evict from"
         raise SpecError("tasks", tasks, reason)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As `hf`'s, behind compacted contexts; SpecError for a policy that decides at each token, and as `_held`."""
+        """Return likelihoods as `hf`, after compacted contexts. Raises SpecError if a policy evicts at each token."""
         if self._method.policy.cadence.every is not None:
             name = self._about["policy"]
             raise SpecError(
@@ -143,7 +143,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         return read(self.model, cache, rest, last=rest.shape[1]).logits
 
     def _compacted(self, prompt: Tensor) -> RetainedCache:
-        """A new compacted cache of a context; it is observed once for all that is asked of it."""
+        """Return a new compacted cache of a context. Each context is observed once for all requests."""
         if self._last is None or not torch.equal(self._last[0], prompt):
             observed = observe(self.model, prompt, needs=self._method.policy.scorer.needs)
             self._last = prompt, observed, decide(self._method, observed)
@@ -157,7 +157,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         self._kept.append(cache.mean_length)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """As `hf`'s, behind compacted contexts; SpecError as `_held`, and for what the policy's session refuses."""
+        """Generate answers as `hf`, after compacted contexts. Raises SpecError as in `_held` and in a session."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm, desc="Running generate_until requests"):
             prompt = request.args[0]
@@ -182,10 +182,10 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         return said
 
     def _held(self, prompt: str, ids: Sequence[int], task: str) -> int:
-        """How many tokens of a prompt stand behind its split, at least one.
+        """Return the number of tokens of a prompt after the split, at least one.
 
         Raises:
-            SpecError: for a task without a split, where others have one, and a prompt in which it does not stand.
+            SpecError: if only different tasks have a split text, or if the prompt lacks the split text.
         """
         by_task = self._question_from
         mark = by_task if isinstance(by_task, str) else by_task.get(task)

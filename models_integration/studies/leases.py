@@ -1,8 +1,9 @@
-"""Rows that many processes make together, on one machine or on many that share a folder: none twice, none lost.
+"""Leases, with which many processes (also on several machines) make the rows of one file, each row exactly once.
 
-A unit of work is leased to one worker at a time: a file beside the results, which its worker touches while it lives.
-Whoever sees a lease untouched for a minute of its own clock takes the unit over; clocks are never compared. What cannot
-be made has a row too, with its error, and is made again only where somebody asks for it.
+A unit of work is leased to one worker at a time. A lease is a file in the folder of the results, and the running worker
+touches it regularly. A different worker takes the unit over if the lease is not touched for a minute of the worker's
+own clock. Clocks of machines are never compared. A unit that fails has a row with the error, and is repeated only on
+request.
 """
 
 import hashlib
@@ -24,20 +25,20 @@ from models_integration.studies.results import AGAIN, ERROR, START, Row, append_
 __all__ = ["Leases", "unit_named"]
 
 _BEAT = 5.0
-"""Seconds between two touches of a lease."""
+"""Number of seconds between two touches of a lease."""
 _PAUSE = 1.0
-"""Seconds until a worker without a unit looks again."""
+"""Number of seconds until a worker without a unit looks for a unit again."""
 _PATIENCE = 60.0
-"""Seconds without a touch after which a lease is another worker's to take."""
+"""Number of seconds without a touch after which a different worker may take a lease."""
 
 
 def unit_named(identity: object) -> str:
-    """The unit of whatever JSON tells it from others."""
+    """Return the name of the unit that this JSON value identifies."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def holder_of(lease: Path) -> Row:
-    """What a lease says of its holder; nothing while it is being written, or gone."""
+    """Return the data about the holder in a lease, or {} if the lease is incomplete or missing."""
     try:
         found: Row = json.loads(lease.read_text(encoding="ascii"))
     except (FileNotFoundError, ValueError):
@@ -46,7 +47,7 @@ def holder_of(lease: Path) -> Row:
 
 
 def _mark(lease: Path) -> tuple[int, int] | None:
-    """What changes when a lease is touched or made anew; None where there is none."""
+    """Return values that change if a lease is touched or replaced, or None if there is no lease."""
     try:
         found = lease.stat()
     except FileNotFoundError:
@@ -55,11 +56,11 @@ def _mark(lease: Path) -> tuple[int, int] | None:
 
 
 class Leases:
-    """What one worker holds of the units of a results file; open while it works.
+    """Context manager for the units of a results file that one worker holds.
 
     Args:
-        results: the file; leases lie beside it.
-        unit_of: a row's unit, a name that a file can have; None for rows that are not about these units.
+        results: results file. The leases are in the same folder.
+        unit_of: function that returns the unit of a row (a valid file name), or None for rows without a unit.
     """
 
     def __init__(self, results: Path, unit_of: Callable[[Row], str | None]) -> None:
@@ -68,10 +69,10 @@ class Leases:
         self._held: Path | None = None
         self._stored: set[str] = set()
         self.failed: dict[str, Row] = {}
-        """The units whose row is an error, as `stored` saw them last."""
+        """Error rows by unit, at the last call of `stored`."""
         self._place = START
         self.deaths = 0
-        """Holders of the held unit that were taken over from: what kills its worker would kill them all."""
+        """Number of earlier holders of the held unit that died. A unit that kills one worker would kill all."""
         self._untouched: dict[str, tuple[tuple[int, int], float]] = {}
         self._closed = threading.Event()
 
@@ -87,7 +88,7 @@ class Leases:
         self._release()
 
     def stored(self) -> set[str]:
-        """The units that have a row, and are not to be made again."""
+        """Return the units that have a row and are not to be repeated."""
         rows, self._place = rows_behind(self._results, self._place)
         for row in rows:
             unit = self._unit_of(row)
@@ -101,7 +102,7 @@ class Leases:
         return self._stored
 
     def again(self, wanted: Iterable[str]) -> None:
-        """Of these units, those that failed are made again, by whoever takes them; not what another one holds."""
+        """Mark the failed units among `wanted` for repetition by any worker, except units that a worker holds."""
         self.stored()
         for unit in self.failed.keys() & wanted:
             if self._made(self._lease(unit), 0):
@@ -113,9 +114,9 @@ class Leases:
                 self._release()
 
     def units(self, wanted: Iterable[str], done: Callable[[str], None]) -> Iterator[str]:
-        """Units to work on, until each that is wanted has a row; `done` is told of every one, whoever stored it.
+        """Yield units to work on until each wanted unit has a row. `done` is called for every unit of any worker.
 
-        Each one that is given is held, until its row is added.
+        The worker holds a yielded unit until its row is added.
         """
         every = left = list(wanted)
         while left:
@@ -129,11 +130,11 @@ class Leases:
             left = [unit for unit in left if unit not in stored]
             if taken is None and left:
                 time.sleep(_PAUSE)
-        for unit in every:  # of who died between storing a row and letting go
+        for unit in every:  # left by a worker that died after storing a row
             self._lease(unit).unlink(missing_ok=True)
 
     def take(self, unit: str) -> bool:
-        """Whether this worker holds the unit now: nobody has stored it, and nobody alive holds it."""
+        """Try to take a unit. Return False if the unit has a row, or if a living worker holds the unit."""
         if unit in self.stored():
             return False
         lease, deaths = self._lease(unit), 0
@@ -145,13 +146,13 @@ class Leases:
             if not self._made(lease, deaths):
                 return False
         self._held, self.deaths = lease, deaths
-        # Its last holder may have stored the row and died before it let go.
+        # The last holder may have died after storing the row and before the release.
         if unit in self.stored():
             self._release()
         return self._held is not None
 
     def add(self, row: Row) -> bool:
-        """Store the row of the held unit and let go; False, and nothing stored, where the unit was taken over."""
+        """Store the row of the held unit and release the unit. Return False, without storing, if it was taken over."""
         added = append_row(self._results, row, self._holds)
         self._release()
         return added
@@ -160,18 +161,18 @@ class Leases:
         return self._results.with_name(f".{self._results.name}-{unit}.lease")
 
     def plan(self, wanted: Iterable[str]) -> None:
-        """Leave word, beside the results, of all units that are wanted."""
+        """Write the list of all wanted units to a file in the folder of the results."""
         text = "\n".join(sorted(wanted))
         plan = self._results.with_name(f".{self._results.name}-{unit_named(text)[:16]}.plan")
         publish_readable(plan, text.encode())
 
     def planned(self) -> set[str]:
-        """All units of which anybody left word."""
+        """Return all units that any worker has listed."""
         plans = self._results.parent.glob(f".{self._results.name}-*.plan")
         return {unit for plan in plans for unit in plan.read_text(encoding="ascii").split()}
 
     def holders(self) -> list[tuple[Row, bool]]:
-        """What each lease says, and whether it is touched while this looks: somewhat longer than a beat."""
+        """Return the data of each lease, and whether it is touched during a wait slightly longer than one interval."""
         leases = list(self._results.parent.glob(f".{self._results.name}-*.lease"))
         before = {lease: _mark(lease) for lease in leases}
         if before:
@@ -179,7 +180,7 @@ class Leases:
         return [(holder_of(lease), _mark(lease) != mark) for lease, mark in before.items() if lease.exists()]
 
     def _made(self, lease: Path, deaths: int) -> bool:
-        """Whether the lease was nobody's; it then says who holds it, and since when by the holder's clock."""
+        """Try to create a lease with the holder and the holder's clock time. Return False if the lease exists."""
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         who = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "deaths": deaths}
         text = json.dumps({**who, "token": uuid4().hex})
@@ -192,7 +193,7 @@ class Leases:
         return True
 
     def _holds(self) -> bool:
-        held = self._held  # which the other thread may change meanwhile
+        held = self._held  # the second thread may change it meanwhile
         try:
             return held is not None and held.read_text(encoding="ascii") == self._text
         except FileNotFoundError:
@@ -200,11 +201,11 @@ class Leases:
 
     def _release(self) -> None:
         if self._held is not None and self._holds():
-            self._held.unlink(missing_ok=True)  # another worker removes all leases when every unit has a row
+            self._held.unlink(missing_ok=True)  # a different worker removes all leases when every unit has a row
         self._held = None
 
     def _abandoned(self, lease: Path) -> bool:
-        """Whether this worker has watched the lease for long enough, and nobody touched it."""
+        """Return True if this worker has watched the lease for long enough without a touch."""
         now, mark = time.monotonic(), _mark(lease)
         if mark is None:
             return False
@@ -215,9 +216,9 @@ class Leases:
         return now - since > _PATIENCE
 
     def _beat(self) -> None:
-        """Touch the held lease and never make one: the other thread may let go of it meanwhile."""
+        """Touch the held lease, but never create it, because the second thread may release the lease meanwhile."""
         while not self._closed.wait(_BEAT):
             held = self._held
-            with suppress(OSError):  # it is gone, or the shared folder is away for a moment
+            with suppress(OSError):  # the lease was removed, or the shared folder is temporarily unavailable
                 if held is not None and self._holds():
                     os.utime(held)

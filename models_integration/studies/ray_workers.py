@@ -1,4 +1,4 @@
-"""The same workers as actors of Ray: it says where they run, the leases in the shared folder who makes what."""
+"""Workers as actors of Ray. Ray places the workers, and leases in the shared folder distribute the units."""
 
 import os
 import sys
@@ -14,16 +14,16 @@ from models_integration.studies.status import begun, status
 __all__ = ["run_actors"]
 
 _LOOK = 5.0
-"""Seconds between two lines of progress."""
+"""Number of seconds between two lines of progress."""
 _RESTARTS = 5
-"""How often an actor that was killed begins again."""
+"""Number of restarts of a killed actor."""
 
 
 class _Worker:
-    """One process of the command, with a model of its own, on one GPU where the model is on one."""
+    """One process of the command with a separate model, on one GPU if the model uses a GPU."""
 
     def work(self, arguments: Sequence[str], folder: str, log: str) -> int:
-        """Run the command, started in a folder; its exit code. A second run goes on where a first was killed."""
+        """Run the command in a folder and return the exit code. A second run continues the work of a killed run."""
         os.chdir(folder)
         sys.path.insert(0, folder)
         sys.argv = ["kvspec", *arguments]
@@ -36,9 +36,9 @@ class _Worker:
 
 
 def run_actors(arguments: Sequence[str], workers: int, address: str, out: Path, device: str) -> None:
-    """Run a command's workers on a cluster, or on this machine where there is no address, until each has ended.
+    """Run the workers of a command on a cluster (without an address: on this machine) until all workers have ended.
 
-    The folder must be shared by all machines, under the same name. Only the first makes again what has failed.
+    All machines must share the folder under the same path. Only the first worker repeats failed units.
     """
     out.mkdir(parents=True, exist_ok=True)
     where = {"address": address} if address else {"address": "local", "num_cpus": workers}
@@ -52,7 +52,7 @@ def run_actors(arguments: Sequence[str], workers: int, address: str, out: Path, 
         under_way[actor.work.remote(own, os.getcwd(), log)] = log
     while under_way:
         done, _ = ray.wait(list(under_way), timeout=_LOOK)
-        if begun(out):  # else each actor still loads its model
+        if begun(out):  # otherwise every actor still loads the model
             print(*status(out, watch=False), sep="\n", flush=True)
         for each in done:
             log = under_way.pop(each)

@@ -1,4 +1,4 @@
-"""What studies show of themselves: how far they are, titles, and tables of a terminal."""
+"""Terminal output of studies: progress, titles and tables."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,14 +15,14 @@ __all__ = ["TITLES", "fits", "progress_bar", "table_of", "title_of"]
 TITLES = {"needle": "Needle", "delayed_association": "Delayed association"}
 
 _LINE_EVERY = 5.0
-"""Seconds between two lines."""
+"""Number of seconds between two lines."""
 
 
 @contextmanager
 def progress_bar(console: Console, total: int, every: float = _LINE_EVERY) -> Iterator[Callable[[str], None]]:
-    """Progress of `total` parts; call what it gives once for each part, with what was done.
+    """Context manager that shows the progress of `total` parts. Call its value once per part, with the part's title.
 
-    A bar in a terminal, elsewhere a line every few seconds.
+    In a terminal, a bar is shown, otherwise a line every few seconds.
     """
     if not console.is_terminal:
         yield _Lines(console, total, every)
@@ -34,7 +34,7 @@ def progress_bar(console: Console, total: int, every: float = _LINE_EVERY) -> It
 
 
 class _Lines:
-    """One line at the first part, at the last, and every few seconds between them."""
+    """Progress as lines: at the first part, at the last part, and every few seconds."""
 
     def __init__(self, console: Console, total: int, every: float) -> None:
         self._console, self._total, self._every = console, total, every
@@ -47,21 +47,21 @@ class _Lines:
         if self._done in (1, self._total) or spent - self._said >= self._every:
             self._said = spent
             line = f"{self._done}/{self._total}  {what}"
-            if self._done > 1:  # the first part holds what is loaded and compiled once
+            if self._done > 1:  # the first part includes loading and compilation
                 each = (spent - self._first) / (self._done - 1)
                 line += f"  {timedelta(seconds=round(each * (self._total - self._done)))} to go"
             self._console.print(line, highlight=False, soft_wrap=True)
 
 
 def title_of(task: str) -> str:
-    """A task's name for people; a user's own as it was given."""
+    """Return the title of a task. The title of a user's task is the given name."""
     return TITLES.get(task, task.replace("_", " ").capitalize() if task.isidentifier() else task)
 
 
 def table_of(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]], texts: int = 1) -> Table:
-    """A table of a terminal: the first columns, so many texts, may wrap; of the figures behind them none is cut.
+    """Return a terminal table. The first `texts` columns (texts) may wrap, and all later columns (numbers) are not cut.
 
-    Headings stand word under word.
+    Each word of a heading is on a separate line.
     """
     lines = list(lines)
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), title_justify="left", pad_edge=False)
@@ -72,12 +72,12 @@ def table_of(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]
             widest = max((len(line[at]) for line in lines), default=0)
             table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True, min_width=widest)
     for line in lines:
-        # A bracket would be read as a style.
+        # rich would parse a bracket as a style.
         table.add_row(*(cell.replace("[", "\\[") for cell in line))
     return table
 
 
 def fits(table: Table, width: int) -> bool:
-    """Whether a terminal of that many columns shows every figure of it."""
+    """Return True if a terminal with `width` columns shows all numbers of the table."""
     console = Console(width=10_000)
     return console.measure(table).minimum <= width

@@ -1,4 +1,4 @@
-"""Results on disk: one JSON object a line, added by any number of processes, so that a run can be taken up again."""
+"""Results on disk: one JSON object per line. Several processes can append, and a run can be continued later."""
 
 import json
 import logging
@@ -15,15 +15,15 @@ __all__ = [
 ]
 
 STUDY = "study.jsonl"
-"""Where every command stores what it measured: a row a sample, with all its cells."""
+"""Name of the file in which every command stores its results: one row per sample, with all cells."""
 
 Row = dict[str, Any]
 ERROR, AGAIN = "error", "again"
-"""What a row has in place of results: why they could not be made, or that another attempt is wanted."""
+"""Keys of a row without results: the error, or the request for a new attempt."""
 
 
 class Place(NamedTuple):
-    """How far a results file was read: whole lines."""
+    """Place in a results file up to which whole lines were read."""
 
     bytes: int
     lines: int
@@ -33,18 +33,18 @@ START = Place(0, 0)
 
 
 def load_rows(path: Path) -> list[Row]:
-    """The results in a file, oldest first; none if there is no file.
+    """Return the results in a file, oldest first, or [] if the file does not exist.
 
-    A last line that a killed process has cut is left out: `append_row` sets it aside.
+    An incomplete last line of a killed process is left out. `append_row` moves such a line to a second file.
 
     Raises:
-        SpecError: when any other line is no JSON object.
+        SpecError: if a different line is not a JSON object.
     """
     return [row for row in rows_behind(path, START)[0] if not {ERROR, AGAIN} & row.keys()]
 
 
 def rows_behind(path: Path, place: Place) -> tuple[list[Row], Place]:
-    """All rows that were added since, errors too, and the place behind those that are whole lines."""
+    """Return all rows after `place`, including errors, and the place after the last whole line."""
     if not path.exists():
         return [], place
     with path.open("rb") as file:
@@ -57,12 +57,12 @@ def rows_behind(path: Path, place: Place) -> tuple[list[Row], Place]:
 
 
 def append_row(path: Path, row: Row, allowed: Callable[[], bool] = lambda: True) -> bool:
-    """Add one row, on the disk when this returns. Processes may share the file: each waits until it is alone in it.
+    """Append one row durably. Several processes can share the file, because each process waits for a lock.
 
-    Whether it is `allowed` is asked then; where it is not, nothing is written. Returns whether the row was added.
+    After the lock is taken, `allowed` is called. If it returns False, nothing is written and the result is False.
 
-    A cut last line is first moved to a file beside this one, `.cut` behind its name, and a warning says so. Where there
-    are no POSIX locks (Windows), one process at a time may write.
+    An incomplete last line is first moved to a second file with the ending `.cut`, with a warning. Without POSIX locks
+    (Windows), only one process at a time may write.
 
     Raises:
         OSError: from the file system.
@@ -80,7 +80,7 @@ def append_row(path: Path, row: Row, allowed: Callable[[], bool] = lambda: True)
 
 
 def find_row(rows: Sequence[Row], identity: Mapping[str, object]) -> Row | None:
-    """The row that answers exactly this question, if it is there."""
+    """Return the row with exactly these values, or None."""
     for row in rows:
         if all(row.get(key) == value for key, value in identity.items()):
             return row
@@ -88,7 +88,7 @@ def find_row(rows: Sequence[Row], identity: Mapping[str, object]) -> Row | None:
 
 
 def _lock(file: BinaryIO, alone: bool) -> None:
-    """Wait for other processes' rows; held until the file is closed."""
+    """Wait for the lock of the file, and hold the lock until the file is closed."""
     if sys.platform != "win32":
         import fcntl
 
@@ -96,7 +96,7 @@ def _lock(file: BinaryIO, alone: bool) -> None:
 
 
 def _end_last_line(file: BinaryIO, path: Path) -> None:
-    """Leave whole lines: a row that only lacks its end gets one, any other rest goes to the file beside."""
+    """Repair the last line: a complete row gets a newline, and any different rest is moved to the second file."""
     rest = _last_line(file)
     if _is_row(rest):
         file.write(b"\n")
@@ -111,7 +111,7 @@ def _end_last_line(file: BinaryIO, path: Path) -> None:
 
 
 def _last_line(file: BinaryIO, step: int = 1 << 16) -> bytes:
-    """What stands behind the last newline."""
+    """Return the bytes after the last newline."""
     start, rest = file.seek(0, os.SEEK_END), b""
     while start and b"\n" not in rest:
         size = min(step, start)
@@ -121,7 +121,7 @@ def _last_line(file: BinaryIO, step: int = 1 << 16) -> bytes:
 
 
 def _is_row(line: bytes) -> bool:
-    """Whether a line without an end is a whole row: no shorter part of a JSON object is one."""
+    """Return True if a line without a newline is a complete row. No proper prefix of a JSON object is valid JSON."""
     try:
         return isinstance(json.loads(line), dict)
     except ValueError:

@@ -1,4 +1,4 @@
-"""How far the runs in a folder are: what is done, what failed, who is at work, and how long it may take."""
+"""Status of the runs in a folder: finished samples, failures, running workers, and remaining time."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,14 +13,14 @@ __all__ = ["begun", "failed_samples", "first_failure", "status"]
 
 
 def failed_samples(path: Path) -> list[Row]:
-    """The rows of a file's samples whose last attempt failed."""
+    """Return the rows of the samples whose last attempt failed."""
     leases = Leases(path, study_unit)
     leases.stored()
     return list(leases.failed.values())
 
 
 def first_failure(path: Path) -> str:
-    """How many samples of a file failed, with the first one's error; "" where none did."""
+    """Return the number of failed samples and the first error as text, or "" if no sample failed."""
     failed = failed_samples(path)
     if not failed:
         return ""
@@ -28,15 +28,15 @@ def first_failure(path: Path) -> str:
 
 
 def begun(folder: Path) -> bool:
-    """Whether a run has left a file in the folder."""
+    """Return True if the folder has a file of a run."""
     return (folder / STUDY).exists() or any(folder.glob(f".{STUDY}-*"))
 
 
 def status(folder: Path, watch: bool = True) -> Iterator[str]:
-    """A line: samples done, of those that are planned, and how many failed.
+    """Yield lines about each run: numbers of finished, planned and failed samples.
 
-    Who watches for some seconds is also told each error, who is at work, and about how long what is left will take
-    them. A worker whose lease nobody touches meanwhile is dead: clocks are not compared.
+    With `watch`, the function waits some seconds and also yields each error, the running workers, and an estimate of
+    the remaining time. A worker whose lease is not touched during the wait counts as dead.
 
     Raises:
         SpecError: if no run has a file in the folder.
