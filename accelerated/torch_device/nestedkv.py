@@ -81,8 +81,11 @@ def anomalies(k: Tensor, p: NestedKVParameters) -> Tensor:
     b = min(max(n // p.blocks, p.b_min), p.b_max)
     at = torch.arange(n, device=k.device)
     blocks = pad(unit, (0, 0, 0, -n % b)).view(-1, b, k.shape[1])
-    stable, episodic, current = unit.sum(dim=0), blocks.sum(dim=1, keepdim=True), torch.cumsum(unit, dim=0)
-    current[p.W :] -= current[: -p.W].clone()
+    stable, episodic = unit.sum(dim=0), blocks.sum(dim=1, keepdim=True)
+    # A GPU scans contiguous numbers in parallel; along the rows it would take them one after the other.
+    current = torch.cumsum(unit.mT.contiguous(), dim=1)
+    current[:, p.W :] -= current[:, : -p.W].clone()
+    current = current.mT
     return -torch.stack([
         cosine(torch.matmul(unit, stable), stable, n),
         cosine(torch.matmul(blocks, episodic.mT)[:, :, 0], episodic, (n - at[::b, None]).clamp(max=b)).flatten()[:n],

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -41,9 +42,9 @@ class LayerMasks:
         """Return the placeholder for some queries, indexed like a mask tensor (rows, heads, queries, slots)."""
         return replace(self, queries=index[2])
 
-    @property
+    @cached_property
     def plain(self) -> bool:
-        """True if each query attends to all tokens stored before the query."""
+        """True if each query attends to all tokens stored before the query. Computed once per forward pass."""
         return self.pattern is _CAUSAL and (self.padding is None or bool(self.padding.all()))
 
     def of(self, rows: StoredRows, slots: int, seen: int, row: int | None = None) -> Tensor | None:

@@ -1,21 +1,30 @@
 """Attention over layers whose heads store different tokens.
 
-Attention runs once for each head, over views of the storage. If all heads of the batch store equally many tokens,
-attention runs once for all heads.
+If all heads of the batch store equally many tokens, attention runs once for all heads. A decode step on CUDA is one
+call for all heads too, of variable-length attention. Otherwise attention runs once for each head, over views of the
+storage.
 """
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 
 from models_integration.attention.masks import AttentionFunction, LayerMasks
-from models_integration.cache.ragged_layer import RaggedLayer, rectangle
+from models_integration.cache.ragged_layer import HeadLayout, RaggedLayer, rectangle
 from spec.errors import SpecError
 
-__all__ = ["ragged_attention"]
+__all__ = ["RUN", "attended_in_runs", "ragged_attention", "variable_length"]
+
+RUN = 1_024
+"""Number of keys of a head that the variable-length kernel reads as one sequence."""
+VariableLength: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
+"""Function of queries, keys, values, ends of queries and keys, largest numbers and scale: output, log-sum-exp."""
 
 
 def ragged_attention(
@@ -41,6 +50,11 @@ def ragged_attention(
     if as_one is not None:
         mask = masks.of(layer.head_rows(0), layer.layout.lengths[0], layer.padded_seen)
         return _attended(stock, module, query, *as_one, mask, options)
+    if _by_variable_length(stock, query, layer, masks, options):
+        assert layer.keys is not None
+        assert layer.values is not None
+        scale = options.get("scaling")
+        return attended_in_runs(variable_length(), query, layer.keys, layer.values, layer.layout, scale)
     G, outputs = query.shape[1] // layer.heads, []
     for segment, (keys, values) in enumerate(layer.segments()):
         row, head = divmod(segment, layer.heads)
@@ -79,12 +93,96 @@ def _attended(
 ) -> Tensor:
     """Run the model's attention, (rows, q, H, d). A single query of a group of heads becomes several rows of one head.
 
-    Otherwise SDPA would repeat the keys for each head of the group, which takes twice the time on a CPU.
+    Otherwise SDPA would repeat the keys for each head of the group, which takes twice the time on a CPU. FlashAttention
+    repeats nothing.
     """
     rows, H, q, d = query.shape
     grouped = q == 1 and mask is None and keys.shape[1] < H and use_gqa_in_sdpa(None, keys, values)
+    grouped &= not _flash(query)
     if stock is not sdpa_attention_forward or not grouped:
         return stock(module, query, keys, values, mask, **options)[0]
     packed = query.reshape(rows, keys.shape[1], -1, d)
     output = stock(module, packed, keys, values, None, **{**options, "is_causal": False})[0]
     return output.transpose(1, 2).reshape(rows, 1, H, -1)
+
+
+def _flash(query: Tensor) -> bool:
+    """Return True if FlashAttention supports these queries (..., d)."""
+    half, d = query.dtype in (torch.float16, torch.bfloat16), query.shape[-1]
+    return query.is_cuda and torch.version.hip is None and half and d % 8 == 0 and d <= 256
+
+
+def _by_variable_length(
+    stock: AttentionFunction, query: Tensor, layer: RaggedLayer, masks: LayerMasks, options: Mapping[str, Any],
+) -> bool:
+    """Return True if each query attends to all keys of its head, and the variable-length kernel supports the call."""
+    return (
+        stock is sdpa_attention_forward and query.shape[2] == 1 and _flash(query)
+        and layer.keys is not None and layer.keys.dtype == query.dtype
+        and masks.plain and masks.queries is None and not torch.is_grad_enabled() and not options.get("dropout")
+        and all(options.get(name) is None for name in ("softcap", "position_bias", "s_aux"))
+        and find_spec("torch.nn.attention.varlen") is not None
+    )
+
+
+@cache
+def variable_length() -> VariableLength:
+    """Return PyTorch's variable-length attention, which also gives the log-sum-exp of each query."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    def attend(*tensors_and_sizes: Any, scale: float | None) -> tuple[Tensor, Tensor]:
+        output, lse = varlen_attn(*tensors_and_sizes, return_aux=AuxRequest(lse=True), scale=scale)
+        return output, lse
+
+    return attend
+
+
+def attended_in_runs(
+    attend: VariableLength, query: Tensor, keys: Tensor, values: Tensor, layout: HeadLayout, scale: float | None,
+) -> Tensor:
+    """Return the attention output (rows, 1, H, d) of one query per head over ragged keys, from one call of the kernel.
+
+    The kernel reads the keys of a head in parallel runs of RUN keys, because one long sequence would leave most of the
+    device idle. The outputs of the runs are averaged. Their weights are the sums of their exponentials.
+
+    Args:
+        attend: kernel of variable-length attention.
+        query: queries (rows, H, 1, d).
+        keys: keys of all heads of all rows, (slots, d).
+        values: values of all heads of all rows, (slots, d).
+        layout: slots of each head.
+        scale: factor of the logits. None means 1 / sqrt(d).
+    """
+    rows, H, _, d = query.shape
+    asked = query.reshape(len(layout.kept), -1, d)
+    G = asked.shape[1]
+    parts = [torch.from_numpy(part) for part in _runs(layout, G)]
+    on_device = torch.cat([part.flatten() for part in parts]).to(query.device, non_blocking=True)
+    heads, query_ends, key_ends, place, is_run = torch.split(on_device, [part.numel() for part in parts])
+    tensors = asked.index_select(0, heads).view(-1, 1, d), keys[:, None], values[:, None]
+    output, lse = attend(*tensors, query_ends, key_ends, G, max(RUN, layout.spare), scale=scale)
+    shape = parts[3].shape
+    weights = lse.float().reshape(-1, G).index_select(0, place).view(*shape, G)
+    weights = torch.softmax(weights.masked_fill(is_run.view(*shape, 1) == 0, -torch.inf), dim=1)
+    output = output.view(-1, G, d).index_select(0, place).view(*shape, G, d)
+    return (weights[..., None] * output).sum(dim=1).to(query.dtype).view(rows, 1, H, d)
+
+
+def _runs(layout: HeadLayout, G: int) -> tuple[np.ndarray[Any, Any], ...]:
+    """Return five int32 arrays that describe the runs of all heads.
+
+    Each head has as many sequences as the longest head has runs, and one more sequence for its spare slots. A sequence
+    that is not a run has no query. The arrays are the head of each run, the end of the G queries of each sequence, the
+    end of the keys of each sequence, the index of each run (heads, runs), and 1 if a run exists (heads, runs).
+    """
+    lengths, starts = np.array(layout.lengths), np.array(layout.starts)
+    first = RUN * np.arange(-(-lengths.max() // RUN))
+    is_run = first < lengths[:, None]
+    ends = np.minimum(first + RUN, lengths[:, None])
+    key_ends = starts[:, None] + np.concatenate([ends, lengths[:, None] + layout.spare], axis=1)
+    queries = np.pad(is_run, ((0, 0), (0, 1))) * G
+    found = (
+        np.nonzero(is_run)[0], np.append(0, queries.cumsum()), np.append(0, key_ends),
+        (is_run.cumsum() - 1).reshape(is_run.shape), is_run,
+    )
+    return tuple(part.astype(np.int32) for part in found)

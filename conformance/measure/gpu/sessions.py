@@ -104,16 +104,19 @@ def _host_reads() -> Iterator[list[str]]:
 
 def families(report: Report, scale: Scale) -> None:
     """CrystalCache on models of about a billion parameters whose cache is not that of a Llama, at the headline."""
-    rows = []
-    for name, config in _configs(scale).items():
-        torch.manual_seed(0)
-        with default_device():
-            make: Any = AutoModelForCausalLM.from_config
-            subject = Subject(make(config, dtype=getattr(torch, scale.dtype)), name, frozenset(range(0, 60, 18)), None)
-        rows.append((name, *_costs(scale, subject)))
     columns = ("model", "prefill, ms", "CrystalCache adds, %", "of the cache freed, %", "tokens a second", "full cache")
     title = f"Other caches, {scale.headline} tokens, CrystalCache at {BUDGET}"
-    report.tables.append(Table(title, columns, tuple(rows)))
+    rows = []
+    try:
+        for name, config in _configs(scale).items():
+            torch.manual_seed(0)
+            with default_device():
+                make: Any = AutoModelForCausalLM.from_config
+                model = make(config, dtype=getattr(torch, scale.dtype))
+            subject = Subject(model, name, frozenset(range(0, 60, 18)), None)
+            rows.append((name, *_costs(scale, subject)))
+    finally:
+        report.tables.append(Table(title, columns, tuple(rows)))
 
 
 def _costs(scale: Scale, subject: Subject) -> Iterator[str]:
