@@ -1,4 +1,4 @@
-"""The model that a study is about: a shipped one, or any transformers causal model."""
+"""Model of a study: a model that comes with kvspec, or any causal language model of transformers."""
 
 import logging
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ ATTENTION = (AUTO, "sdpa", "eager")
 
 @dataclass(frozen=True)
 class Subject:
-    """A model under test."""
+    """Model under test."""
 
     label: str
     model: PreTrainedModel
@@ -52,40 +52,40 @@ class Subject:
     backend: str
     stop_ids: frozenset[int]
     calibration: Calibration | None = None
-    """TriAttention's statistics of this model."""
+    """Calibration of this model, or None."""
 
     @cached_property
     def identity(self) -> ModelIdentity:
-        """Made when a row or a file first needs it: it reads all parameters."""
+        """Identity of the model. It is computed at the first use, because all parameters must be read."""
         return identify(self.model)
 
     @property
     def name(self) -> str:
-        """What rows of results call it."""
+        """Name of the model in rows of results."""
         return self.identity.named(self.label)
 
     def check_positions(self, argument: str, tokens: int, behind: int = 0) -> None:
-        """The model has positions for a text of so many tokens, and `behind` more of a question and its answer.
+        """Check that the model has positions for `tokens` tokens of text and `behind` tokens of question and answer.
 
         Raises:
-            SpecError: otherwise.
+            SpecError: if the model has too few positions.
         """
         check_positions(self.model.config, argument, tokens, behind)
 
     def check_sample(self, argument: str, sample: Sample) -> None:
-        """The model has positions for a sample's context, question and answer.
+        """Check that the model has positions for a sample's context, question and answer.
 
         Raises:
-            SpecError: otherwise, about the context.
+            SpecError: if the model has too few positions. The message contains the length of the context.
         """
         answer = max(sample.max_new_tokens, len(sample.answer_ids))
         self.check_positions(argument, len(sample.context_ids), len(sample.question_ids) + answer)
 
     def policy(self, text: str, budget: int | str | Budget) -> RetentionPolicy:
-        """A policy as text, with those of this model's sentence ends, backend, template and calibration that it takes.
+        """Make a policy from text, with this model's sentence ends, backend, template and calibration if needed.
 
         Raises:
-            SpecError: for an unknown name, constant or budget, or a calibration that is needed and not there.
+            SpecError: if the name, a constant or the budget is unknown, or if a needed calibration is missing.
         """
         name, constants = spelled(text)
         known = constants_of(name)
@@ -99,10 +99,10 @@ class Subject:
 
 
 def policy_in_rows(text: str, calibration: Calibration | None = None) -> str:
-    """What rows of results call a policy: with the digest of the statistics that it goes by, or of its module's file.
+    """Return a policy's name in rows of results, with the digest of the calibration or of the policy's module file.
 
     Raises:
-        SpecError: as `spelled`.
+        SpecError: as in `spelled`.
     """
     name, _ = spelled(text)
     if name not in NAMES:
@@ -112,21 +112,21 @@ def policy_in_rows(text: str, calibration: Calibration | None = None) -> str:
 
 
 def versioned(name: str, digest: str) -> str:
-    """A name of what may change behind it."""
+    """Return a name with a digest, for an object that can change under the same name."""
     return f"{name}@{digest}"
 
 
 @dataclass(frozen=True)
 class Loading:
-    """Which model, and how it is loaded.
+    """Model to load, and options of loading.
 
     Attributes:
-        model: "pocket", "chat", a model that `kvspec models fetch` has fetched, or a causal language model by folder,
-            GGUF file or hub name.
-        backend: whose code decides.
-        device: where PyTorch puts the model.
-        dtype: of its parameters; "auto" as they are stored.
-        attn: how transformers computes attention; "auto" as the model prefers. Another one is part of the label.
+        model: "pocket", "chat", the name of a model downloaded by `kvspec models fetch`, or a causal language model by
+            folder, GGUF file or hub name.
+        backend: name of the backend for the policies.
+        device: PyTorch device of the model.
+        dtype: dtype of the parameters. "auto" means the stored dtype.
+        attn: attention implementation of transformers. "auto" is the model's default. Others are part of the label.
     """
 
     model: str = "pocket"
@@ -136,7 +136,7 @@ class Loading:
     attn: str = AUTO
 
     def _check(self) -> None:
-        """Refuse what can be refused before the model is read."""
+        """Check the options before the model is loaded."""
         check_choices("dtype", (self.dtype,), DTYPES)
         check_choices("attn", (self.attn,), ATTENTION)
         try:
@@ -147,22 +147,22 @@ class Loading:
         CrystalCache(sentence_ends={0}, backend=self.backend)
 
     def subject(self) -> Subject:
-        """The model, with its tokenizer and what a comparison must know of both.
+        """Load the model and the tokenizer.
 
         Raises:
-            SpecError: for an unknown dtype or attention, a device that is not here, or a model that cannot be loaded
-                or is not fetched.
-            BackendUnavailable: when the backend cannot run here.
-            ModuleNotFoundError: for a GGUF file, where what reads it is not installed.
+            SpecError: if dtype or attention is unknown, if the device does not exist, or if the model cannot be loaded
+                or is not downloaded.
+            BackendUnavailable: if the backend cannot run on this machine.
+            ModuleNotFoundError: if a package for GGUF files is missing.
         """
         self._check()
-        disable_progress_bar()  # type: ignore[no-untyped-call]  # it says nothing of ours, and would tear our own
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # it would break kvspec's progress bar
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each retry without network is a warning
         try:
             loaded, tokenizer = _loaded(self.model, self.dtype, self.attn)
         except (SpecError, ModuleNotFoundError):
             raise
-        except Exception as error:  # of transformers, the hub, files and tokenizers: all that can be wrong with a model
+        except Exception as error:  # transformers, the hub, files and tokenizers can raise anything
             first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             names = ", ".join(map(repr, (*SHIPPED, *WEIGHTS)))
             way_out = f"give {names}, a folder with a causal language model, a GGUF file, or its name on the hub"

@@ -1,4 +1,4 @@
-"""More processes of the same command: they share its files of results, and each takes what nobody else holds."""
+"""Additional processes of the same command. The processes share the results files, and take units by leases."""
 
 import os
 import subprocess
@@ -20,15 +20,15 @@ ENGINES = ("processes", "ray")
 
 @dataclass(frozen=True)
 class Launch:
-    """How a command's work is shared out.
+    """Distribution of a command's work.
 
     Attributes:
-        workers: processes, this one among them; or actors.
-        engine: one of ENGINES.
-        address: of a Ray cluster that runs; "" starts one on this machine.
+        workers: number of processes including this process, or number of actors.
+        engine: name from ENGINES.
+        address: address of a running Ray cluster. "" starts a cluster on this machine.
 
     Raises:
-        SpecError: for no worker, an unknown engine, or an address without Ray.
+        SpecError: if there is no worker, if the engine is unknown, or if an address is given without Ray.
     """
 
     workers: int = 1
@@ -44,9 +44,9 @@ class Launch:
 
     @contextmanager
     def started(self, out: Path, device: str) -> Iterator[None]:
-        """Other processes of this command work while the block runs; actors of Ray are done when it begins.
+        """Context manager that runs additional processes of this command. Ray's actors finish before the block begins.
 
-        What they print goes to worker-K.log in the folder. What a dead one held, another takes over; it is named.
+        The output of worker K goes to worker-K.log in the folder. Units of a dead worker are taken over and reported.
         """
         if self.engine == "ray":
             from models_integration.studies.ray_workers import run_actors
@@ -58,7 +58,7 @@ class Launch:
 
     @contextmanager
     def _beside(self, out: Path) -> Iterator[None]:
-        """The cores are shared out, unless OMP_NUM_THREADS says otherwise."""
+        """Start the processes with an equal share of the cores each, unless OMP_NUM_THREADS is set."""
         threads = str(max(1, (os.cpu_count() or 1) // self.workers))
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(int(threads))

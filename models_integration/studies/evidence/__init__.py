@@ -1,1 +1,1 @@
-"""What eviction costs: every policy and budget on the same observed prompts, by evidence, likelihood and answers."""
+"""Measurement of policies and budgets on the same observed prompts: kept evidence, likelihood and answers."""

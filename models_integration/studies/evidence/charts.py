@@ -1,4 +1,4 @@
-"""Pictures of a run: policies over the prompt tokens that they keep, paired differences, depths, a constant varied."""
+"""Charts of a run: results over kept prompt tokens, paired differences, depths, and sweeps of a constant."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,9 +21,9 @@ __all__ = ["curves_of", "depths", "differences", "sweeps", "swept"]
 
 FULL_CELL = FULL, "1.0"
 _FEWEST = 5
-"""Values from which on a constant has pictures of its own."""
+"""Number of values from which a constant has a separate chart."""
 _BINS = ("0-¼", "¼-½", "½-¾", "¾-1")
-"""Of depths, where the evidence stands in the context."""
+"""Number of bins for the depth of the evidence in the context."""
 _MEASURES = {
     "Accuracy": (Samples.accuracy, f"Right answers, where the full cache reaches {FLOOR}"),
     "Recovery": (
@@ -35,7 +35,7 @@ _MEASURES = {
 
 
 def curves_of(placements: Mapping[str, Samples]) -> str:
-    """A picture for each measure, task and placement: a curve for each policy, over the prompt tokens that it keeps."""
+    """Return a chart for each measure, task and placement, with one curve per policy over the kept prompt tokens."""
     every = [name for some in placements.values() for name in policies_of(some)]
     alone = {name for values in swept(every).values() for name in values.values()}
     names = [name for name in dict.fromkeys(every) if name not in alone]
@@ -57,7 +57,7 @@ def curves_of(placements: Mapping[str, Samples]) -> str:
 
 
 def swept(policies: Iterable[str]) -> dict[tuple[str, str], dict[float, str]]:
-    """Policies that differ in one number alone, by name and constant; by its value."""
+    """Return the policies that differ only in one numeric constant, by name and constant, then by value."""
     found: dict[tuple[str, str], dict[float, str]] = {}
     for policy in policies:
         name, constants = _spelled(policy)
@@ -67,7 +67,7 @@ def swept(policies: Iterable[str]) -> dict[tuple[str, str], dict[float, str]]:
 
 
 def _spelled(policy: str) -> tuple[str, dict[str, Any]]:
-    """Without constants where a policy is a control, or somebody's own that is not here."""
+    """Parse a policy's text. A control, or a user's policy that cannot be loaded, has no constants."""
     try:
         return (policy, {}) if policy in EVERY_CONTROL else spelled(policy.removesuffix(AT_PROMPT))
     except SpecError:
@@ -75,7 +75,7 @@ def _spelled(policy: str) -> tuple[str, dict[str, Any]]:
 
 
 def sweeps(samples: Samples) -> str:
-    """A picture for each measure, task and constant that is varied alone: a curve for each budget over its values."""
+    """Return a chart for each measure, task and swept constant, with one curve per budget over the values."""
     groups, budgets = [], budgets_of(samples)
     for (name, constant), values in swept(policies_of(samples)).items():
         if name == "crystalcache" and name in policies_of(samples):
@@ -93,8 +93,8 @@ def sweeps(samples: Samples) -> str:
 
 
 def differences(samples: Samples) -> str:
-    """Each policy over the random control of its granularity that keeps as many prompt tokens, all worthy tasks
-    together; over `random` where that control was not run."""
+    """Return each policy's gain over the random control of equal granularity with equally many kept prompt tokens.
+    All worthy tasks count together. If this control was not run, the control is `random`."""
     some, found = samples.worthy(), []
     off = off_budget(some)
     for budget in budgets_of(some):
@@ -113,7 +113,7 @@ def differences(samples: Samples) -> str:
 
 
 def right_answers(samples: Samples) -> Html:
-    """Of tasks without likelihoods, each cell's right answers over the full cache's or the first policy's: McNemar."""
+    """Compare right answers in tasks without likelihoods with the full cache or the first policy (McNemar's test)."""
     found = []
     for title, some in by_task(samples).items():
         cells = [cell for cell in some.cells if cell[0] != BLIND and not some.worth().known]
@@ -138,7 +138,7 @@ def right_answers(samples: Samples) -> Html:
 
 
 def depths(samples: Samples) -> str:
-    """Evidence kept by every policy, for each length and depth; a map for each budget."""
+    """Return a heat map for each budget: evidence kept by each policy, by length and depth."""
     some = Samples([row for row in samples.with_evidence().rows if "depth" in row["metadata"]])
     if not some.rows:
         return ""

@@ -1,7 +1,7 @@
-"""What the rows of a study say: accuracy, recovery, evidence survival, and its claims.
+"""Evaluation of the rows of a study: accuracy, recovery, kept evidence, and claims.
 
-Recovery is (ll - ll_blind) / (ll_full - ll_blind), a ratio of means over samples; where tasks are put together, each
-counts in units of its own mean gap between full cache and blind.
+Recovery is (ll - ll_blind) / (ll_full - ll_blind), where numerator and denominator are means over samples. If several
+tasks are combined, each task is first divided by its mean difference between full cache and blind.
 """
 
 import math
@@ -42,22 +42,22 @@ from spec.retention import Granularity
 __all__ = ["ENDS", "FLOOR", "GATE", "Samples", "Verdict", "gate", "verdicts"]
 
 FLOOR = 0.7
-"""Accuracy that the full cache must reach, for a task at a length and placement to count in accuracies."""
+"""Smallest accuracy of the full cache with which a task at a length and placement is included in accuracies."""
 GATE: tuple[tuple[str, str, float], ...] = ((FULL, ">=", FLOOR), (BLIND, "<=", 0.05), (EVIDENCE, ">=", 0.9))
-"""The shares of right dev answers without which a task carries no claim."""
+"""Required fractions of right dev answers of the controls. Otherwise a task supports no claim."""
 _POWER, _DEV_CONTEXTS = 0.8, 30
 _EXACT_CONTEXTS = 16
-"""Contexts up to which all signs of their differences are tried."""
+"""Largest number of contexts for the exact sign-flip test."""
 _STRATUM = 5
-"""Contexts of a depth below which depths are resampled together: one context alone would not scatter."""
+"""Smallest number of contexts per depth for resampling by depth. A single context would have no variance."""
 _LEAST = 2 / RESAMPLES
-"""The smallest p that the resamples can give."""
+"""Smallest p value that the bootstrap can give."""
 ENDS = (FULL, "1.0"), (BLIND, "0")
-"""The cells between which recovery counts."""
+"""Cells that define recovery 1 and recovery 0."""
 
 
 class Samples:
-    """Rows of one part of a study, cell by cell as vectors over samples; controls with a bound are not among them."""
+    """Rows of one part of a study, with each cell as vectors over samples. Controls with a bound are excluded."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
@@ -73,27 +73,27 @@ class Samples:
 
     @property
     def cells(self) -> list[tuple[str, str]]:
-        """Policies and budgets that some sample has, in the order in which they were measured."""
+        """Policies and budgets that at least one sample has, in the order of measurement."""
         return list(dict.fromkeys(cell for cells in self._cells for cell in cells))
 
     @property
     def contexts(self) -> int:
-        """How many different ones."""
+        """Number of different contexts."""
         return int(self.clusters.max()) + 1 if self.rows else 0
 
     def where(self, **wanted: Sequence[object]) -> "Samples":
-        """The samples of these tasks, placements, ..."""
+        """Return the samples of these tasks, placements, ..."""
         return Samples([row for row in self.rows if all(row[name] in some for name, some in wanted.items())])
 
     def having(self, *cells: tuple[str, str]) -> "Samples":
-        """The samples that have all of these cells; a run may have been cut short, or added policies later."""
+        """Return the samples with all of these cells. An interrupted run, or policies added later, can leave gaps."""
         if all(cell in own for cell in cells for own in self._cells):
             return self
         return Samples([row for row, own in zip(self.rows, self._cells, strict=True) if set(cells) <= own.keys()])
 
     def able(self) -> "Samples":
-        """The samples that count in accuracies: of tasks, lengths and placements that the full cache can do, or all
-        that are judged where it was not asked."""
+        """Return the samples that count in accuracies: tasks, lengths and placements with a high accuracy of the full
+        cache, or all scored samples if the full cache was not run."""
         floor = FLOOR if ENDS[0] in self.cells else 0.0
         groups: dict[tuple[object, ...], list[int]] = {}
         for at, row in enumerate(self.rows):
@@ -107,33 +107,33 @@ class Samples:
         return Samples([self.rows[at] for at in sorted(counted)])
 
     def of(self, cell: tuple[str, str], name: str) -> Float64[Vector, " n"]:
-        """A number of one cell, of every sample; NaN where it was not measured."""
+        """Return a number of one cell for every sample. A number that was not measured is NaN."""
         return np.array([cells[cell].get(name) for cells in self._cells], dtype=np.float64)
 
     def control(self, cell: tuple[str, str]) -> str:
-        """The random control of a policy's own granularity; rows of before 0.4 may not say which that is."""
+        """Return the random control with a policy's granularity. Rows before version 0.4 may lack the granularity."""
         granularities = (cells[cell].get("granularity") for cells in self._cells if cell in cells)
         return control_of(cell[0], next(filter(None, granularities), Granularity.HEAD.value))
 
     def prompt_kept(self, cell: tuple[str, str]) -> float:
-        """Tokens of the prompt that one cell keeps, a mean over samples, layers and KV heads."""
+        """Return the number of prompt tokens that a cell keeps: the mean over samples, layers and KV heads."""
         each = [np.mean(cells[cell]["kept"]) for cells in self._cells if cell in cells]
         return float(np.mean(each)) if each else math.nan
 
     def drawn(self) -> Int64[IntMatrix, "resamples contexts"]:
-        """Contexts of every resample, drawn depth by depth if each depth has enough of them."""
+        """Contexts of every bootstrap resample, drawn separately for each depth if each depth has enough contexts."""
         few = len(self._strata) == 0 or np.bincount(self._strata).min() < _STRATUM
         return stratified_draws(np.zeros_like(self._strata) if few else self._strata, RESAMPLES, SEED)
 
     def share(self, cell: tuple[str, str]) -> float:
-        """The same as a part of the full cache's; NaN where that was not run."""
+        """Return `prompt_kept` divided by the full cache's number, or NaN if the full cache was not run."""
         some = self.having(cell, ENDS[0])
         if not some.rows:
             return math.nan
         return float((some.of(cell, "mean_cache") / some.of(ENDS[0], "mean_cache")).mean())
 
     def accuracy(self, cell: tuple[str, str]) -> Estimate:
-        """Right answers with Wilson's interval, or the mean score of a metric that is not right or wrong."""
+        """Return the fraction of right answers with Wilson's interval, or the mean of a metric with partial scores."""
         able = self.able().having(cell)
         if not able.rows:
             return NOTHING
@@ -143,46 +143,46 @@ class Samples:
         return able.ratio(right, np.ones(len(right)))
 
     def survival(self, cell: tuple[str, str]) -> Estimate:
-        """Share of evidence tokens kept, mean over layers and KV heads."""
+        """Return the fraction of evidence tokens that are kept, averaged over layers and KV heads."""
         some = self.with_evidence().having(cell)
         if not some.rows:
             return NOTHING
         return some.ratio(some.kept(cell) / [row["evidence_tokens"] for row in some.rows], np.ones(len(some.rows)))
 
     def with_evidence(self) -> "Samples":
-        """The samples whose task says where its evidence stands."""
+        """Return the samples with evidence."""
         return Samples([row for row in self.rows if row["evidence_tokens"]])
 
     def kept(self, cell: tuple[str, str]) -> Float64[Vector, " n"]:
-        """Evidence tokens that one cell keeps of every sample, mean over layers and KV heads."""
+        """Return the number of evidence tokens that a cell keeps of each sample, averaged over layers and KV heads."""
         return np.array([np.mean(cells[cell]["evidence_kept"]) if cell in cells else np.nan for cells in self._cells])
 
     def recovery(self, cell: tuple[str, str]) -> Estimate:
-        """Likelihood recovered, of what the context is worth; none where that is not clearly something."""
+        """Return the recovery. If the context has no clear effect on the likelihood, the result is NaN."""
         if not self.worth().low > 0:
             return NOTHING
         return self.over(cell, ENDS[1])
 
     def over(self, first: tuple[str, str], second: tuple[str, str]) -> Estimate:
-        """What one cell recovers more than another, sample by sample."""
+        """Return the paired difference of the recoveries of two cells."""
         some = self.having(first, second, *ENDS)
         return some.ratio(some.gained(first, second), some.gained(*ENDS)) if some.rows else NOTHING
 
     def worth(self) -> Estimate:
-        """Log-likelihood of the answer with the full cache above that without context, nats; none without these two."""
+        """Gain in log-likelihood (nats) of the full cache over no context, or NaN if one of the two was not run."""
         some = self.having(*ENDS)
         gaps = some._gaps() if some.rows else np.array([math.nan])
         return NOTHING if np.isnan(gaps).any() else some.ratio(gaps, np.ones(len(gaps)))
 
     def pairs(self, first: tuple[str, str], second: tuple[str, str]) -> Pairs | None:
-        """Right answers of two cells on the same samples; None without any, or where a metric has more than two."""
+        """Compare right answers of two cells on the same samples. None without samples or with partial scores."""
         some = self.having(first, second)
         each = some.of(first, "right"), some.of(second, "right")
         judged = bool(some.rows) and all(set(one) <= {0.0, 1.0} for one in each)
         return pairs_of(*(one.tolist() for one in each)) if judged else None
 
     def worthy(self) -> "Samples":
-        """The samples of tasks whose context is clearly worth something."""
+        """Return the samples of tasks in which the context clearly increases the likelihood."""
         tasks = dict.fromkeys(row["task"] for row in self.rows)
         return self.where(task=[task for task in tasks if self.where(task=(task,)).worth().low > 0])
 
@@ -191,7 +191,7 @@ class Samples:
         return full - blind
 
     def gained(self, cell: tuple[str, str], over: tuple[str, str]) -> Float64[Vector, " n"]:
-        """Log-likelihood of one cell above that of another, in units of the task's mean gap of full cache and blind."""
+        """Return a cell's log-likelihood gain over a second cell, in units of the task's mean full-cache gain."""
         gaps = self._gaps()
         tasks = np.array([row["task"] for row in self.rows])
         units = np.array([gaps[tasks == task].mean() for task in tasks])
@@ -199,7 +199,7 @@ class Samples:
         return gained
 
     def ratio(self, above: Float64[Vector, " n"], below: Float64[Vector, " n"]) -> Estimate:
-        """A ratio of means; whole contexts are drawn, and one alone gives no interval."""
+        """Return a ratio of means. The bootstrap draws whole contexts. A single context gives no interval."""
         if not self.rows:
             return NOTHING
         value = float(above.sum() / below.sum())
@@ -210,37 +210,37 @@ class Samples:
 
 
 def _window_of(row: Row) -> int | None:
-    """The window of the running text that a sample reads, if it reads one."""
+    """Return the window of running text that a sample uses, or None."""
     window: int | None = row["metadata"].get("window")
     return window
 
 
 def _depth_of(row: Row) -> float:
-    """The depth of a window's samples, which is the same for all of them; 0 for other contexts."""
+    """Return the depth of a window's samples (equal for all samples of a window), or 0 for different contexts."""
     return 0.0 if _window_of(row) is None else float(row["metadata"].get("depth", 0.0))
 
 
 def _context_of(row: Row) -> object:
-    """What samples share that are not independent: a window of the running text, or else the whole context."""
+    """Return the key of a sample's cluster: the window of running text, or the whole context."""
     window = _window_of(row)
     return row["context"] if window is None else (row["length"], window)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim as the confirming samples decide it.
+    """Result of a claim on the confirming samples.
 
     Attributes:
-        difference: of `first` over `second`.
-        p: two-sided; None if nothing is decided. Accuracies: McNemar's exact test. Recoveries: all signs of the
-            contexts' differences, or the bootstrap if there are more than 16 contexts. Non-inferiority: the bootstrap.
-        mid_p: of accuracies.
-        corrected: Holm's, over all decided claims of the file.
-        power: to find the size that the claim names at Bonferroni's level, by what the dev samples scatter.
-        flag: why nothing is decided, or "".
-        bound: whether p is the smallest that the resamples can give, so that the true p is at most this.
-        dev_contexts: of which the power is computed.
-        registered: whether every confirming row names the commit of its rules.
+        difference: estimated difference of `first` minus `second`.
+        p: two-sided p value, or None if nothing is decided. Accuracies use McNemar's exact test. Recoveries use the
+            exact sign-flip test over contexts, or the bootstrap above 16 contexts. Non-inferiority uses the bootstrap.
+        mid_p: McNemar's mid-p value, for accuracies.
+        corrected: p value after Holm's correction over all decided claims of the file.
+        power: power to find the claimed difference at Bonferroni's level, computed from the variance of dev samples.
+        flag: reason why nothing is decided, or "".
+        bound: True if p is the smallest value that the bootstrap can give. The true p is then at most this value.
+        dev_contexts: number of dev contexts from which the power is computed.
+        registered: True if every confirming row has the commit of the rules.
     """
 
     claim: Claim
@@ -264,7 +264,7 @@ class Verdict:
 
     @property
     def outcome(self) -> str:
-        """What the corrected p and the claimed size say, in a few words."""
+        """Outcome as text, from the corrected p value and the claimed difference."""
         if self.corrected is None:
             return "not compared"
         if self.corrected > SIGNIFICANT:
@@ -277,12 +277,12 @@ class Verdict:
 
     @property
     def corrected_text(self) -> str:
-        """The corrected p as text; "" if nothing is decided."""
+        """Corrected p value as text, or "" if nothing is decided."""
         return "" if self.corrected is None else format_p(self.corrected, self.bound)
 
 
 def verdicts(claims: Sequence[Claim], dev: Samples, confirm: Samples) -> list[Verdict]:
-    """Every claim of a study, in the file's order."""
+    """Return the results of all claims of a study, in the order of the file."""
     level = SIGNIFICANT / max(1, len(claims))
     found = [_verdict(claim, dev, confirm, level) for claim in claims]
     corrected = holm({one.claim.name: one.p for one in found if one.p is not None})
@@ -321,7 +321,7 @@ def _verdict(claim: Claim, dev: Samples, confirm: Samples, level: float) -> Verd
 
 
 def gate(claim: Claim, dev: Samples) -> str:
-    """Which control of GATE fails on the dev samples of a claim's tasks, at which length; "" if none does."""
+    """Return the control of GATE that fails on the dev samples of a claim's tasks, with the length, or ""."""
     for task in claim.tasks:
         whole = dev.where(task=(task,), placement=(claim.placement,))
         for length in sorted({row["length"] for row in whole.rows}):
@@ -335,13 +335,13 @@ def gate(claim: Claim, dev: Samples) -> str:
 
 
 def _two_sided(interval: Interval, above_alone: bool) -> float:
-    """Twice the smaller share of resamples on one side of no difference, or twice that below; never 0."""
+    """Return twice the smaller fraction of resamples on one side of 0 (or twice the fraction below 0), never 0."""
     below = 1 - interval.positive
     return min(1.0, max(2 * (below if above_alone else min(interval.positive, below)), _LEAST))
 
 
 def _cells_of(claim: Claim) -> tuple[tuple[str, str], tuple[str, str]]:
-    """The claim's policies with their budgets; the full cache has one of its own."""
+    """Return the policies of a claim with budgets. The full cache has a separate budget."""
     return (claim.first, claim.budget), ENDS[0] if claim.second == FULL else (claim.second, claim.budget)
 
 
@@ -351,7 +351,7 @@ def _about(claim: Claim, samples: Samples) -> Samples:
 
 
 def _pairs(claim: Claim, samples: Samples) -> tuple[Float64[Vector, " n"], Float64[Vector, " n"]]:
-    """Differences of the two policies, and what they are parts of."""
+    """Return the differences of the two policies, and the denominators of the differences."""
     first, second = _cells_of(claim)
     if claim.measure == "accuracy":
         return samples.of(first, "right") - samples.of(second, "right"), np.ones(len(samples.rows))
@@ -359,7 +359,7 @@ def _pairs(claim: Claim, samples: Samples) -> tuple[Float64[Vector, " n"], Float
 
 
 def _power(claim: Claim, dev: Samples, confirm: Samples, level: float) -> float:
-    """To find the claimed size in so many contexts (recovery) or samples (accuracy); 0 without two dev samples."""
+    """Return the power to find the claimed difference. The power is 0 with fewer than two dev samples."""
     if len(dev.rows) < 2:
         return 0.0
     above, below = _pairs(claim, dev)

@@ -1,4 +1,4 @@
-"""The controls: kept sets that are right or wrong by construction. A run that measures nothing fails them."""
+"""Controls: sets of kept tokens that are right or wrong by construction. An invalid run fails the controls."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,35 +36,35 @@ RANDOM_TRUNKS, RANDOM_HEADS = "random-trunks", "random-heads"
 RANDOM_SETS: Mapping[str, Granularity] = {
     RANDOM: Granularity.HEAD, RANDOM_LAYERS: Granularity.LAYER, RANDOM_SHARED: Granularity.MODEL,
 }
-"""Random tokens: a set for each layer and KV head, for each layer, or one set for all."""
+"""Controls with random tokens: a set for each layer and KV head, a set for each layer, or one set."""
 RANDOMS = (*RANDOM_SETS, RANDOM_TRUNKS, RANDOM_HEADS)
-"""Those, CrystalCache's trunks in a random order, and random full heads beside streaming heads."""
+"""All random controls: random tokens, CrystalCache's trunks in random order, and random full heads."""
 HEAD_WINDOW = 64, 256
-"""First and recent tokens of a streaming head, as in `kvzip-heads`."""
+"""Numbers of first and recent tokens of a streaming head, as in `kvzip-heads`."""
 HEAD_FLOOR = sum(HEAD_WINDOW)
 CONTROLS = (FULL, BLIND, RANDOM, RANDOM_SHARED, EVIDENCE)
-"""The controls of every study. Ceiling; no context; two random sets; the evidence, then a random set."""
+"""Controls of every study: full cache, no context, two random sets, and evidence plus a random set."""
 WITHOUT, ONLY, HOLDS, MISSES = "without needle", "only needle", "window holds needle", "window misses needle"
 CONTROL_BOUNDS: dict[str, tuple[str, float]] = {
     WITHOUT: ("<=", 0.05), ONLY: (">=", 0.9), HOLDS: (">=", 0.9), MISSES: ("<=", 0.1),
 }
-"""The share of right answers that each of these must show."""
+"""Fraction of right answers that each control must reach or must not exceed."""
 WINDOWS = {(NEEDLE, HOLDS): f"{NEEDLE}(depth=1.0)", (NEEDLE, MISSES): f"{NEEDLE}(depth=0.25)"}
-"""Controls about the recent window whose sample has its fact elsewhere: the task that draws it."""
+"""Controls of the recent window that need a fact at a different place, with the task that makes the sample."""
 EVERY_CONTROL = (FULL, BLIND, *RANDOMS, EVIDENCE, *CONTROL_BOUNDS)
 
 
 def default_controls(policies: Iterable[str]) -> tuple[str, ...]:
-    """CONTROLS, with random trunks or random heads beside a policy that keeps such units."""
+    """Return CONTROLS, with random trunks or random heads if a policy keeps such units."""
     own = dict.fromkeys(control_of(policy, Granularity.HEAD.value) for policy in policies)
     return *CONTROLS, *(name for name in own if name not in CONTROLS)
 
 
 def control_of(policy: str, granularity: str) -> str:
-    """The random control whose sets consist of the same units as the sets of a policy.
+    """Return the random control whose sets consist of the same units as a policy's sets of kept tokens.
 
     Args:
-        policy: as text, with its constants.
+        policy: policy as text, with constants.
         granularity: value of the policy's `Granularity`.
     """
     name = policy.partition("(")[0]
@@ -76,9 +76,9 @@ def control_of(policy: str, granularity: str) -> str:
 
 
 def bounds_of(task: str, sample: Sample) -> Sequence[str]:
-    """The controls with a bound that a task's own samples serve: those with one fact, whose answer is right or wrong.
+    """Return the controls with a bound for which a task's samples are suitable: one fact, and a right-or-wrong answer.
 
-    A fact in prose may stand in the recent window or not.
+    A fact in prose may be inside or outside the recent window.
     """
     if len(sample.evidence) != 1 or sample.metric not in RIGHT_OR_WRONG:
         return ()
@@ -86,12 +86,12 @@ def bounds_of(task: str, sample: Sample) -> Sequence[str]:
 
 
 def control_tokens(budget: str, length: int) -> int:
-    """B of a control about the window: it holds sinks and window."""
+    """Return B of a control of the recent window. B includes sinks and window."""
     return min(length, effective_budget(read_budget(budget), length, PAPER.N_sink, PAPER.W_recent))
 
 
 def evidence_mask(sample: Sample, seen: int) -> BoolVector:
-    """Which of the tokens seen are the sample's evidence."""
+    """Return a mask (seen,) that is True for the sample's evidence."""
     found = np.zeros(seen, dtype=np.bool_)
     for start, stop in sample.evidence:
         found[start:stop] = True
@@ -101,7 +101,7 @@ def evidence_mask(sample: Sample, seen: int) -> BoolVector:
 def control_set(
     name: str, budget: str, sample: Sample, observed: ObservedSegment, placement: Placement,
 ) -> Retention:
-    """What a control keeps of a prompt that was read, less what is dropped of it."""
+    """Return the tokens of a prompt that a control keeps, without the dropped tokens."""
     seen = len(placement.prompt_ids)
     if name in (*RANDOMS, EVIDENCE):
         kept = _drawn(name, budget, sample, observed, placement)
@@ -132,7 +132,7 @@ def _drawn(
 
 
 class RandomScores:
-    """Scores that know nothing: every kept set draws its own."""
+    """Scorer that draws random scores for each set of kept tokens."""
 
     needs = Needs()
 
@@ -145,7 +145,7 @@ class RandomScores:
 
 
 def random_policy(seed: int, B: int, granularity: Granularity = Granularity.HEAD) -> Policy:
-    """Random sets at a granularity, beside the paper's sinks and recent window where B holds them."""
+    """Return a policy with random sets of tokens. Sinks and recent window of the paper are also kept if B allows."""
     fits = PAPER.N_sink + PAPER.W_recent <= B
     protection = SinkAndRecent(PAPER.N_sink, PAPER.W_recent) if fits else SinkAndRecent(0, 0)
     floor = PAPER.N_sink + PAPER.W_recent if fits else 1
@@ -153,7 +153,7 @@ def random_policy(seed: int, B: int, granularity: Granularity = Granularity.HEAD
 
 
 def _random_heads(seed: int) -> Policy:
-    """The sets of `kvzip-heads`, with a random order of the heads."""
+    """Return `kvzip-heads` with a random order of the heads."""
 
     def shares(total: int, scores: Scores, /) -> IntVector:
         return FullHeads(np.random.default_rng(seed).random(len(scores.values)), HEAD_FLOOR)(total, scores)
@@ -166,7 +166,7 @@ def _random_heads(seed: int) -> Policy:
 
 @dataclass(frozen=True)
 class RandomTrunks:
-    """CrystalCache's trunks with random scores. Of the trunk that is kept in part, random tokens are kept."""
+    """Scorer that gives CrystalCache's trunks random scores. In a partly kept trunk, random tokens are kept."""
 
     scorer: Scorer
 
@@ -183,11 +183,11 @@ class RandomTrunks:
 
 
 def random_trunks(crystalcache: Policy) -> Policy:
-    """CrystalCache with a random order of its trunks."""
+    """Return CrystalCache with a random order of trunks."""
     return replace(crystalcache, name=RANDOM_TRUNKS, scorer=RandomTrunks(crystalcache.scorer))
 
 
 def _seed(prompt_ids: Sequence[int]) -> int:
-    """Of a prompt's random sets: questions of one context share them."""
+    """Return the seed of a prompt's random sets. All questions on one context share these sets."""
     ids = np.array(prompt_ids, dtype="<u4")
     return int(np.bitwise_xor.reduce(ids * np.arange(1, 2 * len(ids), 2, dtype="<u4")))
