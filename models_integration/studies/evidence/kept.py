@@ -1,4 +1,4 @@
-"""What each policy keeps of a prompt: it is observed once, each policy scores it once, budgets only select."""
+"""Tokens of a prompt that each policy keeps. A prompt is observed once, and each policy scores once for all budgets."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -25,9 +25,9 @@ __all__ = ["Prompt", "Step", "read_prompt", "steps"]
 
 @dataclass(frozen=True)
 class Step:
-    """A policy that goes on deciding while tokens are decoded, and the cache that it goes on with.
+    """Policy that evicts while tokens are decoded, and the cache after the prompt.
 
-    What is dropped and read again would leave no records behind, so its prompt ends before that.
+    Tokens that are dropped and read again would have no records, so the prompt ends before these tokens.
     """
 
     method: Method
@@ -38,15 +38,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that was read once, and what each policy keeps of it under each budget.
+    """Prompt that was processed once, with the tokens that each policy keeps for each budget.
 
     Attributes:
-        placement: what is dropped from it and read after it.
-        observed: with the full cache, less what is dropped; its logits are those of the prompt's last token.
-        kept: by policy, in the order of the budgets; less what is dropped.
-        steps: policies that go on deciding, in the same order.
-        budgets: as text.
-        seconds: of the prefill, and of each policy's decisions.
+        placement: tokens dropped from the prompt, and tokens read after the prompt.
+        observed: observation with the full cache, without dropped tokens. The logits follow the prompt's last token.
+        kept: kept tokens by policy, in the order of the budgets, without dropped tokens.
+        steps: policies that evict while decoding, in the same order.
+        budgets: budgets as text.
+        seconds: duration of the prefill, and of each policy's decisions.
     """
 
     placement: Placement
@@ -57,41 +57,41 @@ class Prompt:
     seconds: Mapping[str, float]
 
     def followed_by(self, placement: Placement) -> "Prompt":
-        """The same with another question behind it."""
+        """Return the prompt with a different question."""
         steps = {
             name: [replace(step, placement=placement) for step in own] for name, own in self.steps.items()
         } if placement.name == "after" else self.steps
         return replace(self, placement=placement, steps=steps)
 
     def set_of(self, policy: str, budget: str, sample: Sample) -> Retention:
-        """What a cell keeps: a policy, or a control on this sample."""
+        """Return the tokens that a cell (a policy, or a control on this sample) keeps."""
         if policy not in self.kept:
             return control_set(policy, budget, sample, self.observed, self.placement)
         return self.kept[policy][self.budgets.index(budget)]
 
     def step_of(self, policy: str, budget: str) -> Step | None:
-        """How a cell goes on deciding; None where it does not."""
+        """Return the step of a cell that evicts while decoding, or None."""
         return self.steps[policy][self.budgets.index(budget)] if policy in self.steps else None
 
 
 def steps(method: Method) -> bool:
-    """Whether a policy goes on deciding while tokens are decoded."""
+    """Return True if a policy evicts while tokens are decoded."""
     return method.policy.cadence.every is not None or method.continuation.decode
 
 
 def read_prompt(
     subject: Subject, methods: Mapping[str, Method], budgets: Sequence[str], placement: Placement,
 ) -> Prompt:
-    """Observe a prompt once, and decide about it under every policy and budget.
+    """Observe a prompt once, and select the kept tokens for every policy and budget.
 
     Args:
-        subject: the model.
-        methods: by the policy's text, under any budget.
-        budgets: as text.
-        placement: of the sample.
+        subject: model of the study.
+        methods: policies bound to the model, by the policy's text. The budget is ignored.
+        budgets: budgets as text.
+        placement: placement of the sample.
 
     Raises:
-        SpecError: for a prompt that is not served, and what a policy refuses.
+        SpecError: if kvspec does not support the prompt, or if a policy raises the error.
     """
     going_on = {name: method for name, method in methods.items() if steps(method)}
     if placement.dropped_slots and going_on:
@@ -114,7 +114,7 @@ def read_prompt(
         else:
             kept[name] = _kept(method.policy, budgets, observed, placement)
         seconds[name] = time.perf_counter() - start
-    # Nobody asks any more what the layers have shown, which may be larger than the cache.
+    # The recorded attention inputs are no longer needed, and can be larger than the cache.
     observed.recorder.seen.clear()
     if placement.dropped_slots:
         observed.cache.crop(-placement.dropped_slots)
@@ -141,7 +141,7 @@ def _kept(
 
 
 def _check_promise(policy: Policy, B: int, kept: Retention) -> None:
-    """What promises to be exact in its budget keeps no more, or its figures would not be those of its budget."""
+    """Check that a policy that guarantees its budget keeps no more tokens. Results must belong to their budget."""
     if policy.promises.budget_exact == "yes" and len(kept.positions) > B * kept.groups:
         mean = f"{len(kept.positions) / kept.groups:g}"
         raise SpecError(

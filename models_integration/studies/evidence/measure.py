@@ -1,4 +1,4 @@
-"""One sample under every policy and budget: each cell's cache reads the question, the gold answer, and answers."""
+"""Measurement of one sample with every policy and budget: likelihood of the gold answer, and generated answer."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -33,12 +33,12 @@ __all__ = ["Said", "answer_attention", "evidence_kept", "lost_attention", "measu
 
 @dataclass(frozen=True)
 class Said:
-    """What a row of a forward says of the gold answer's tokens."""
+    """Predictions of the gold answer's tokens by one row of a forward pass."""
 
     logits: Tensor
-    """At the columns that predict them, (a, vocabulary)."""
+    """Logits at the columns that predict the answer's tokens, (a, vocabulary)."""
     gold: Tensor
-    """Their ids, (a,)."""
+    """Token ids of the gold answer, (a,)."""
 
     @cached_property
     def _chosen(self) -> Tensor:
@@ -46,28 +46,28 @@ class Said:
 
     @cached_property
     def lse(self) -> Tensor:
-        """Log of the sum of powers, (a,)."""
+        """Log-sum-exp of the logits, (a,)."""
         return self.logits.logsumexp(dim=-1)
 
     @property
     def likelihood(self) -> float:
-        """Log-likelihood of the answer, nats."""
+        """Log-likelihood of the answer in nats."""
         return float((self._chosen - self.lse).double().sum())
 
     @cached_property
     def exact(self) -> bool:
-        """Whether greedy decoding would begin with the answer: each of its tokens is the most likely one."""
-        if (self._chosen < self.logits.amax(dim=-1)).any():  # which settles most, and is a tenth of the work
+        """True if greedy decoding would begin with the answer, because each of its tokens has the highest logit."""
+        if (self._chosen < self.logits.amax(dim=-1)).any():  # decides most cases with a tenth of the work
             return False
         return bool((self.logits.argmax(dim=-1) == self.gold).all())
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """Of all tokens, (a, vocabulary)."""
+        """Probabilities of all tokens, (a, vocabulary)."""
         return (self.logits - self.lse[:, None]).exp()
 
     def divergence(self, full: "Said") -> float:
-        """KL(full cache || this), mean over the answer's tokens, nats."""
+        """Return KL(full cache || this cache) in nats, averaged over the answer's tokens."""
         gaps = (full.probabilities * (full.logits - self.logits)).sum(dim=-1) + self.lse - full.lse
         return float(gaps.double().mean())
 
@@ -83,39 +83,39 @@ class _Cell(NamedTuple):
 
     @property
     def content(self) -> _Content:
-        """All that a reading depends on."""
+        """All values on which the reading of a cell depends."""
         return self.kept.granularity, self.kept.positions.tobytes(), self.kept.offsets.tobytes()
 
 
 class _Reading(NamedTuple):
-    """What a cache says to a question: of the gold answer, where it has tokens, and by itself."""
+    """Results of a cache for a question: predictions of the gold answer (if it has tokens), and generated answer."""
 
     said: Said | None
     answer: list[int] | None
-    """None where no answer is judged."""
+    """Generated answer, or None if no answer is scored."""
     stored: Sequence[float]
-    """Slots of a layer and KV head at each forward after the prompt."""
+    """Number of slots per layer and KV head at each forward pass after the prompt."""
 
 
 @torch.no_grad()
 def measure(
     subject: Subject, sample: Sample, prompt: Prompt, wanted: Sequence[tuple[str, str]], batch_size: int,
 ) -> Row:
-    """All measures of one sample.
+    """Return all measurements of one sample.
 
-    An answer is greedy, until a stop id or the sample's limit; where it is right or wrong and the gold answer has
-    tokens, it is right if it begins with them, and no more than as many are made.
+    An answer is generated greedily until a stop id or the sample's limit. With a right-or-wrong metric and a gold
+    answer with tokens, an answer is right if it begins with these tokens. Then only this number of tokens is generated.
 
     Args:
-        subject: the model.
-        sample: a question and what answers it.
-        prompt: that the sample's placement begins with.
-        wanted: the cells, policies or controls with their budgets.
-        batch_size: cells that are read side by side, those that keep the same as one. It changes no decision; products
-            over several rows may round otherwise than over one.
+        subject: model of the study.
+        sample: question and gold answer.
+        prompt: prompt with which the sample's placement begins.
+        wanted: cells to measure: policies or controls, with budgets.
+        batch_size: number of cells in one batch. Cells with equal kept tokens are measured once. The batch size changes
+            no decision, but matrix products over several rows may round differently.
 
     Returns:
-        A row's `cells` and `seconds`; likelihoods in nats, caches in slots of a layer and KV head.
+        The entries `cells` and `seconds` of a row. Likelihoods are in nats, cache sizes in slots per layer and KV head.
     """
     start = time.perf_counter()
     reader = _Reader(subject, sample, prompt)
@@ -128,7 +128,7 @@ def measure(
 
 
 class _Reader:
-    """Reads one sample's question and answer on caches of its prompt."""
+    """Processes one sample's question and answer with caches of the prompt."""
 
     def __init__(self, subject: Subject, sample: Sample, prompt: Prompt) -> None:
         self._subject, self._sample, self._prompt = subject, sample, prompt
@@ -144,7 +144,7 @@ class _Reader:
         self._attention: Matrix | None = None
 
     def rows(self, cells: Sequence[_Cell], batch_size: int) -> list[Row]:
-        """The cells' rows; the full cache is read first where the others are held against it."""
+        """Return the rows of the cells. The full cache is processed first if cells are compared with it."""
         full = _Cell(FULL, "1.0", Retention.shared(np.arange(self._seen), self._seen))
         found = dict[_Content, _Reading]()
         if self._gold:
@@ -155,7 +155,7 @@ class _Reader:
         }
         different = {cell.content: cell for cell in cells if (cell.policy, cell.budget) not in elsewhere}
         left = [cell for content, cell in different.items() if content not in found]
-        left.sort(key=lambda cell: len(cell.kept.positions) / cell.kept.groups)  # little is padded then
+        left.sort(key=lambda cell: len(cell.kept.positions) / cell.kept.groups)  # to reduce padding
         for first in range(0, len(left), batch_size):
             some = left[first : first + batch_size]
             found.update(zip((cell.content for cell in some), self._side_by_side(some), strict=True))
@@ -164,7 +164,7 @@ class _Reader:
         ]
 
     def _read_full(self, full: _Cell) -> _Reading:
-        """The full cache, which also shows where the answer's rows look."""
+        """Process the full cache, and record the attention of the answer's tokens."""
         rows = len(self._prompt.placement.fed_ids) + len(self._gold) - 1
         needs = Needs("all", min(len(self._gold), rows)) if rows else NOTHING
         (found,) = self._side_by_side([full], needs)
@@ -172,13 +172,13 @@ class _Reader:
         return found
 
     def _blind(self) -> _Reading:
-        """The question without its context."""
+        """Process the question without the context."""
         cache, fed = RetainedCache(self._prompt.observed.architecture.config), self._sample.question_ids
         (found,) = self._said(cache, fed, [0.0], NOTHING)
         return found
 
     def _side_by_side(self, cells: Sequence[_Cell], needs: Needs = NOTHING) -> list[_Reading]:
-        """Cells, each on its compacted cache, in one forward."""
+        """Process several cells in one forward pass, each with a compacted cache."""
         decision = Decision(tuple(cell.kept for cell in cells))
         cache = compact(side_by_side(self._cache, len(cells)), decision)
         lengths = [len(cell.kept.positions) / cell.kept.groups for cell in cells]
@@ -187,7 +187,7 @@ class _Reader:
     def _said(
         self, cache: RetainedCache, fed: Sequence[int], lengths: Sequence[float], needs: Needs,
     ) -> list[_Reading]:
-        """Read what is fed and the gold answer but its last token: the last columns predict the answer. Then answer."""
+        """Process the fed tokens and the gold answer without its last token, then generate an answer."""
         ids, rows, gold, shown = [*fed, *self._gold[:-1]], len(lengths), max(1, len(self._gold)), list[Tensor]()
         if not fed:
             assert self._prompt.observed.logits is not None
@@ -215,7 +215,7 @@ class _Reader:
     def _answers(
         self, cache: RetainedCache, first: Tensor, said: Sequence[Said | None],
     ) -> Sequence[list[int] | None]:
-        """Greedy answers on a cache that has read the gold one, from the logits of their first token."""
+        """Return greedy answers with a cache that has processed the gold answer, from the logits of the first token."""
         if not self._judged:
             return [None] * len(said)
         if self._of_gold and all(one is not None and one.exact for one in said):
@@ -225,13 +225,13 @@ class _Reader:
         return generated(onward(self._subject.model, cache), first, self._subject.stop_ids, self._limit)
 
     def _stored(self, length: float, fed: Sequence[int], answer: list[int] | None) -> list[float]:
-        """A forward of what is fed, if anything is, and one of each token of the answer but the last: the gold one's,
-        so that caches of one size are compared, or else its own."""
+        """Return the cache size at each forward pass: one for the fed tokens, one for each answer token except the
+        last. If a gold answer exists, its tokens are used, so that equal lengths are compared."""
         tokens = len(self._gold or answer or ())
         return [length + len(fed) + step for step in range(0 if fed else 1, tokens)]
 
     def _in_steps(self, step: Step) -> _Reading:
-        """A cell whose cache is decided about after every token."""
+        """Process a cell whose policy evicts while decoding, token by token."""
         fed, said, stored, answer = step.placement.fed_ids, None, list[float](), None
         if self._gold:
             columns = self._steps(step, [*fed, *self._gold[:-1]], stored)
@@ -243,7 +243,7 @@ class _Reader:
         return _Reading(said, answer, stored)
 
     def _steps(self, step: Step, tokens: Sequence[int], stored: list[float]) -> list[Tensor]:
-        """The logits (1, vocabulary) of the prompt's last token and of each of these."""
+        """Return the logits (1, vocabulary) of the prompt's last token and of each given token."""
         assert step.observed.logits is not None
         cache, found = compact(step.observed.cache, step.decision), [step.observed.logits[:, -1]]
         with Session(step.method, self._subject.model):
@@ -298,18 +298,18 @@ class _Reader:
 
 
 def _short(counts: IntVector) -> int | list[int]:
-    """Counts of kept sets; one number where all agree."""
+    """Return the counts of all sets of kept tokens, or one number if all are equal."""
     return int(counts[0]) if (counts == counts[0]).all() else counts.tolist()
 
 
 def evidence_kept(kept: Retention, evidence: BoolVector) -> Int64[IntVector, " groups"]:
-    """How many tokens of the evidence (seen,) each kept set holds."""
+    """Return the number of evidence tokens in each set of kept tokens. `evidence` (seen,) is a mask."""
     before = np.concatenate([[0], np.cumsum(evidence[kept.positions])])
     return np.diff(before[kept.offsets]).astype(np.int64)
 
 
 def answer_attention(layers: Iterable[LayerView], seen: int) -> Float64[Matrix, "groups seen"]:
-    """What the rows that were shown give to each of the first `seen` keys, on average, by layer and KV head."""
+    """Return the mean attention of the captured queries on the first `seen` keys, by layer and KV head."""
     return np.concatenate([_mean_weights(view)[:, :seen] for view in layers])
 
 
@@ -329,7 +329,7 @@ def _mean_weights(view: LayerView) -> Float64[Matrix, "heads n"]:
 
 
 def lost_attention(kept: Retention, attention: Float64[Matrix, "groups seen"]) -> float:
-    """The share of attention on evicted keys, mean over layers and KV heads."""
+    """Return the fraction of attention on evicted keys, averaged over layers and KV heads."""
     each = attention.reshape(kept.groups, -1, attention.shape[1]).mean(axis=1)
     groups = np.repeat(np.arange(kept.groups), np.diff(kept.offsets))
     return float((each.sum() - each[groups, kept.positions].sum()) / kept.groups)

@@ -1,4 +1,4 @@
-"""A study's part of a page of results: what it answers first, then pictures, then every other figure."""
+"""Sections of a study on a page of results: main results first, then charts, then all other numbers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -27,7 +27,7 @@ from models_integration.studies.results import Row
 __all__ = ["study_sections"]
 
 _FEW = 10
-"""Contexts below which a bootstrap's interval is too narrow."""
+"""Smallest number of contexts for a reliable bootstrap interval. With fewer contexts, intervals are too narrow."""
 _BEST = (
     "Among policies that keep the same number of prompt tokens, chosen after the fact: claims decide, this does not."
     " Not told apart: the interval of the paired difference holds 0. Not known: no such policy, or a context not"
@@ -42,10 +42,10 @@ _WITHOUT = {
 
 
 def study_sections(rows: Sequence[Row], rules: Rules | None) -> list[Html]:
-    """The sections of one study, all of whose rows are of one model and one file of rules.
+    """Return the sections of one study. All rows must belong to the same model and the same rules file.
 
-    They are about the confirming samples, where there are any, and otherwise about dev samples, which decide nothing;
-    about all of them, where the rules claim nothing: a sweep.
+    The sections show the confirming samples if there are any, otherwise the dev samples, which decide nothing. If the
+    rules have no claims (a sweep), all samples are shown.
     """
     every = merged(rows)
     own = [row for row in every if not row.get("control")]
@@ -96,7 +96,7 @@ def _about(first: Row, shown: Samples) -> Iterator[Html]:
 
 
 def _missing(shown: Samples, rules: Rules | None) -> Iterator[Html]:
-    """What the page cannot show, and why."""
+    """Yield notes about results that the page cannot show, with reasons."""
     if shown.contexts == 1:
         yield note("One context alone gives no interval, and so no recovery and no comparison.", "warning")
     elif shown.contexts < _FEW:
@@ -186,7 +186,7 @@ def _best(samples: Samples) -> str:
 
 
 def _accuracies(placements: Mapping[str, Samples]) -> list[Ours]:
-    """Accuracy by placement, of the tasks that the papers have too."""
+    """Return accuracies by placement, for the tasks that are also in the papers."""
     return [
         Ours(f"{title_of(task)}, {name.lower()}", task, {cell: some.accuracy(cell) for cell in some.cells})
         for name, whole in placements.items() for task in PAPER_TASKS if (some := whole.where(task=(task,))).rows

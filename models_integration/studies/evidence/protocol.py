@@ -1,4 +1,4 @@
-"""The order that makes a claim confirmatory: rules in the history first, then dev rows, then confirming rows."""
+"""Order of work for confirmatory claims: first the rules are committed, then dev rows, then confirming rows."""
 
 import hashlib
 import json
@@ -20,10 +20,10 @@ __all__ = ["Audit", "audit", "check_controls", "check_order", "processor", "regi
 
 
 def registered(rules: Rules, path: Path) -> str:
-    """The commit with the rules and the calibration as they are used.
+    """Return the commit that contains the present rules and calibration.
 
     Raises:
-        SpecError: for a file that git does not hold, or that has changed since the last commit.
+        SpecError: if a file is not in git, or has changed since the last commit.
     """
     for file in (path, *([path.parent / rules.calibration] if rules.calibration else [])):
         tracked = _git(file.parent, "ls-files", "--error-unmatch", "--", file.name)
@@ -34,10 +34,10 @@ def registered(rules: Rules, path: Path) -> str:
 
 
 def check_order(rules: Rules, rows: Iterable[Row], parts: Sequence[str]) -> None:
-    """Dev samples of claims are measured before the confirming ones.
+    """Check that the dev samples of claims are measured before the confirming samples.
 
     Raises:
-        SpecError: for both parts in one run, and for dev samples after confirming ones.
+        SpecError: if a run has both parts, or if dev samples follow confirming samples.
     """
     if not rules.claims or DEV not in parts:
         return
@@ -50,10 +50,10 @@ def check_order(rules: Rules, rows: Iterable[Row], parts: Sequence[str]) -> None
 
 
 def check_controls(rules: Rules, policies: dict[str, Policy]) -> None:
-    """A claim about a random control names the control of the policy's own granularity.
+    """Check that a claim about a random control names the control with the policy's granularity.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if the granularities differ.
     """
     for claim in rules.claims:
         if claim.second in RANDOMS and claim.first in policies:
@@ -63,7 +63,7 @@ def check_controls(rules: Rules, policies: dict[str, Policy]) -> None:
 
 
 def processor() -> str:
-    """The name of this machine's processor."""
+    """Return the name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -74,13 +74,13 @@ def processor() -> str:
 
 @dataclass(frozen=True)
 class Audit:
-    """What the history says of a study.
+    """Result of the check of a study's git history.
 
     Attributes:
-        study: path of the rules file in the folder.
-        rules: the commit in which the rules of the rows first are; "" if the history has none.
-        rows: the commit in which the rows first are; "" if they are not committed.
-        finding: whether the claims may be called confirmatory, in words.
+        study: path of the rules file, relative to the folder.
+        rules: first commit with the rules of the rows, or "".
+        rows: first commit with the rows, or "" if the rows are not committed.
+        finding: text that says whether the claims are confirmatory.
     """
 
     study: str
@@ -90,10 +90,10 @@ class Audit:
 
 
 def audit(folder: Path) -> list[Audit]:
-    """Every study below a folder: a rules file NAME.toml beside its rows NAME.jsonl.xz.
+    """Check all studies below a folder. A study has rules in NAME.toml and rows in NAME.jsonl.xz.
 
     Raises:
-        SpecError: for a folder without a study, or outside a git repository.
+        SpecError: if the folder has no study, or is not in a git repository.
     """
     if _git(folder, "rev-parse", "HEAD") is None:
         raise SpecError("audit", str(folder), "must be a folder in a git repository")
@@ -134,7 +134,7 @@ def _finding(path: Path, rules: str, rows: str, commits: set[str | None]) -> str
 
 
 def _history(path: Path) -> list[str]:
-    """Commits that changed a file, oldest first."""
+    """Return the commits that changed a file, oldest first."""
     return (_git(path.parent, "log", "--reverse", "--format=%H", "--", path.name) or "").split()
 
 
@@ -143,19 +143,19 @@ def _first(path: Path) -> str:
 
 
 def _digest_at(path: Path, commit: str) -> str:
-    """The digest that rows of a file's version have, if its policies and tasks are kvspec's."""
+    """Return the digest of a version of a rules file, if all policies and tasks are built into kvspec."""
     command = ["git", "show", f"{commit}:./{path.name}"]
     shown = subprocess.run(command, cwd=path.parent, capture_output=True, check=False)
     return hashlib.sha256(shown.stdout).hexdigest()
 
 
 def _before(path: Path, first: str, second: str) -> bool:
-    """Whether one commit is another or an ancestor of it."""
+    """Return True if the first commit equals the second commit or is an ancestor of it."""
     return _git(path.parent, "merge-base", "--is-ancestor", first, second) is not None
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None where it fails or is not there."""
+    """Return the output of git, or None if git fails or is not installed."""
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
     except OSError:

@@ -1,6 +1,6 @@
-"""The rules of a run: one TOML file, claims first, written before the samples that confirm them are run.
+"""Rules of a run in a TOML file: claims and study. The file is written before the confirming samples are run.
 
-The options of `kvspec compare` and `kvspec sweep` write such rules too.
+`kvspec compare` and `kvspec sweep` make such rules from their options.
 """
 
 import hashlib
@@ -39,22 +39,22 @@ __all__ = [
 MEASURES = ("recovery", "accuracy")
 PARTS = (DEV, CONFIRM)
 ALL = "all"
-"""Both parts: of rules that claim nothing."""
+"""Name for both parts, for rules without claims."""
 AT_PROMPT = "@prompt"
-"""Behind a policy that otherwise decides while tokens are decoded: it decides at the prompt's end alone."""
+"""Suffix of a policy's name. With the suffix, a decode-time policy evicts only at the end of the prompt."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What the study is to decide: that `first` does better than `second`, by at least `difference`.
+    """Claim to decide: `first` is better than `second` by at least `difference`.
 
     A negative difference claims non-inferiority: `first` is not worse than `second` by more than this. `second` may
     then be the full cache.
 
     Raises:
-        SpecError: for an unknown measure, or a difference that is 0 or not in [-1, 1].
+        SpecError: if the measure is unknown, or if the difference is 0 or outside [-1, 1].
     """
 
     name: str
@@ -74,7 +74,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a method, by the policy that goes as far as it and no farther."""
+    """Stage of a method, given by a policy that ends with this stage."""
 
     name: str
     policy: str
@@ -82,28 +82,28 @@ class Stage:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is run, and what is claimed of it.
+    """Contents of a run, and claims about the results.
 
     Attributes:
-        claims: in the order in which they are reported; Holm's correction is over all of them.
-        stages: of one method, in its order: the page says at which of them evidence is lost.
-        models: as `--model` of the other commands.
-        contexts: of each task and length; both parts together. A task of a file has at most one for each of its rows.
-        questions: on each context, at most.
-        seeds: of all samples, each once.
-        tasks: as text: `needle`, `needle(depth=0.5)`, `ruler-file:PATH`, `module:ATTRIBUTE`.
-        policies: beside the controls, as text: `crystalcache(alpha=0)`; `h2o@prompt` decides at the prompt's end alone,
-            `h2o` while tokens are decoded too.
-        budgets: of every policy and of the controls; without any, full cache and blind run alone.
-        calibration: a file that `kvspec calibrate RULES.toml` wrote, beside the rules; "" for none.
-        digest: SHA-256 of the file, hexadecimal, and of the user's own modules that it names; in every row.
-        bare: whether texts are bare; otherwise the tokenizer's chat template, if it has one, stands around them.
-        controls: what is run beside the policies; by default CONTROLS and the random controls of the policies' units.
-        commit: the commit that holds the rules, in the rows that confirm claims; "" for other rows.
-        answer_tokens: the longest answer that is decoded, if it is shorter than the task's; 0 for the task's.
+        claims: claims in the order of the report. Holm's correction covers all claims.
+        stages: stages of one method, in order. The page shows at which stage evidence is lost.
+        models: models, as for the option `--model`.
+        contexts: number of contexts of each task and length, for both parts together. A file gives at most one per row.
+        questions: largest number of questions on each context.
+        seeds: seeds. All samples are made once for each seed.
+        tasks: tasks as text: `needle`, `needle(depth=0.5)`, `ruler-file:PATH`, `module:ATTRIBUTE`.
+        policies: policies as text, such as `crystalcache(alpha=0)`. `h2o@prompt` evicts only at the end of the prompt,
+            and `h2o` also while decoding.
+        budgets: budgets of all policies and controls. Without budgets, only full cache and no context are run.
+        calibration: file in the folder of the rules, written by `kvspec calibrate RULES.toml`, or "".
+        digest: SHA-256 of the file and of the user's modules named in the file, hexadecimal. Every row has this digest.
+        bare: True if no chat template is used. Otherwise the tokenizer's chat template is used, if there is one.
+        controls: controls to run. Default: CONTROLS, and the random controls for the policies' units.
+        commit: commit with the rules, for rows that confirm claims, or "".
+        answer_tokens: largest number of answer tokens, if smaller than in the task. 0 means the number of the task.
 
     Raises:
-        SpecError: for an unknown name, a number below 1, a list with nothing in it, or a claim about what is not run.
+        SpecError: if a name is unknown, a number is below 1, a list is empty, or a claim needs a cell that is not run.
     """
 
     claims: tuple[Claim, ...]
@@ -177,10 +177,10 @@ class Rules:
             raise SpecError(f"claim {claim.name!r}: tasks", without[0], reason)
 
     def calibrated(self, folder: Path) -> Calibration | None:
-        """The statistics that its policies may use.
+        """Return the calibration for the policies, or None.
 
         Raises:
-            SpecError: for a file that is none, or that was taken over a context that confirms.
+            SpecError: if the file is not a calibration, or was computed on a confirming context.
         """
         if not self.calibration:
             return None
@@ -195,21 +195,21 @@ class Rules:
 
 
 def check_budget(argument: str, budget: str) -> None:
-    """A budget that somebody wrote is one.
+    """Check a budget that a user wrote.
 
     Raises:
-        SpecError: for another text, and for one token, which is a share without its point.
+        SpecError: if the text is invalid, or is "1" (one token), which is probably meant as the fraction 1.0.
     """
     if read_budget(budget, argument).count == 1:
         raise SpecError(argument, budget, "is one token: write 1.0 for all tokens, or at least 2 tokens")
 
 
 def load_rules(path: Path) -> Rules:
-    """Read a rules file: any number of [[claim]] and [[stage]], and [study].
+    """Read a rules file with the tables [study], [[claim]] and [[stage]].
 
     Raises:
-        SpecError: for a file that cannot be read or is no TOML, a name that is missing, unknown or of another type,
-            and what `Rules` refuses.
+        SpecError: if the file cannot be read or is not TOML, if a key is missing, unknown or of a wrong type, or as in
+            `Rules`.
     """
     try:
         text = path.read_bytes().decode()
@@ -219,17 +219,17 @@ def load_rules(path: Path) -> Rules:
 
 
 def rules_text(**study: Any) -> str:
-    """The text of a rules file without claims."""
+    """Return the text of a rules file without claims."""
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in study.items()]
     return "".join(["[study]\n", *lines])
 
 
 def rules_of(**study: Any) -> Rules:
-    """The rules that options of a command stand for. Their digest is about the user's own modules alone: a second
-    command adds policies, budgets or samples to the rows of the first.
+    """Return the rules for the options of a command. The digest covers only the user's modules. A second command can
+    therefore add policies, budgets or samples to the rows of the first command.
 
     Raises:
-        SpecError: as `load_rules`.
+        SpecError: as in `load_rules`.
     """
     rules = _read(rules_text(**study), "the options")
     return replace(rules, digest=hashlib.sha256(b"\0".join([b"options", *_own(rules)])).hexdigest())
@@ -260,7 +260,7 @@ def _read(text: str, where: str) -> Rules:
 
 
 def _own(rules: Rules) -> Iterator[bytes]:
-    """The user's own policies and tasks, with the digests of their modules' files."""
+    """Yield the user's own policies and tasks, with the digests of the modules' files."""
     for policy in rules.policies:
         text = policy.removesuffix(AT_PROMPT)
         if (named := policy_in_rows(text)) != text:
