@@ -16,7 +16,7 @@ from spec.arrays import IntVector, Matrix
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
-__all__ = ["Chosen", "gather", "read_retentions", "settle"]
+__all__ = ["Chosen", "gather", "read_retentions", "settle", "unsettled"]
 
 
 class Chosen(NamedTuple):
@@ -58,10 +58,22 @@ def _gathered(layer: DenseLayer, rows: Sequence[Chosen]) -> RaggedLayer:
         if groups < H:
             slots[row] = (torch.arange(H, device=at.device)[:, None] * columns + slots[row]).flatten()
     keys, values = (x.flatten(0, 2).index_select(0, torch.cat(slots)) for x in (layer.keys, layer.values))
-    unknown = [torch.empty(0, dtype=torch.int64, device="cpu")] * (H * len(rows))
-    empty = torch.empty(len(rows), 0, dtype=torch.int64, device="cpu")
-    seen = StoredRows(empty, torch.tensor([row.n for row in rows], device="cpu"))
-    made = RaggedLayer(keys, values, seen, unknown, columns)
+    return unsettled(layer, keys, values, [row.n for row in rows])
+
+
+def unsettled(layer: DenseLayer, keys: Tensor, values: Tensor, tokens: Sequence[int]) -> RaggedLayer:
+    """Empty a layer, and return a layer with other keys and values; `settle` tells that layer which tokens these are.
+
+    Args:
+        layer: layer of a first prompt.
+        keys: of any shape.
+        values: beside them.
+        tokens: tokens of each row.
+    """
+    unknown = [torch.empty(0, dtype=torch.int64, device="cpu")] * (layer.heads * len(tokens))
+    empty = torch.empty(len(tokens), 0, dtype=torch.int64, device="cpu")
+    seen = StoredRows(empty, torch.tensor(tokens, device="cpu"))
+    made = RaggedLayer(keys, values, seen, unknown, layer.stored_length)
     layer.reset()
     return made
 

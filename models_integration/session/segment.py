@@ -18,6 +18,7 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import join_layers
 from models_integration.model.architecture import Architecture
 from models_integration.model.layer_kinds import of_layer
+from models_integration.session.cascade import Cascade, can_cascade
 from models_integration.session.device_choice import DeviceChoices
 from models_integration.session.inputs import ONE_FORWARD, ForwardSpan, check_tokens
 from models_integration.session.method import Method
@@ -286,10 +287,9 @@ class Segment:
     """One forward with more than one query, or the forwards of a prompt, a turn or a stream that come in pieces.
 
     It watches the model's attention. A prompt of one forward is compacted while it is read, so that the full cache
-    never exists: under a layerwise policy each layer is decided and compacted as soon as it has attended. Where the
-    scorer asks for no more than the observed layer, the prompt is decided as soon as that layer has attended: the
-    layers up to it are compacted then, and each later one as soon as it has attended. Every other segment is decided
-    and compacted at its end.
+    never exists. Under a layerwise policy and under CAKE, tokens are evicted as soon as a layer has attended. If the
+    scorer reads the observed layer alone, the prompt is decided when that layer has attended. Each later layer is then
+    compacted when it has attended. Every other segment is decided and compacted at its end.
 
     Args:
         rows_per_prompt: rows of the batch that stand for one prompt: beams, or returned sequences.
@@ -304,11 +304,13 @@ class Segment:
         self._method = method
         at_once = segment_end == ONE_FORWARD and needs.layers != "all"
         self.observed = ObservedSegment(needs, architecture, cache, rows_per_prompt=rows_per_prompt, lse=at_once)
-        self._each_alone = segment_end == ONE_FORWARD and not self.observed.later and is_layerwise(method.policy)
+        alone = segment_end == ONE_FORWARD and not self.observed.later
+        cascades = alone and can_cascade(method.policy, architecture)
+        self._each_alone = cascades or (alone and is_layerwise(method.policy))
         self._layerwise = at_once or self._each_alone
         self._parts: list[Decision] = []
         """What was decided about each layer alone."""
-        self._choices = DeviceChoices(method, cache, rows_per_prompt)
+        self._choices = (Cascade if cascades else DeviceChoices)(method, cache, rows_per_prompt)
         self._decision: Decision | None = None
         self._decided_at = max(self.observed.layers, default=-1)
         self._full = list(architecture.full_layers)

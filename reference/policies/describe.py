@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 
 from reference.calibration import Calibration, Identity
-from reference.policies.layers import is_layerwise
+from reference.policies.layers import is_cascading, is_layerwise
 from reference.policies.names import DIVERSE, NAMES, POLICIES, NamedPolicy, check_name, make_policy
 from spec.errors import SpecError
 from spec.policy import Policy, SeparableScorer
@@ -147,7 +147,7 @@ def describe_policy(name: str) -> PolicyDescription:
     required = tuple(key for key, value in given.items() if value is Parameter.empty or key == "template")
     return PolicyDescription(
         name, row.paper, keeps, 1 + (needs.rehearsal is not None), needs.layers, policy.granularity.value,
-        layer_by_layer=name != "fullcache" and (needs.layers != "all" or is_layerwise(policy)),
+        layer_by_layer=name != "fullcache" and (needs.layers != "all" or is_layerwise(policy) or is_cascading(policy)),
         decode_time=stepping,
         later_turns=needs.rehearsal is None and (stepping or _goes_on(policy)),
         padded_batches=needs.rehearsal is None and not stepping,

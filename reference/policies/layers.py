@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from reference.policies.budgets import Above, Adaptive, Competition, Pyramid, even, everything
+from reference.policies.cake import Cake, Preferred
 from reference.policies.kvzip_heads import FullHeads
+from reference.policies.selectors import top_units
 from spec.arrays import Int64, IntVector
 from spec.policy import Budgets, JoiningScorer, LayerwiseScorer, Policy, Scores
 from spec.retention import Granularity
 
-__all__ = ["is_layerwise", "policy_of_layer"]
+__all__ = ["is_cascading", "is_layerwise", "policy_of_layer"]
 
 
 def is_layerwise(policy: Policy) -> bool:
@@ -26,6 +28,15 @@ def is_layerwise(policy: Policy) -> bool:
     if policy.cadence.every is not None:
         return budgets is even and isinstance(scorer, JoiningScorer)
     return budgets in (even, everything) or isinstance(budgets, Above | Adaptive | Competition | Pyramid | FullHeads)
+
+
+def is_cascading(policy: Policy) -> bool:
+    """Return True if a token that leaves a layer's share, after some layers, cannot return after more layers: CAKE.
+
+    The shares of a layer then only shrink while the model reads a prompt (CAKE, Algorithm 1).
+    """
+    parts = isinstance(policy.scorer, Cake) and isinstance(policy.budgets, Preferred) and policy.selector is top_units
+    return parts and policy.granularity is Granularity.HEAD and policy.cadence.every is None
 
 
 def policy_of_layer(policy: Policy, at: int, L: int) -> Policy:

@@ -19,6 +19,7 @@ from conformance.assurance.faults import WELL
 from conformance.assurance.mutants.edits import Edit, replaced
 from conformance.own.models_integration.session import (
     test_capture,
+    test_cascade,
     test_model_untouched,
     test_other_architectures,
     test_ragged,
@@ -272,7 +273,7 @@ CHECKS: dict[str, Callable[[], object]] = {
     "a hidden token": lambda: check_hidden_token(build("llama")),
     "a hidden token of heads": lambda: test_ragged.test_a_2d_mask_hides_positions_in_every_head("adakv"),
     "turns of the reference": lambda: test_turns.test_the_kept_sets_are_those_of_the_reference(30, 0),
-    "beams": check_beams, "a saved cache": check_saved,
+    "beams": check_beams, "a cascade": test_cascade.check_cascades, "a saved cache": check_saved,
     "steps without decode": test_streams.test_steps_read_without_decode_do_not_fade,
     "protected tokens": (
         lambda: test_streams.test_the_newest_tokens_are_safe_unless_the_paper_s_rule_is_asked_for("sink+recent")
