@@ -68,6 +68,8 @@ class Faults:
                 return real(*HALVED[name](*arguments))
             if name == "close":  # the descriptor is gone all the same
                 real(*arguments)
+            if self.number == LAST:
+                raise Killed
             raise OSError(self.number, os.strerror(self.number))
 
         return failing

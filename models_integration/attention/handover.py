@@ -20,7 +20,13 @@ from models_integration.cache.positions import EMPTY, StoredRows
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, device_of
-from models_integration.model.isolated_forward import FORWARD_ERRORS, isolated_forward, read_tokens, states_agree
+from models_integration.model.isolated_forward import (
+    FORWARD_ERRORS,
+    isolated_forward,
+    read_tokens,
+    states_agree,
+    trial_forward,
+)
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
@@ -90,11 +96,8 @@ def _check_positions(architecture: Architecture) -> None:
     if architecture.known_positions:
         known.add(key)
         return
-    try:
-        with isolated_forward(architecture):
-            evicted, masked = _after_eviction(architecture, gather=True), _after_eviction(architecture, gather=False)
-    except FORWARD_ERRORS as error:
-        raise SpecError("model", architecture.name, f"cannot process a token after eviction: {error}") from error
+    with trial_forward(architecture, "a token after eviction"):
+        evicted, masked = _after_eviction(architecture, gather=True), _after_eviction(architecture, gather=False)
     if not states_agree(evicted, masked):
         raise SpecError("model", architecture.name, _BY_SLOT)
     known.add(key)
@@ -106,14 +109,11 @@ def _check_numbering(architecture: Architecture) -> None:
     Raises:
         SpecError: if the positions differ, as with RoBERTa, whose positions begin after the id of the padding token.
     """
-    try:
-        with isolated_forward(architecture):
-            own, ours = (
-                read_tokens(architecture, RetainedCache(architecture.config), _TOKENS, start=start)
-                for start in (None, 0)
-            )
-    except FORWARD_ERRORS as error:
-        raise SpecError("model", architecture.name, f"cannot process {_TOKENS} tokens: {error}") from error
+    with trial_forward(architecture, f"{_TOKENS} tokens"):
+        own, ours = (
+            read_tokens(architecture, RetainedCache(architecture.config), _TOKENS, start=start)
+            for start in (None, 0)
+        )
     if not states_agree(ours, own):
         raise SpecError("model", architecture.name, _OWN_POSITIONS)
 
@@ -124,13 +124,10 @@ def _check_causal(architecture: Architecture) -> None:
     Raises:
         SpecError: if a stored value changes, as with PaliGemma, whose prompts attend in both directions.
     """
-    try:
-        with isolated_forward(architecture):
-            fewer, more = (
-                read_tokens(architecture, RetainedCache(architecture.config), tokens) for tokens in (_TOKENS, _SEEN)
-            )
-    except FORWARD_ERRORS as error:
-        raise SpecError("model", architecture.name, f"cannot process {_SEEN} tokens: {error}") from error
+    with trial_forward(architecture, f"{_SEEN} tokens"):
+        fewer, more = (
+            read_tokens(architecture, RetainedCache(architecture.config), tokens) for tokens in (_TOKENS, _SEEN)
+        )
     if not states_agree(more[:, :_TOKENS], fewer):
         raise SpecError("model", architecture.name, "the attention of the model is not causal")
 
@@ -222,13 +219,11 @@ def _handed(architecture: Architecture) -> _Handed:
     if implementation not in known or not known[implementation].all:
         cache = RetainedCache(architecture.config)
         watcher = _Watcher(cache)
-        try:
-            with isolated_forward(architecture), observing(architecture, cache, watcher, architecture.full_layers):
-                read_tokens(architecture, cache, _TOKENS)
-        except torch.OutOfMemoryError:
-            raise
-        except FORWARD_ERRORS as error:
-            raise SpecError("model", architecture.name, f"cannot process {_TOKENS} tokens: {error}") from error
+        with (
+            trial_forward(architecture, f"{_TOKENS} tokens"),
+            observing(architecture, cache, watcher, architecture.full_layers),
+        ):
+            read_tokens(architecture, cache, _TOKENS)
         observed = set(architecture.full_layers) <= set(watcher.asked)
         known[implementation] = _Handed(watcher.keys, watcher.values, watcher.queries, observed)
     return known[implementation]

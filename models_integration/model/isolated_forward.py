@@ -10,8 +10,9 @@ from transformers.cache_utils import Cache
 
 from models_integration.model.architecture import Architecture, device_of, restored_rotation
 from models_integration.model.cache_argument import cache_name
+from spec.errors import SpecError
 
-__all__ = ["FORWARD_ERRORS", "isolated_forward", "read_tokens", "states_agree"]
+__all__ = ["FORWARD_ERRORS", "isolated_forward", "read_tokens", "states_agree", "trial_forward"]
 
 # A wrong state or position causes errors of at least 0.1. Rounding causes less than 1e-5 (float32), 1e-2 (bfloat16).
 _BOUND, _BOUND_HALF = 1e-3, 6e-2
@@ -38,6 +39,22 @@ def isolated_forward(architecture: Architecture) -> Iterator[None]:
     finally:
         for module, before, after, training in states:
             module._forward_pre_hooks, module._forward_hooks, module.training = before, after, training
+
+
+@contextmanager
+def trial_forward(architecture: Architecture, reads: str) -> Iterator[None]:
+    """`isolated_forward`, by whose errors the model is refused, but for memory that runs out.
+
+    Raises:
+        SpecError: if the model cannot read what it is said to read.
+    """
+    try:
+        with isolated_forward(architecture):
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except FORWARD_ERRORS as error:
+        raise SpecError("model", architecture.name, f"cannot process {reads}: {error}") from error
 
 
 def read_tokens(

@@ -14,7 +14,7 @@ from models_integration.model.architecture import Architecture, describe, restor
 from models_integration.model.cache_argument import cache_name
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.layer_kinds import of_layer
-from models_integration.policies.query_rotation import read_rotation
+from models_integration.policies.model_values import read_rotation
 from models_integration.session.verbs import observe
 from reference.calibration import Calibration, Identity
 from reference.policies.attention import unrotated

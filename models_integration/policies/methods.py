@@ -20,10 +20,9 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.scorer_records import DecideInSteps
 from models_integration.model.architecture import describe, unwrapped
 from models_integration.model.identity import ModelIdentity
-from models_integration.model.weights import output_projections
 from models_integration.policies.calibration import heads_served_by, served_by
 from models_integration.policies.fastest import fastest
-from models_integration.policies.query_rotation import read_rotation
+from models_integration.policies.model_values import output_projections, read_rotation
 from models_integration.session.method import Method
 from models_integration.session.session import Session
 from reference.calibration import Calibration, load_calibration

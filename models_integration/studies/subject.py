@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils.logging import disable_progress_bar
 
 from models_integration.model.architecture import check_positions
-from models_integration.model.gguf import read_gguf
 from models_integration.model.identity import ModelIdentity, identify
-from models_integration.model.published_weights import WEIGHTS, located
+from models_integration.model.published_weights import WEIGHTS, located, read_gguf
 from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket_tokenizer
 from models_integration.policies.methods import (
     CrystalCache,

@@ -28,7 +28,7 @@ from conformance.paths import ROOT
 from conformance.tolerances import MASKED_VISIBLE
 from models_integration.cli.app import app
 from models_integration.engines.llama_cpp import LlamaSequence, retention_of
-from models_integration.model.gguf import read_gguf
+from models_integration.model.published_weights import read_gguf
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 

@@ -12,10 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 
-from conformance.own.models_integration.model.identity_pairs import Holding, made
-
-Change = Callable[[Any], object]
-_MLP, _UP = "model.layers.0.mlp", "model.layers.0.mlp.up_proj"
+from conformance.own.models_integration.model.identity_pairs import (
+    _MLP,
+    _UP,
+    Change,
+    Holding,
+    _exchanged,
+    _holding,
+    _nothing,
+    made,
+)
 
 
 class Named(nn.Module):
@@ -108,16 +114,6 @@ def _class(change: Callable[[Tensor], Tensor]) -> Any:
     return type("Step", (), {"step": staticmethod(change)})
 
 
-def _holding(use: Callable[[Any, Any], Any], one: Any, other: Any) -> tuple[str, Change, Change]:
-    """A pair of models that hold one value, and another."""
-
-    def hold(model: Any) -> None:
-        layer = model.get_submodule(_MLP)
-        layer.up_proj = Holding(layer.up_proj, one, use)
-
-    return "Llama", hold, lambda model: vars(model.get_submodule(_UP)).update(value=other)
-
-
 def _times(x: Tensor, value: Any) -> Tensor:
     found: Tensor = x * value.by
     return found
@@ -130,29 +126,18 @@ def _stepped(x: Tensor, steps: Any) -> Tensor:
 
 
 def _named(name: str) -> tuple[str, Change, Change]:
-    def wrap(model: Any) -> None:
-        layer = model.get_submodule(_MLP)
-        layer.up_proj = Named(layer.up_proj, name)
-
+    wrap = _exchanged(_UP, partial(Named, name=name))
     return "Llama", wrap, lambda model: vars(model.get_submodule(_UP)).update({name: 3.0})
 
 
 def _buffered(use: Callable[[Tensor], Tensor], one: Callable[[], Tensor], other: Callable[[], Tensor]) -> Any:
-    def wrap(model: Any) -> None:
-        layer = model.get_submodule(_MLP)
-        layer.up_proj = Buffered(layer.up_proj, one(), use)
-
+    wrap = _exchanged(_UP, lambda base: Buffered(base, one(), use))
     return "Llama", wrap, lambda model: vars(model.get_submodule(_UP))["_buffers"].update(tensor=other())
 
 
 def _quantised(by: float) -> Tensor:
     found: Tensor = torch.quantize_per_tensor(torch.ones(48) * by, by / 10, 0, torch.qint8)
     return found
-
-
-def _packed(model: Any) -> None:
-    layer = model.get_submodule(_MLP)
-    layer.up_proj = Packed(layer.up_proj)
 
 
 def _reversed_layers(model: Any) -> None:
@@ -191,10 +176,6 @@ def _half_dynamic(model: Any) -> None:
     model.to(torch.bfloat16)
 
 
-def _nothing(model: Any) -> None:
-    """Leave a model as it is."""
-
-
 def _forward_of_another(model: Any) -> None:
     vars(model.model.layers[1].mlp)["forward"] = model.model.layers[0].mlp.forward
 
@@ -222,7 +203,9 @@ DISGUISED: dict[str, tuple[str, Change, Change]] = {
     },
     "the order of layers": ("Llama", _nothing, _reversed_layers),
     "a class's closure": ("Llama", _of_class(0.5), _of_class(2.0)),
-    "a weight's scale": ("Llama", _packed, lambda model: model.get_submodule(_UP).weight.scale.update(by=2.0)),
+    "a weight's scale": (
+        "Llama", _exchanged(_UP, Packed), lambda model: model.get_submodule(_UP).weight.scale.update(by=2.0),
+    ),
     "a quantised buffer": _buffered(torch.dequantize, partial(_quantised, 1.0), partial(_quantised, 2.0)),
     "a sparse buffer": _buffered(
         lambda one: one.to_dense(), lambda: torch.ones(48).to_sparse(), lambda: torch.full((48,), 2.0).to_sparse(),

@@ -10,17 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from conformance.own.models_integration.session.families import prepare
+from conformance.own.models_integration.session.families import SMALL, prepared
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}
 _EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, "initializer_range": 0.5,
 }
@@ -110,10 +105,7 @@ class Slotted:
 
 def made(family: str, **fields: Any) -> PreTrainedModel:
     """A family's tiny model; equal weights for any fields that do not shape them."""
-    config = {"Gemma3": "Gemma3Text"}.get(family, family)
-    torch.manual_seed(0)
-    found = getattr(transformers, f"{config}Config")(**{**_SIZES, **_OWN.get(family, {}), **fields})
-    return prepare(getattr(transformers, f"{family}ForCausalLM")(found))
+    return prepared(family, **{**SMALL, **_OWN.get(family, {}), **fields})
 
 
 Change = Callable[[Any], object]
@@ -151,6 +143,7 @@ def _nothing(model: Any) -> None:
 
 _MLP, _UP, _ADAPTER = "model.layers.0.mlp", "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
 
+
 def _closing_over(by: float) -> Callable[[Tensor], Tensor]:
     def scaled(x: Tensor) -> Tensor:
         return x * by
@@ -167,6 +160,11 @@ def _defaulting_to(by: float) -> Callable[[Tensor], Tensor]:
 
 def _posing_as_another(by: float) -> Callable[[Tensor], Tensor]:
     return wraps(nn.functional.silu)(_closing_over(by))
+
+
+def _holding(use: Callable[[Any, Any], Any], one: Any, other: Any) -> tuple[str, Change, Change]:
+    """A pair of models that hold one value, and another."""
+    return "Llama", _exchanged(_UP, lambda base: Holding(base, one, use)), _set(f"{_UP}.value", other)
 
 
 def _linear(seed: int) -> nn.Module:
@@ -265,10 +263,7 @@ CHANGES: dict[str, tuple[str, Change, Change]] = {
     "a multiplier": ("Granite", _nothing, _set("model.embedding_multiplier", 2.0)),
     "experts of a token": ("Mixtral", _nothing, _set("model.layers.0.mlp.gate.top_k", 1)),
     "a norm left out": ("Llama", _nothing, _set("model.layers.0.input_layernorm", nn.Identity())),
-    "a vector that steers": (
-        "Llama", _exchanged(_UP, lambda base: Holding(base, torch.full((48,), 0.5), torch.add)),
-        _set(f"{_UP}.value", torch.full((48,), 0.9)),
-    ),
+    "a vector that steers": _holding(torch.add, torch.full((48,), 0.5), torch.full((48,), 0.9)),
     "an adapter": ("Llama", _nothing, _exchanged(_ADAPTER, LoRA)),
     **{
         f"an adapter's {name}": ("Llama", _exchanged(_ADAPTER, LoRA), change) for name, change in _ON_ADAPTERS.items()
@@ -278,9 +273,7 @@ CHANGES: dict[str, tuple[str, Change, Change]] = {
         for path in ("mlp", "self_attn.q_proj", "mlp.up_proj.weight")
     },
     **{
-        f"a callable's {name}": (
-            "Llama", _exchanged(_UP, partial(Holding, value=[one], use=_through)), _set(f"{_UP}.value", [other]),
-        ) for name, (one, other) in _CALLABLES.items()
+        f"a callable's {name}": _holding(_through, [one], [other]) for name, (one, other) in _CALLABLES.items()
     },
     "frequencies that are no buffer": (
         "Llama", _plain_frequencies, lambda model: model.model.rotary_emb.inv_freq.mul_(0.3),
@@ -308,16 +301,22 @@ HOOKS: dict[str, Change] = {
     "forward": _exchanged(f"{_UP}.forward", lambda forward: lambda x: forward(x) + 1),
 }
 
+_KEEP = ".*: use only numbers, strings, tensors and modules"
 # Values of which nothing says what is in them, and what the refusal says.
 UNREADABLE: dict[str, tuple[Change, str]] = {
     "deep": (
         _exchanged(_UP, partial(Holding, value=[[[[[[[[0.5]]]]]]]], use=_by_the_innermost)),
-        r"up_proj.value': holds a list more than 6",
+        f"up_proj.value': holds a list more than 6{_KEEP}",
     ),
     "iterator": (
         _exchanged(_UP, partial(Holding, value=[(at for at in [0])], use=_through)),
-        r"up_proj.value': holds a <genexpr>",
+        f"up_proj.value': holds a <genexpr>{_KEEP}",
     ),
+    "a tensor of tensors": (
+        lambda model: model.model.norm.register_buffer("ragged", torch.nested.nested_tensor([torch.ones(2)])),
+        "'model.norm.ragged': the layout .* is not supported: convert the tensor",
+    ),
+    "no values": (lambda model: model.to("meta"), "has no values"),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import PreTrainedModel, RobertaConfig, RobertaForCausalLM
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from typer.testing import CliRunner
 
@@ -25,7 +25,7 @@ from conformance.own.models_integration.model.identity_pairs import (
     UNREADABLE,
     made,
 )
-from conformance.own.models_integration.session.families import at_once, prepare, prompt
+from conformance.own.models_integration.session.families import SMALL, at_once, prepared, prompt
 from models_integration import Published, RetainedCache, StreamingLLM, load_cache, save_cache
 from models_integration.archive.errors import WrongModel
 from models_integration.archive.library import Library
@@ -166,11 +166,12 @@ def test_a_model_that_somebody_steers_from_outside_is_refused_by_name(name: str)
 
 
 @pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_an_attribute_that_does_not_say_what_it_holds_is_refused_by_name(name: str) -> None:
+def test_what_does_not_say_what_it_holds_is_refused_by_name(name: str) -> None:
     model, (change, reason) = made("Llama"), UNREADABLE[name]
     change(model)
-    with pytest.raises(SpecError, match=f"{reason}.*: use only numbers, strings, tensors and modules"):
+    with pytest.raises(SpecError, match=reason):
         identify(model)
 
 
@@ -219,18 +220,8 @@ def test_a_method_that_was_exchanged_in_a_class_is_told(monkeypatch: pytest.Monk
 
 
 def test_positions_that_are_counted_from_the_padding_are_told() -> None:
-    identities = {identify(positioned(pad)).digest for pad in (1, 7)}
-    assert len(identities) == 2
-
-
-def positioned(pad: int) -> PreTrainedModel:
-    """A decoder that counts positions from its padding token."""
-    torch.manual_seed(0)
-    config = RobertaConfig(
-        vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        max_position_embeddings=64, pad_token_id=pad, is_decoder=True,
-    )
-    return prepare(RobertaForCausalLM(config))
+    models = [prepared("Roberta", **{**SMALL, "pad_token_id": pad}, is_decoder=True) for pad in (1, 7)]
+    assert len({identify(model).digest for model in models}) == 2
 
 
 @pytest.mark.parametrize("family", ["GPTNeoX", "Llama"])
@@ -243,16 +234,6 @@ def test_embeddings_that_are_resized_make_the_model_that_is_loaded_from_what_was
     assert identify(model) != before
     model.save_pretrained(tmp_path)
     assert identify(type(model).from_pretrained(tmp_path)) == identify(model)
-
-
-@pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_a_tensor_that_cannot_be_read_is_refused_by_name() -> None:
-    model = made("Llama")
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    model.get_submodule("model.norm").register_buffer("ragged", nested)
-    with pytest.raises(SpecError, match=r"'model.norm.ragged': the layout .* is not supported: convert the tensor"):
-        identify(model)
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -314,12 +295,6 @@ def test_a_tensor_of_several_chunks_is_read_whole(monkeypatch: pytest.MonkeyPatc
     assert identify(model) == found
     assert identify(negate(build("Llama"))).weights != found.weights
     assert tensor_digest.CHUNK_BYTES % 8 == 0
-
-
-@pytest.mark.law("refused-before-anything-changes")
-def test_a_model_without_values_is_refused() -> None:
-    with pytest.raises(SpecError, match="has no values"):
-        identify(moved(build("Llama"), "meta"))
 
 
 def test_a_model_with_other_values_behind_the_first_is_another_model_everywhere(tmp_path: Path) -> None:

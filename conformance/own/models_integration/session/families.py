@@ -2,35 +2,14 @@
 
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import DynamicCache, PreTrainedModel
 
 from models_integration import CrystalCache, FullCache, RetainedCache, RetentionPolicy, StreamingLLM
 from models_integration.cache.crystal_states import CrystalStates
@@ -47,23 +26,34 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }
 _GQA = {**_SIZES, "num_key_value_heads": 2}
+SMALL: dict[str, Any] = {
+    **_GQA, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 256,
+}
 _ALTERNATING = {
     "sliding_window": WINDOW, "head_dim": 12, "query_pre_attn_scalar": 12,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     "num_hidden_layers": 4,
 }
 
+
+def tiny(name: str, **fields: Any) -> Any:
+    """A model of transformers by the name of its class, whose ending ForCausalLM may be left out."""
+    torch.manual_seed(0)
+    kind = getattr(transformers, name if name.endswith(("Model", "Generation", "LM")) else f"{name}ForCausalLM")
+    return kind(kind.config_class(**fields))
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_GQA)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**{**_GQA, "sliding_window": None})),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_GQA)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**_GQA, "head_dim": 12})),
-    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**{**_GQA, "sliding_window": None})),
-    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**_GQA)),
-    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**{**_SIZES, "rotary_pct": 0.5})),
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**{**_GQA, **_ALTERNATING})),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**{**_GQA, **_ALTERNATING})),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**_SIZES)),
+    "llama": partial(tiny, "Llama", **_GQA),
+    "mistral": partial(tiny, "Mistral", **_GQA, sliding_window=None),
+    "qwen2": partial(tiny, "Qwen2", **_GQA),
+    "qwen3": partial(tiny, "Qwen3", **_GQA, head_dim=12),
+    "phi3": partial(tiny, "Phi3", **_GQA, sliding_window=None),
+    "olmo2": partial(tiny, "Olmo2", **_GQA),
+    "gpt_neox": partial(tiny, "GPTNeoX", **_SIZES, rotary_pct=0.5),
+    "gemma2": partial(tiny, "Gemma2", **{**_GQA, **_ALTERNATING}),
+    "gemma3": partial(tiny, "Gemma3", **{**_GQA, **_ALTERNATING}),
+    "gpt2": partial(tiny, "GPT2LMHeadModel", **_SIZES),
 }
 SLIDING = ("gemma2", "gemma3")
 TABLES = ("gpt2",)  # positions are a table that is added to the embeddings
@@ -75,9 +65,13 @@ METHODS: dict[str, Callable[[], RetentionPolicy]] = {
 }
 
 
+def prepared(name: str, **fields: Any) -> PreTrainedModel:
+    """Such a model, with the weights of `prepare`."""
+    return prepare(tiny(name, **fields))
+
+
 def build(family: str, *, attention: str | None = None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A tiny model, with weights so large that its attention is not uniform, that never stops generating early."""
-    torch.manual_seed(0)
     return prepare(FAMILIES[family](), attention=attention, dtype=dtype)
 
 

@@ -1,6 +1,5 @@
-"""Caches that tests save, whether a loaded one is the same, and a process that is killed while it saves them."""
+"""Caches that tests save, and whether a loaded one is the same."""
 
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from conformance.own.models_integration.session.sessions import T, breathing, me
 from models_integration import RetainedCache
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.splice import computed, splice
-from models_integration.cache.continuation import Nothing
+from models_integration.cache.crystal_states import CrystalStates
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.sliding_layer import GappedSlidingLayer
@@ -92,19 +91,8 @@ def same(a: RetainedCache, b: RetainedCache) -> None:
         assert getattr(one, "first_kept", None) == getattr(other, "first_kept", None)
         assert all(torch.equal(*pair) for pair in zip(parts(one), parts(other), strict=True))
     assert type(a.continuation) is type(b.continuation)
-    if isinstance(a.continuation, Nothing):
+    if not isinstance(a.continuation, CrystalStates):
         return
     assert all(same_bits(x, y) for x, y in zip(states_of(a).rows, states_of(b).rows, strict=True))
     assert (states_of(a).columns, states_of(a).kind) == (states_of(b).columns, states_of(b).kind)
     assert states_of(a).ids() == states_of(b).ids()
-
-
-def save_until_killed(family: str, path: Path, others: tuple[Path, Path], ready: Connection) -> None:
-    """Save one of two caches and then the other, under the same name; `ready` gets a byte before the first."""
-    torch.set_num_threads(1)
-    model = build(family)
-    caches = [load_cache(other, model) for other in others]
-    ready.send_bytes(b"x")
-    while True:
-        for cache in caches:
-            save_cache(cache, model, path)

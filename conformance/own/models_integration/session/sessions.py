@@ -1,7 +1,7 @@
 """What sessions in tests run on: policies that fit short prompts, rows of a batch, probes, and what a session left."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -21,6 +21,7 @@ from conformance.own.models_integration.session.families import (
     ENDS,
     METHODS,
     at_once,
+    build,
     prompt,
     relative,
     states_of,
@@ -40,12 +41,15 @@ from models_integration.attention.capture import observing
 from models_integration.cache.crystal_states import DecodeRule
 from models_integration.model.architecture import attention_modules, describe
 from models_integration.policies.methods import policy_from_name
+from reference.crystalcache import decode_step, empty_state, extend
+from reference.crystalcache.activation import inverse_key_norms
+from reference.crystalcache.tail import append
 from reference.policies import full_cache
 from reference.policies.describe import list_policies
 from reference.policies.names import DIVERSE, POLICIES, constants_of, make_policy
-from reference.policies.retain import tokens_of
 from spec.arrays import BoolVector
-from spec.budget import Budget, parse_budget
+from spec.backend import resolve
+from spec.budget import parse_budget
 from spec.decode import DecodeState, check_state
 from spec.parameters import TINY
 from spec.policy import Needs, Observation, Policy, Scores
@@ -80,15 +84,6 @@ def method(name: str, budget: float | int | None = None) -> RetentionPolicy:
     if row.of_model or "template" in row.constants:
         return Published(name, budget, **small(name))
     return CustomPolicy(make_policy(name, small(name)), parse_budget(budget))
-
-
-def lengths(policy: Policy, budget: Budget, steps: int, first: float | None = None) -> list[float]:
-    """What a kept set holds after a prompt of 64 tokens, `first` or its even share, and after each step."""
-    found = [tokens_of(policy, budget, PROMPT) if first is None else first]
-    for seen in range(PROMPT + 1, PROMPT + steps + 1):
-        live, B = found[-1] + 1, tokens_of(policy, budget, seen)
-        found.append(B if policy.cadence.due(seen, int(live), B) else live)
-    return found
 
 
 def live_sets(cache: RetainedCache) -> HeadSets:
@@ -127,9 +122,6 @@ def sets(run: Session) -> list[list[int]]:
 
 
 CLASSES = ("crystalcache", "streamingllm", "fullcache")
-
-
-PUBLISHED = tuple(name for name in POLICIES if name not in CLASSES)
 
 
 def calibrated(name: str, model: Any) -> dict[str, Any]:
@@ -265,10 +257,9 @@ class Seen:
 
 @dataclass
 class Observed:
-    """Watches one row of a Llama's layer, and remembers every key that it ever made."""
+    """Watches the first row of a Llama's layer, and remembers every key that it ever made."""
 
     model: PreTrainedModel
-    row: int = 0
     layer: int = 0
     keys: list[Any] = field(default_factory=list)
 
@@ -284,7 +275,7 @@ class Observed:
             with torch.no_grad():
                 q, k = module.q_proj(hidden).view(shape), module.k_proj(hidden).view(shape)
                 q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-            new = [tensor[self.row].numpy() for tensor in (q, k)]
+            new = [tensor[0].numpy() for tensor in (q, k)]
             seen.q = new[0] if seen.q is None else np.concatenate([seen.q, new[0]], axis=1)
             seen.new_k = new[1] if seen.new_k is None else np.concatenate([seen.new_k, new[1]], axis=1)
             self.keys.extend(new[1].transpose(1, 0, 2))
@@ -299,6 +290,38 @@ class Observed:
         """Keys of stored positions, and behind them those of the forwards just seen."""
         old = [self.keys[i][:, None] for i in positions.tolist()]
         return np.concatenate([*old, seen.new_k], axis=1)
+
+
+def check_states(policy: CrystalCache, texts: Iterable[Sequence[Tensor]]) -> DecodeState:
+    """After each text, read in pieces, the state and the stored tokens are those of the reference on the same q and k.
+
+    Returns:
+        The state in the end.
+    """
+    rule, model = policy.method.continuation, build("llama", dtype=torch.float64)
+    assert isinstance(rule, DecodeRule)
+    parameters, expected = rule.parameters, empty_state(policy.method.budget)
+    observed = Observed(model, layer=parameters.observed_layer % 3)
+    with policy(model) as run:
+        cache = RetainedCache(model.config)
+        for pieces in texts:
+            with observed.forward() as seen:
+                for piece in pieces:
+                    at_once(model, piece, cache)
+            ids = torch.cat([*pieces], dim=1)[0].numpy()
+            if len(ids) > 1:
+                expected = extend(expected, seen.q, observed.stored(expected.stored, seen), ids, ENDS, parameters)
+                assert run.kept is not None
+                assert run.kept.tolist() == expected.stored.tolist()
+            elif rule.decode:
+                norm = float(inverse_key_norms(seen.new_k)[0])
+                expected = decode_step(expected, int(ids[0]), norm, ENDS, parameters, resolve("numpy"))
+            else:
+                expected = append(expected, int(ids[0]), float(inverse_key_norms(seen.new_k)[0]))
+            (state,) = now(cache)
+            same_state(state, expected)
+            assert cache.stored_positions().tolist() == expected.stored.tolist()
+    return expected
 
 
 def check_continuation(model: PreTrainedModel, policy: RetentionPolicy) -> None:

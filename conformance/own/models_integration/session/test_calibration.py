@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    LlamaForCausalLM,
-    Ministral3Config,
-    Ministral3ForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
@@ -35,12 +23,11 @@ from conformance.own.models_integration.archive.block_mask import build as rotat
 from conformance.own.models_integration.session import test_other_architectures as architectures
 from conformance.own.models_integration.session.families import (
     _GQA,
-    FAMILIES,
     VOCABULARY,
     at_once,
     build,
     greedy,
-    prepare,
+    prepared,
     prompt,
 )
 from conformance.own.models_integration.session.sessions import REHEARSED, live_sets, read_prompt
@@ -217,20 +204,11 @@ def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monk
         assert [own for heads in live_sets(cache).values() for own in heads] == expected
 
 
-def interleaved() -> Any:
-    return rotated("Cohere")
-
-
-def without_positions() -> Any:
-    """Its last layer is not rotated."""
-    torch.manual_seed(0)
-    return prepare(SmolLM3ForCausalLM(SmolLM3Config(**_GQA, no_rope_layers=[1, 1, 0])))
-
-
 @pytest.mark.spec("PO-HEAD-SCORES", "PO-KVZIP-HEADS")
 @pytest.mark.parametrize(("make", "words"), [
-    (interleaved, "rotates neighbouring channels"), (without_positions, "layer without rotary positions"),
-    (lambda: build("gpt_neox"), "rotates 6 of a head's 12 channels"),
+    (lambda: rotated("Cohere"), "rotates neighbouring channels"),
+    (partial(prepared, "SmolLM3", **_GQA, no_rope_layers=[1, 1, 0]), "layer without rotary positions"),
+    (lambda: build("gpt_neox"), "must rotate all 12 channels of a head, but rotates 6"),
 ])
 def test_head_scores_need_no_one_rotation(make: Callable[[], Any], words: str, tmp_path: Path) -> None:
     """They are of the model and its rotations all the same, and serve nothing that turns queries back."""
@@ -293,18 +271,14 @@ _WIDTH: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 48}
 
 def growing_queries(beta: float = 0.1) -> Any:
     parameters = {**_YARN, "llama_4_scaling_beta": beta}
-    return Ministral3ForCausalLM(Ministral3Config(**_GQA, head_dim=12, rope_parameters=parameters))
+    return prepared("Ministral3", **_GQA, head_dim=12, rope_parameters=parameters)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "MPT": (lambda: MptForCausalLM(MptConfig(vocab_size=VOCABULARY, d_model=48, n_heads=4, n_layers=3)), "ALiBi"),
-    "Bloom": (lambda: BloomForCausalLM(BloomConfig(**_WIDTH, n_layer=3, n_head=4)), "ALiBi"),
-    "Falcon": (
-        lambda: FalconForCausalLM(
-            FalconConfig(**_WIDTH, num_hidden_layers=3, num_attention_heads=4, alibi=True)
-        ), "ALiBi",
-    ),
-    "one layer": (lambda: BloomForCausalLM(BloomConfig(**_WIDTH, n_layer=1, n_head=4)), "ALiBi"),
+    "MPT": (partial(prepared, "Mpt", vocab_size=VOCABULARY, d_model=48, n_heads=4, n_layers=3), "ALiBi"),
+    "Bloom": (partial(prepared, "Bloom", **_WIDTH, n_layer=3, n_head=4), "ALiBi"),
+    "Falcon": (partial(prepared, "Falcon", **_WIDTH, num_hidden_layers=3, num_attention_heads=4, alibi=True), "ALiBi"),
+    "one layer": (partial(prepared, "Bloom", **_WIDTH, n_layer=1, n_head=4), "ALiBi"),
     "Ministral3": (growing_queries, "queries are scaled with the position"),
 }
 
@@ -314,29 +288,24 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_turned_key_cannot_follow_is_refused(name: str) -> None:
     make, words = REFUSED[name]
-    torch.manual_seed(0)
     with pytest.raises(UnknownModel, match=words):
-        recognise(prepare(make()))
+        recognise(make())
 
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_growing_queries_are_seen_past_the_original_length_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the configuration calls them."""
-    torch.manual_seed(0)
     monkeypatch.setattr(rotation, "_originals", lambda *_: [64])
     with pytest.raises(UnknownModel, match="into the keys at position 128"):
-        recognise(prepare(growing_queries()))
+        recognise(growing_queries())
 
 
 def test_without_them_the_same_model_is_served() -> None:
-    torch.manual_seed(0)
-    assert all(layer.slot == "keys" for layer in recognise(prepare(growing_queries(0.0))).layers)
+    assert all(layer.slot == "keys" for layer in recognise(growing_queries(0.0)).layers)
 
 
 def test_a_model_in_which_order_is_nowhere_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """No positions at all: nothing has to be turned."""
-    torch.manual_seed(0)
-    model = prepare(FAMILIES["llama"]())
-    assert isinstance(model, LlamaForCausalLM)
+    model = build("llama")
     monkeypatch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", lambda q, k, *_: (q, k))
     assert all(layer.slot is None for layer in recognise(model).layers)

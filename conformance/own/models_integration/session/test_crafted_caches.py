@@ -3,8 +3,8 @@
 import json
 import os
 import threading
-from collections.abc import Callable
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from models_integration import RetainedCache
 from models_integration.cache.positions import EMPTY
 from models_integration.cache.snapshot import FORMAT, load_cache, save_cache
 from models_integration.cache.tensor_file import read, write
+from models_integration.model.identity import identify
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("refused-before-anything-changes")
@@ -102,20 +103,9 @@ _ONE = torch.ones(2, 1, dtype=torch.int64)
 _WIDE = _with("keys", lambda keys: keys.double())
 CRAFTED: dict[str, tuple[str, Craft]] = {
     # What raised KeyError, TypeError, RecursionError and others.
-    "no layers": ("lacks one of layers", lambda manifest, tensors: manifest.pop("layers")),
-    "no states": ("lacks one of layers, states", lambda manifest, tensors: manifest.pop("states")),
-    "layers of another kind": ("lacks one of layers", _said("layers", {"0": 1})),
-    "columns as text": ("columns is '7'", _said("columns", "7")),
-    "columns below 0": ("columns is -1", _said("columns", -1)),
-    "no kind of pending": ("pending is 'dreamt'", _said("pending", "dreamt")),
-    "a list as kind": ("pending is \\['read'\\]", _said("pending", ["read"])),
     "a layer too few": ("it has 2 layers, the model 3", lambda manifest, tensors: manifest["layers"].pop()),
     "a layer too many": ("it has 4 layers", lambda manifest, tensors: manifest["layers"].append({"evicted": 1})),
     "a layer that slides": ("layer 1 says .*seen", _said("layers", 1, {"seen": 70})),
-    "evicted as text": ("layer 0 says", _said("layers", 0, "evicted", "3")),
-    "evicted by a bool": ("layer 0 says", _said("layers", 0, "evicted", True)),
-    "no values": ("1.values", _without("1.values")), "no positions": ("2.kept", _without("2.kept")),
-    "a tensor more": ("extra", _more("extra", torch.zeros(1))),
     "chunks that are not there": ("chunk 0.ids", _said("chunks", [1])),
     "chunks out of order": ("chunks stand after", _said("chunks", [3, 1])),
     "a state that is a list": ("row 0 must say", _said("states", 0, [])),
@@ -131,25 +121,14 @@ CRAFTED: dict[str, tuple[str, Craft]] = {
     "tail ids of text": ("tail_ids", _said("states", 0, "tail_ids", ["a"])),
     "a tail beyond the vocabulary": ("tail_ids", _said("states", 0, "tail_ids", [VOCABULARY])),
     # What was loaded.
-    "keys of whole numbers": ("0.keys has the dtype torch.int64", _with("keys", lambda keys: keys.long())),
-    "keys of another dtype": ("0.keys has the dtype torch.float64", _WIDE),
     "keys of another dtype, which it says": ("are said to be", _all(_WIDE, _said("dtypes", ["float64", "float32"]))),
     "half of the dtypes": ("are said to be", _said("dtypes", ["float32"])),
-    "keys of NaN": ("0.keys holds NaN", _at("keys", (0, 0, 0, 0), float("nan"))),
-    "values of infinity": ("0.values holds NaN or inf", _at("values", (0, 1, 3, 2), float("inf"))),
     "one head": ("0.keys has the shape", _with("keys", lambda keys: keys[:, :1])),
     "other heads": ("has the shape", _with("s", lambda x: x.flatten(1, 2)[:, None] if x.ndim == 4 else x)),
-    "halved heads": ("has the shape", _both(lambda x: x[..., :6])),
     "fewer values": ("0.values has the shape", _with("values", lambda values: values[:, :, 1:])),
     "a batch": ("it has 1 states of 2 rows", _both(lambda x: torch.cat([x, x]))),
     "no batch": ("it has no rows", _both(lambda x: x[:0])),
     "layers of different batches": ("1.keys has the shape", _with("1.keys", lambda keys: torch.cat([keys, keys]))),
-    "reversed positions": ("positions do not rise", _with("kept", lambda kept: kept.flip(1))),
-    "positions twice": ("positions do not rise", _at("kept", (0, 1), 0)),
-    "a position below 0": ("positions do not rise", _at("kept", (0, 0), -7)),
-    "positions beyond what was seen": ("positions do not rise", _at("kept", (0, -1), 999)),
-    "positions in halves": ("0.kept has the dtype", _with("kept", lambda kept: kept.double())),
-    "flat positions": ("0.kept has the shape", _with("kept", lambda kept: kept[0])),
     "positions of two rows": ("positions of other rows", _with("kept", lambda kept: torch.cat([kept, kept]))),
     "more positions than keys": ("other rows or slots", _with("kept", lambda kept: torch.arange(99)[None])),
     "more seen than columns": ("do not rise", _with("seen_at_compaction", lambda seen: seen + 50)),
@@ -159,8 +138,6 @@ CRAFTED: dict[str, tuple[str, Craft]] = {
     "more holes than columns": ("more than its", _with("holes", lambda holes: torch.zeros(1, 9).long())),
     "layers of different positions": ("different positions", _at("1.kept", (0, 16), 25)),
     "layers of different length": ("its layers have seen", _said("layers", 1, "evicted", 999)),
-    "no word on whether layers differ": ("differ is None", lambda manifest, tensors: manifest.pop("differ")),
-    "layers that differ by a number": ("differ is 1", _said("differ", 1)),
     "layers that differ, and states": ("its layers differ, and states know of one set", _said("differ", True)),
     "a layer of heads": ("too many: 1.kept, 1.lengths", _said("layers", 1, {"padded_seen": 70})),
     "a layer of two kinds": ("layer 1 says", _said("layers", 1, {"padded_seen": 70, "evicted": 3})),
@@ -187,28 +164,13 @@ CRAFTED: dict[str, tuple[str, Craft]] = {
 
 
 HEADS: dict[str, tuple[str, Craft]] = {
-    "no positions": ("1.positions", _without("1.positions")), "no lengths": ("1.lengths", _without("1.lengths")),
-    "no tokens": ("0.seen", _without("0.seen")), "no holes": ("2.holes", _without("2.holes")),
-    "no values": ("0.values", _without("0.values")), "no keys and values": ("0.keys, 0.values", _unread("0")),
-    "a tensor of one set": ("0.kept", _more("0.kept", _ONE)),
+    "no keys and values": ("0.keys, 0.values", _unread("0")),
     "layers that agree": ("store different positions", _said("differ", False)),
-    "columns as text": ("layer 1 says", _said("layers", 1, "padded_seen", "67")),
-    "columns by a bool": ("layer 1 says", _said("layers", 1, "padded_seen", True)),
     "layers of different length": ("its layers have seen", _said("layers", 1, "padded_seen", 999)),
     "rows of different length": (
         "its layers have seen different tokens",
         _all(*(_said("layers", at, "padded_seen", 68) for at in range(3)), _with("1.seen", lambda seen: seen + 1)),
     ),
-    "keys in a rectangle": ("0.keys has the shape", _with("keys", lambda keys: keys[None, None])),
-    "lengths in a rectangle": ("0.lengths has the shape", _with("lengths", lambda lengths: lengths[None])),
-    "holes of no row": ("0.holes has the shape", _with("holes", lambda holes: holes[0])),
-    "positions in halves": ("0.positions has the dtype", _with("positions", lambda positions: positions.double())),
-    "lengths in halves": ("0.lengths has the dtype", _with("lengths", lambda lengths: lengths.double())),
-    "tokens in halves": ("0.seen has the dtype", _with("seen", lambda seen: seen.double())),
-    "keys of another dtype": ("0.keys has the dtype torch.float64", _WIDE),
-    "keys of NaN": ("0.keys holds NaN", _at("keys", (0, 0), float("nan"))),
-    "values of infinity": ("0.values holds NaN or inf", _at("values", (-1, 2), float("inf"))),
-    "halved heads": ("0.keys has the shape", _both(lambda x: x[..., :6])),
     "fewer values": ("0.values has the shape", _with("values", lambda values: values[1:])),
     "fewer slots": ("layer 0 has lengths that are not those of 4 heads", _both(lambda x: x[1:])),
     "fewer positions": ("lengths that are not", _with("positions", lambda positions: positions[1:])),
@@ -218,9 +180,6 @@ HEADS: dict[str, tuple[str, Craft]] = {
     "lengths of other heads": (
         "layer 0, row 0, head 0: its positions", _with("lengths", lambda x: x + torch.tensor([1, -1, 0, 0])),
     ),
-    "reversed positions": ("positions do not rise", _with("positions", lambda positions: positions.flip(0))),
-    "positions twice": ("positions do not rise", _at("positions", 1, 0)),
-    "a position below 0": ("positions do not rise", _at("positions", 0, -1)),
     "positions beyond what was seen": ("row 1, head 1: its positions do not rise", _at("positions", -1, 67)),
     "one row in one layer": ("layer 1 has positions of other rows", _with("1.seen", lambda seen: seen[:1])),
     "one row": ("lengths that are not those of 2 heads", _with("seen", lambda seen: seen[:1])),
@@ -237,28 +196,20 @@ HEADS: dict[str, tuple[str, Craft]] = {
     ),
 }
 GAPS: dict[str, tuple[str, Craft]] = {
-    "no positions": ("0.positions", _without("0.positions")),
     "no gap": ("too many: 0.positions", _said("layers", 0, {"seen": 75})),
     "no gap and no positions": (
         "layer 0 stores 6 of the 15 tokens", _all(_said("layers", 0, {"seen": 75}), _without("0.positions")),
     ),
     "positions of no gap": ("1.positions", _more("1.positions", _ONE[0])),
-    "freed as text": ("layer 0 says", _said("layers", 0, "first_kept", "0")),
-    "freed below 0": ("layer 0 says", _said("layers", 0, "first_kept", -1)),
     "freed what it sees": ("has freed the tokens before 61", _said("layers", 0, "first_kept", 61)),
     "freed without tokens": ("layer 0 says", _said("layers", 0, {"first_kept": 60})),
     "another length": ("do not rise inside its window", _said("layers", 0, "seen", 76)),
-    "positions in halves": ("0.positions has the dtype", _with("0.positions", lambda x: x.double())),
-    "positions in rows": ("0.positions has the shape", _with("0.positions", lambda x: x[None])),
     "fewer positions": ("do not rise inside its window", _with("0.positions", lambda x: x[1:])),
-    "reversed positions": ("do not rise inside its window", _with("0.positions", lambda x: x.flip(0))),
-    "positions twice": ("do not rise inside its window", _at("0.positions", 1, 60)),
     "positions before the window": (r"inside its window, \[60, 75\)", _at("0.positions", 0, 59)),
     "positions beyond what was seen": ("do not rise inside its window", _at("0.positions", -1, 75)),
     "fewer slots": ("do not rise inside its window", _both(lambda x: x[:, :, 1:])),
     "more slots than it sees": ("do not rise", _both(lambda x: x.repeat(1, 1, 4, 1))),
     "nothing read": ("do not rise inside its window", _unread("0")),
-    "keys of NaN": ("0.keys holds NaN", _at("0.keys", (0, 0, 0, 0), float("nan"))),
     "one head": ("0.keys has the shape", _with("0.keys", lambda keys: keys[:, :1])),
     "a batch": ("0.keys has the shape", _with("0.keys", lambda keys: torch.cat([keys, keys]))),
 }
@@ -266,13 +217,14 @@ WINDOWS: dict[str, tuple[str, Craft]] = {
     "fewer slots": ("layer 0 stores 14 of the 15", _both(lambda x: x[:, :, 1:])),
     "another length": ("its layers have seen", _said("layers", 0, "seen", 4000)),
     "a layer that does not slide": ("layer 0 says", _said("layers", 0, {"evicted": 3})),
-    "values of NaN": ("0.values holds NaN", _at("0.values", (0, 0, 2, 1), float("nan"))),
     "nothing read": ("layer 0 stores 0 of the 15", _unread("0")),
 }
 TABLES: dict[str, tuple[Callable[[], Any], dict[str, tuple[str, Craft]]]] = {
     "one set": (lambda: lived("llama", steps=T + 3), CRAFTED), "windows": (lambda: lived("gemma3"), WINDOWS),
     "heads": (lambda: differing("adakv", "llama"), HEADS), "gaps": (lambda: gapped(2), GAPS),
 }
+identity_of = cache(identify)
+LISTS, FIELDS = ("layers", "states", "chunks", "dtypes"), ("columns", "pending", "differ")
 Saved = Callable[[str], tuple[PreTrainedModel, Path]]
 
 
@@ -280,7 +232,7 @@ Saved = Callable[[str], tuple[PreTrainedModel, Path]]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """The cache that the files of a table are crafted from, in its file."""
 
-    @lru_cache
+    @cache
     def made(table: str) -> tuple[PreTrainedModel, Path]:
         (model, own), path = TABLES[table][0](), tmp_path_factory.mktemp("saved") / "cache"
         save_cache(own, model, path)
@@ -289,42 +241,68 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return made
 
 
-@pytest.fixture(scope="module")
-def breathed(saved: Saved) -> tuple[PreTrainedModel, Path]:
-    """A cache that has breathed, has a tail and evicted tokens, in its file."""
-    return saved("one set")
-
-
 def parts_of(path: Path) -> Parts:
     metadata, tensors = read(path)
     return json.loads(metadata["manifest"]), {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize(("table", "name"), [(table, name) for table in TABLES for name in TABLES[table][1]])
-def test_a_crafted_file_is_refused_by_name(table: str, name: str, saved: Saved, tmp_path: Path) -> None:
-    (model, path), (words, craft) = saved(table), TABLES[table][1][name]
-    manifest, tensors = parts_of(path)
+def mistakes(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[tuple[str, Craft]]:
+    """What every field and every tensor of a file can be, and must not; first the words of the error."""
+    yield from (("lacks one of layers", _said(name, said)) for name in LISTS for said in (None, {"0": 1}))
+    yield from ((f"{name} is", _said(name, said)) for name in FIELDS for said in (None, -1, "7", ["read"]))
+    for at, name in ((at, name) for at, numbers in enumerate(manifest["layers"]) for name in numbers):
+        yield from ((f"layer {at} says", _said("layers", at, name, said)) for said in ("3", True, -1))
+    yield "too many: extra", _more("extra", _ONE)
+    for name, tensor in tensors.items():
+        other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
+        if name != "pending":
+            yield f"missing or too many: .*{name}", _without(name)
+        yield f"{name} has the dtype", _with(name, partial(Tensor.to, dtype=other))
+        yield f"{name} has the shape", _with(name, lambda x: x[None])
+        if name.endswith((".keys", ".values")):
+            place = tuple(size // 2 for size in tensor.shape)
+            yield f"{name} has the shape", _with(name, lambda x: x[..., :6])
+            yield from ((f"{name} holds NaN or inf", _at(name, place, bad)) for bad in (float("nan"), float("inf")))
+        elif name.endswith((".kept", ".positions")) and name[0] != "r" and tensor.numel():
+            yield "positions do not rise", _with(name, lambda x: x.flip(-1))
+            yield "positions do not rise", _with(name, lambda x: torch.cat([x[..., 1:2], x[..., 1:]], dim=-1))
+            yield from (("positions do not rise", _at(name, (..., at), bad)) for at, bad in ((0, -7), (-1, 4000)))
+
+
+def check_refused(own: tuple[PreTrainedModel, Path], words: str, craft: Craft, path: Path) -> None:
+    """A file that is made from a saved one is refused."""
+    model, whole = own
+    manifest, tensors = parts_of(whole)
     craft(manifest, tensors)
-    write(tmp_path / "crafted", {"format": FORMAT, "manifest": json.dumps(manifest)}, tensors)
+    write(path, {"format": FORMAT, "manifest": json.dumps(manifest)}, tensors)
     with pytest.raises(SpecError, match=words) as caught:
-        load_cache(tmp_path / "crafted", model)
+        load_cache(path, model, identity_of(model))
     assert caught.value.argument == "path"
     assert "does not contain a cache of this model" in str(caught.value)
 
 
+@pytest.mark.parametrize("table", TABLES)
+def test_each_field_and_each_tensor_is_checked(table: str, saved: Saved, tmp_path: Path) -> None:
+    for words, craft in [*mistakes(*parts_of(saved(table)[1]))]:
+        check_refused(saved(table), words, craft, tmp_path / "crafted")
+
+
+@pytest.mark.parametrize(("table", "name"), [(table, name) for table in TABLES for name in TABLES[table][1]])
+def test_a_crafted_file_is_refused_by_name(table: str, name: str, saved: Saved, tmp_path: Path) -> None:
+    check_refused(saved(table), *TABLES[table][1][name], tmp_path / "crafted")
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "null", "7", '"a"', "{", ""])
-def test_a_manifest_that_is_none_is_refused(
-    text: str, breathed: tuple[PreTrainedModel, Path], tmp_path: Path,
-) -> None:
-    model, path = breathed
+def test_a_manifest_that_is_none_is_refused(text: str, saved: Saved, tmp_path: Path) -> None:
+    model, path = saved("one set")
     write(tmp_path / "crafted", {"format": FORMAT, "manifest": text}, parts_of(path)[1])
     with pytest.raises(SpecError, match="its manifest cannot be read"):
         load_cache(tmp_path / "crafted", model)
 
 
 @pytest.mark.law("saved-is-what-was")
-def test_a_file_that_is_written_again_is_loaded(breathed: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
-    model, path = breathed
+def test_a_file_that_is_written_again_is_loaded(saved: Saved, tmp_path: Path) -> None:
+    model, path = saved("one set")
     manifest, tensors = parts_of(path)
     write(tmp_path / "again", {"format": FORMAT, "manifest": json.dumps(manifest)}, tensors)
     same(load_cache(tmp_path / "again", model), load_cache(path, model))
@@ -343,14 +321,6 @@ def test_what_holds_no_token_may_hold_anything(tmp_path: Path) -> None:
         layer.keys[empty[:, None].expand(layer.keys.shape[:3])] = float("nan")  # type: ignore[index, union-attr]
     save_cache(cache, model, tmp_path / "cache")
     assert load_cache(tmp_path / "cache", model).get_seq_length() == cache.get_seq_length()
-
-
-def test_a_cache_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
-    model, cache = lived("llama", steps=1)
-    cache.full_layers[1].values[0, 0, 0, 0] = float("nan")  # type: ignore[index]
-    with pytest.raises(SpecError, match=r"cannot be saved: 1\.values holds NaN"):
-        save_cache(cache, model, tmp_path / "cache")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.law("saved-is-what-was")

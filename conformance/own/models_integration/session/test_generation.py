@@ -1,6 +1,7 @@
 """Greedy, sampled and beam generation go on from a compacted cache as from a masked one, by any name, in threads."""
 
 from collections.abc import Callable
+from itertools import product
 from threading import Event, Thread
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from conformance.own.models_integration.session.families import (
 )
 from conformance.own.models_integration.session.sessions import breathing, live_sets, method
 from models_integration import RetainedCache, RetentionPolicy, prefill
+from models_integration.model.cache_argument import CACHE
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("eviction-equals-masking")
@@ -157,17 +159,17 @@ def test_a_text_that_the_cache_has_not_read_is_refused(inside: bool, name: str) 
 
 def refused(model: PreTrainedModel, cache: Any, first: Tensor) -> None:
     text, stored = torch.cat([first, prompt(5, seed=9)], dim=1), live_sets(cache)
-    for at in (0, N // 2, N + 2):
+    for at, name in product((0, N // 2, N + 2), sorted({"past_key_values", CACHE})):
         edited = text.clone()
         edited[0, at] = 3 + (edited[0, at] + 1) % 90
         wrong, right = int(edited[0, at]), int(text[0, at])
         words = f"input_ids = {wrong}: is token {at} of the text, but the cache has seen the token {right}"
         with pytest.raises(SpecError, match=words):
-            greedy(model, edited, 2, past_key_values=cache)
+            greedy(model, edited, 2, **{name: cache})
     with pytest.raises(SpecError, match=f"input_ids = '20 tokens': must begin with the {N + 3} tokens"):
         greedy(model, text[:, :20], 2, past_key_values=cache)
     assert live_sets(cache) == stored
-    assert greedy(model, text, 2, past_key_values=cache).shape == (1, 2)
+    assert greedy(model, text, 2, **{CACHE: cache}).shape == (1, 2)
 
 
 @pytest.mark.law("a-cache-like-any-other")

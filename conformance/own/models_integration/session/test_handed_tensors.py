@@ -1,20 +1,13 @@
 """A policy is shown, and heads that differ attend to, what the cache returned: other models are refused at the door."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
-    DogeConfig,
-    DogeForCausalLM,
-    JetMoeConfig,
-    JetMoeForCausalLM,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from conformance.own.models_integration.session.families import (
@@ -22,7 +15,7 @@ from conformance.own.models_integration.session.families import (
     METHODS,
     at_once,
     build,
-    prepare,
+    prepared,
     prompt,
     relative,
 )
@@ -54,26 +47,12 @@ APART = "needs the same tokens in all layers and heads of the cache"
 MASK = f"{APART}: the model makes a separate attention mask$"
 
 
-def differential() -> PreTrainedModel:
-    """Rearranges values between cache and attention, and attends twice."""
-    torch.manual_seed(0)
-    return prepare(DiffLlamaForCausalLM(DiffLlamaConfig(**_GQA)))
-
-
-def dynamic_masks() -> PreTrainedModel:
-    """Works a mask of its own out of the stored values."""
-    torch.manual_seed(0)
-    return prepare(DogeForCausalLM(DogeConfig(**_GQA)))
-
-
-def experts() -> PreTrainedModel:
-    """Repeats keys and values for its experts; its query heads go round the KV heads."""
-    torch.manual_seed(0)
-    return prepare(JetMoeForCausalLM(JetMoeConfig(
-        **{**_GQA, "kv_channels": 12, "num_local_experts": 4, "num_experts_per_tok": 2}
-    )))
-
-
+differential = partial(prepared, "DiffLlama", **_GQA)
+"""Rearranges values between cache and attention, and attends twice."""
+dynamic_masks = partial(prepared, "Doge", **_GQA)
+"""Works a mask of its own out of the stored values."""
+experts = partial(prepared, "JetMoe", **_GQA, kv_channels=12, num_local_experts=4, num_experts_per_tok=2)
+"""Repeats keys and values for its experts; its query heads go round the KV heads."""
 REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], RetentionPolicy], str]] = {
     "rearranged values, a set for each head": (differential, lambda: method("adakv"), f"{APART}: {OTHER}"),
     "rearranged values, decisions in steps": (differential, lambda: method("h2o"), APART),

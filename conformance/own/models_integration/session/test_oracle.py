@@ -30,7 +30,6 @@ from conformance.own.models_integration.session.families import (
     FAMILIES,
     METHODS,
     SLIDING,
-    WINDOW,
     at_once,
     build,
     crossed,
@@ -199,18 +198,6 @@ def check_hidden_token(model: PreTrainedModel) -> None:
 ])
 def test_a_2d_mask_counts_tokens_and_not_slots(family: str, attention: str) -> None:
     check_hidden_token(build(family, attention=attention))
-
-
-@pytest.mark.parametrize("family", SLIDING)
-def test_sliding_layers_are_never_compacted(family: str) -> None:
-    model = build(family)
-    prefilled = prefill(model, METHODS["crystalcache"](), prompt(PROMPT))
-    lengths = [layer.keys.shape[2] for layer in prefilled.cache.layers]  # type: ignore[union-attr]
-    kept = prefilled.cache.stored_length
-    assert kept < PROMPT
-    assert lengths == [WINDOW - 1, kept, WINDOW - 1, kept]
-    assert prefilled.cache.get_seq_length() == PROMPT
-    assert [layer.get_seq_length() for layer in prefilled.cache.layers] == [PROMPT] * 4  # type: ignore[union-attr]
 
 
 def test_generate_goes_on_outside_the_context() -> None:

@@ -12,13 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from transformers import DynamicCache, Gemma3nTextConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conformance.cache_suite.oracle import Masked
-from conformance.own.models_integration.session.families import METHODS, at_once, greedy, prepare, prompt, relative
+from conformance.own.models_integration.session.families import (
+    METHODS,
+    SMALL,
+    at_once,
+    greedy,
+    prepared,
+    prompt,
+    relative,
+)
 from conformance.own.models_integration.session.sessions import Looking, live_sets, method, method_of
 from models_integration import CustomPolicy, RetainedCache, RetentionPolicy, decide, load_cache, save_cache
 from models_integration.session.verbs import compact, observe, read
@@ -32,10 +39,7 @@ pytestmark = [pytest.mark.law("eviction-equals-masking"), pytest.mark.filterwarn
 
 N, BOUND = 40, 1e-5
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}
+_SIZES = {**SMALL, "num_hidden_layers": 4}
 _LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
@@ -115,7 +119,7 @@ WHISPER: Models = {"whisper": ("WhisperForCausalLM", {
 })}
 # Attention with a sink for each head in its softmax.
 SINKS: Models = {"gpt_oss": ("GptOssForCausalLM", {**_HALF, "num_local_experts": 2, "num_experts_per_tok": 1})}
-LOSES_ITS_STATE = "its recurrent layers lose their state when several tokens follow others"
+LOSES_ITS_STATE = "the recurrent layers lose the state if a later forward pass has several tokens"
 
 
 def build(name: str) -> PreTrainedModel:
@@ -123,9 +127,7 @@ def build(name: str) -> PreTrainedModel:
         pytest.skip("layers that share a cache are supported in later releases of transformers")
     every = {**MODELS, **JAMBA, **LATENT, **INDEXED, **SHARED, **IMAGES, **OTHER_POSITIONS, **WHISPER, **SINKS}
     made, sizes = every[name]
-    model_class = getattr(transformers, made)
-    torch.manual_seed(0)
-    return prepare(model_class(model_class.config_class(**sizes)))
+    return prepared(made, **sizes)
 
 
 def in_one_forward(model: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from conformance.own.models_integration.session.families import FAMILIES, build,
 from conformance.own.models_integration.session.sessions import (
     CLASSES,
     PROMPT,
-    PUBLISHED,
     calibrated,
     live_sets,
     small,
@@ -32,8 +31,8 @@ from models_integration import (
 )
 from models_integration.cli.app import app
 from models_integration.model.architecture import describe
-from models_integration.model.weights import output_projections
 from models_integration.policies.methods import spelled
+from models_integration.policies.model_values import output_projections
 from models_integration.studies.evidence.rules import rules_of
 from reference import policies
 from reference.policies.names import DIVERSE, NAMES, POLICIES
@@ -43,6 +42,8 @@ from spec.parameters import TINY
 from spec.retention import Granularity
 
 pytestmark = pytest.mark.law("as-it-is-described")
+
+PUBLISHED = tuple(name for name in POLICIES if name not in CLASSES)
 
 
 @pytest.mark.parametrize("name", ["streamingllm", *PUBLISHED])

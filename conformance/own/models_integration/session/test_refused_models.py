@@ -1,33 +1,27 @@
 """Models that cannot be served are refused for their true reason, before anything is read; what wraps one is served."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import (
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import PreTrainedModel
 from transformers.models.ctrl import modeling_ctrl
 
 from conformance.own.models_integration.session.families import (
     _GQA,
     _SIZES,
     METHODS,
+    SMALL,
     WINDOW,
     build,
     greedy,
     prepare,
+    prepared,
     prompt,
+    tiny,
 )
 from conformance.own.models_integration.session.sessions import check_continuation, live_sets, method
 from models_integration import observe
@@ -38,36 +32,27 @@ from spec.policy import Needs
 
 pytestmark = pytest.mark.law("refused-before-anything-changes")
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}
-_GROUPED = {**_SMALL, "num_key_value_heads": 2}
 _DEEP: dict[str, Any] = {"vocab_size": 61, "n_layer": 2, "n_head": 4}
 
 
-def made(model: str, config: str | None = None, **fields: Any) -> Any:
-    """A model of transformers by the names of its class and its config's."""
-    kind = config or f"{model.removesuffix('ForCausalLM')}Config"
-    return getattr(transformers, model)(getattr(transformers, kind)(**fields))
-
-
 def flex() -> Any:
-    model = LlamaForCausalLM(LlamaConfig(**_GROUPED))
+    model = tiny("Llama", **SMALL)
     model.config._attn_implementation_internal = "flex_attention"
     return model
 
 
-def wrapper() -> LlavaForConditionalGeneration:
-    vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
-    )
-    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=LlamaConfig(**_GQA)))
+wrapper = partial(
+    prepared, "LlavaForConditionalGeneration", text_config={"model_type": "llama", **_GQA}, vision_config={
+        "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
+    },
+)
+"""A model that takes images."""
 
 
 def with_slot_bias() -> PreTrainedModel:
     """A model that says nothing of ALiBi, and whose attention adds a bias by the distance of slots."""
-    model = prepare(made("CTRLLMHeadModel", "CTRLConfig", **_DEEP, n_embd=64, dff=48), attention="eager")
+    model = prepare(tiny("CTRLLMHeadModel", **_DEEP, n_embd=64, dff=48), attention="eager")
     modeling: Any = modeling_ctrl
     own = modeling.eager_attention_forward
 
@@ -80,37 +65,28 @@ def with_slot_bias() -> PreTrainedModel:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "no attention of its own": (
-        lambda: made("RoFormerForCausalLM", **_SIZES, is_decoder=True), "no eager_attention_forward",
-    ),
-    "ALiBi that nothing tells of": (with_slot_bias, "depends on the distance of slots, as with ALiBi"),
-    "ALiBi, BLOOM": (lambda: made("BloomForCausalLM", **_DEEP, hidden_size=32), "ALiBi"),
-    "ALiBi, Falcon": (lambda: made("FalconForCausalLM", **_SMALL, alibi=True), "ALiBi"),
+    "no attention of its own": (partial(tiny, "RoFormer", **_SIZES, is_decoder=True), "no eager_attention_forward"),
+    "ALiBi that nothing tells of": (with_slot_bias, "depends on the distance between cache slots, as with ALiBi"),
+    "ALiBi, BLOOM": (partial(tiny, "Bloom", **_DEEP, hidden_size=32), "ALiBi"),
+    "ALiBi, Falcon": (partial(tiny, "Falcon", **SMALL, alibi=True), "ALiBi"),
     "recurrent, Mamba": (
-        lambda: made("MambaForCausalLM", vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=4),
-        "nothing to evict",
+        partial(tiny, "Mamba", vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=4), "nothing to evict",
     ),
-    "recurrent, RWKV": (
-        lambda: made("RwkvForCausalLM", vocab_size=61, hidden_size=32, num_hidden_layers=2), "recurrent",
-    ),
-    "all layers slide, Mistral": (
-        lambda: made("MistralForCausalLM", **_GROUPED, sliding_window=16), "no full-attention layer",
-    ),
-    "all layers slide, Phi-3": (
-        lambda: made("Phi3ForCausalLM", **_GROUPED, sliding_window=16), "no full-attention layer",
-    ),
+    "recurrent, RWKV": (partial(tiny, "Rwkv", vocab_size=61, hidden_size=32, num_hidden_layers=2), "recurrent"),
+    "all layers slide, Mistral": (partial(tiny, "Mistral", **SMALL, sliding_window=16), "no full-attention layer"),
+    "all layers slide, Phi-3": (partial(tiny, "Phi3", **SMALL, sliding_window=16), "no full-attention layer"),
     "layers that share a cache, in releases before kv_sharing_modes": (
-        lambda: made("LlamaForCausalLM", **_GROUPED, num_kv_shared_layers=1), "layers that share one cache",
+        partial(tiny, "Llama", **SMALL, num_kv_shared_layers=1), "layers that share one cache",
     ),
     "windows beside linear layers, MiniMax": (
-        lambda: made("MiniMaxForCausalLM", **_GROUPED, sliding_window=16), "have a window too",
+        partial(tiny, "MiniMax", **SMALL, sliding_window=16), "have a window too",
     ),
     "encoder and decoder": (
-        lambda: made("T5ForConditionalGeneration", "T5Config", vocab_size=61, d_model=32, d_kv=8, d_ff=48,
-                     num_layers=2, num_heads=4), "encoder-decoder",
+        partial(tiny, "T5ForConditionalGeneration", vocab_size=61, d_model=32, d_kv=8, num_layers=2, num_heads=4),
+        "encoder-decoder",
     ),
-    "attention that sees the future": (lambda: made("LlamaForCausalLM", **_GROUPED, is_causal=False), "not causal"),
-    "an encoder that hides nothing": (lambda: made("BertLMHeadModel", "BertConfig", **_SMALL), "not causal"),
+    "attention that sees the future": (partial(tiny, "Llama", **SMALL, is_causal=False), "not causal"),
+    "an encoder that hides nothing": (partial(tiny, "BertLMHeadModel", **SMALL), "not causal"),
     "another attention implementation": (flex, "attn_implementation is 'flex_attention'"),
     "no transformers model": (lambda: nn.Linear(2, 2), "must be a transformers PreTrainedModel"),
 }
@@ -132,15 +108,14 @@ def test_a_model_that_cannot_be_served_is_named(name: str, monkeypatch: pytest.M
     [({"use_sliding_window": False}, (0, 1, 2)), ({"use_sliding_window": True, "max_window_layers": 2}, (0, 1))],
 )
 def test_a_window_that_is_set_counts_only_where_it_is_used(options: dict[str, Any], full: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    model = prepare(Qwen2ForCausalLM(Qwen2Config(**_GQA, sliding_window=WINDOW, **options)))
+    model = prepared("Qwen2", **_GQA, sliding_window=WINDOW, **options)
     assert describe(model).full_layers == full
     check_continuation(model, METHODS["crystalcache"]())
 
 
 @pytest.mark.law("as-it-is-described")
 def test_a_wrapper_s_language_model_is_served() -> None:
-    whole = prepare(wrapper())
+    whole = wrapper()
     model: Any = whole.get_decoder()  # type: ignore[no-untyped-call]
     with METHODS["crystalcache"]()(model) as run, torch.no_grad():
         with pytest.raises(SpecError, match=r"inputs_embeds = 'given': .* pass input_ids to the model"):
@@ -151,7 +126,7 @@ def test_a_wrapper_s_language_model_is_served() -> None:
 
 
 def test_policies_that_read_attention_read_text_alone() -> None:
-    whole: Any = prepare(wrapper())
+    whole: Any = wrapper()
     zeros, images = torch.zeros(1, 40, dtype=torch.int64), torch.zeros(1, 3, 16, 16)
     with METHODS["crystalcache"]()(whole) as run, torch.no_grad():
         for one in (whole, whole.get_decoder()):
@@ -227,7 +202,7 @@ def test_attention_beyond_q_and_k_is_refused(dtype: torch.dtype, options: dict[s
 
 def test_a_model_without_values_is_refused_by_name() -> None:
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**_GQA))
+        model = tiny("Llama", **_GQA)
     refused: list[Callable[[], object]] = [
         lambda: METHODS["crystalcache"]()(model), lambda: method("adakv")(model), lambda: observe(model, prompt(40)),
     ]

@@ -2,31 +2,40 @@
 
 import os
 import random
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from conformance.assurance.faults import LAST, Killed, faults
 from conformance.own.models_integration.session.families import (
     _GQA,
     METHODS,
     WHOLE,
     at_once,
     build,
-    prepare,
+    prepared,
     prompt,
     states_of,
 )
-from conformance.own.models_integration.session.saved import N, differing, gapped, go_on, lived, same, save_until_killed
-from conformance.own.models_integration.session.sessions import T, batch, breathing, method, prompts, tokens
+from conformance.own.models_integration.session.saved import N, differing, gapped, go_on, lived, same
+from conformance.own.models_integration.session.sessions import (
+    T,
+    batch,
+    breathing,
+    method,
+    prompts,
+    read_prompt,
+    tokens,
+)
 from conformance.own.processes import started
 from models_integration import RetainedCache, RetentionPolicy
 from models_integration.archive.layer_masks import layer_masks
@@ -36,6 +45,7 @@ from models_integration.cache.crystal_states import Pending
 from models_integration.cache.positions import EMPTY
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cache.snapshot import load_cache, save_cache
+from models_integration.model.identity import identify
 from models_integration.model.rotation import recognise
 from spec.errors import SpecError
 
@@ -188,11 +198,6 @@ def other_weights() -> PreTrainedModel:
     return model
 
 
-def other_rotation(**rope: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return prepare(LlamaForCausalLM(LlamaConfig(**_GQA, rope_parameters=rope)))
-
-
 def other_heads() -> PreTrainedModel:
     """The same weights, read as other heads."""
     model = build("llama")
@@ -205,9 +210,11 @@ OTHERS: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
     "family": ("was saved with weights", lambda: build("qwen2")),
     "dtype": ("was saved with weights", lambda: build("llama", dtype=torch.bfloat16)),
     "config": ("was saved with config", other_heads),
-    "base": ("was saved with rotation", lambda: other_rotation(rope_type="default", rope_theta=5e5)),
-    "scaling": ("was saved with rotation", lambda: other_rotation(
-        rope_type="linear", factor=2.0, rope_theta=1e4,
+    "base": ("was saved with rotation", partial(
+        prepared, "Llama", **_GQA, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    )),
+    "scaling": ("was saved with rotation", partial(
+        prepared, "Llama", **_GQA, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
     )),
 }
 
@@ -223,61 +230,52 @@ def test_a_file_of_another_model_or_rotation_is_refused_by_name(name: str, tmp_p
 
 
 @pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("name", "value", "words"), [
+    ("SPEC_VERSION", "0.0.9", r"was saved with spec 0\.0\.9, not with"),
+    ("FORMAT", "kvspec-cache/1", "has format kvspec-cache/1, not kvspec-cache/3: read the text again"),
+])
 def test_a_file_of_another_specification_or_format_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    name: str, value: str, words: str, tmp_path: Path,
 ) -> None:
     model, cache = lived("llama")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot_module, "SPEC_VERSION", "0.0.9")
+    with patch.object(snapshot_module, name, value):
         save_cache(cache, model, tmp_path / "cache")
-    with pytest.raises(SpecError, match=r"was saved with spec 0\.0\.9, not with"):
-        load_cache(tmp_path / "cache", model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot_module, "FORMAT", "kvspec-cache/1")
-        save_cache(cache, model, tmp_path / "cache")
-    with pytest.raises(SpecError, match="has format kvspec-cache/1, not kvspec-cache/3: read the text again"):
+    with pytest.raises(SpecError, match=words):
         load_cache(tmp_path / "cache", model)
 
 
 @pytest.mark.law("refused-before-anything-changes")
-def test_nothing_is_not_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "spoil", "words"), [
+    ("streamingllm", RetainedCache.reset, "a cache without tokens cannot be saved"),
+    ("streamingllm", lambda cache: cache.fail("gone"), "gone"),
+    ("streamingllm", lambda cache: cache.full_layers[1].values.fill_(float("nan")), r"be saved: 1\.values holds NaN"),
+    ("h2o", lambda cache: None, "cache = 'h2o': keeps scores of single tokens, .* such as snapkv or"),
+])
+def test_what_could_not_be_loaded_is_not_saved(
+    name: str, spoil: Callable[[Any], object], words: str, tmp_path: Path,
+) -> None:
     model = build("llama")
-    cache = RetainedCache(model.config)
-    with pytest.raises(SpecError, match="a cache without tokens cannot be saved"):
-        save_cache(cache, model, tmp_path / "cache")
-    at_once(model, prompt(5), cache)
-    cache.fail("gone")
-    with pytest.raises(SpecError, match="gone"):
+    _, cache = read_prompt(model, method(name))
+    spoil(cache)
+    with pytest.raises(SpecError, match=words):
         save_cache(cache, model, tmp_path / "cache")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_while_saving_it_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
-    """Ten times at least, at any moment, until both were found; the next save removes what is left."""
-    model, first = lived("llama", steps=1)
-    _, second = lived("llama", steps=T + 3)
-    path, others, rng = tmp_path / "cache", (tmp_path / "second", tmp_path / "first"), random.Random(0)
-    for cache, other in zip((second, first), others, strict=True):
-        save_cache(cache, model, other)
-    began = time.perf_counter()
-    save_cache(first, model, path)
-    once = time.perf_counter() - began
-    found = list[int]()
-    while len(found) < 10 or len(set(found)) < 2:
-        assert len(found) < 100
-        ready, theirs = Pipe(duplex=False)
-        child = started(save_until_killed, "llama", path, others, theirs)
-        theirs.close()
-        assert ready.recv_bytes() == b"x"
-        time.sleep(rng.uniform(0, (3 + len(found)) * once))  # longer and longer: that machine may be busier by now
-        child.kill()
-        child.join()
-        cache = load_cache(path, model)
+    """At each call to the system; the next save removes what is left."""
+    (model, first), (_, second) = lived("llama", steps=1), lived("llama", steps=T + 3)
+    path, known, found, calls = tmp_path / "cache", identify(model), list[int](), 0
+    while len(found) <= calls:
+        save_cache(first, model, path, known)
+        with faults(len(found) + 1, LAST) as made, suppress(Killed):
+            save_cache(second, model, path, known)
+        calls, cache = len(made.calls), load_cache(path, model, known)
         found.append(cache.get_seq_length())
         same(cache, {N + 1: first, N + T + 3: second}[found[-1]])
+    assert set(found) == {N + 1, N + T + 3}
     for left in tmp_path.glob(".tmp-*"):
         os.utime(left, (1, 1))
     save_cache(first, model, path)
-    assert sorted(left.name for left in tmp_path.iterdir()) == ["cache", "first", "second"]
+    assert [left.name for left in tmp_path.iterdir()] == ["cache"]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from conformance.own.models_integration.session.families import (
     _GQA,
@@ -15,7 +14,7 @@ from conformance.own.models_integration.session.families import (
     at_once,
     build,
     greedy,
-    prepare,
+    prepared,
     prompt,
     relative,
     states_of,
@@ -24,19 +23,15 @@ from conformance.own.models_integration.session.masked import Masked
 from conformance.own.models_integration.session.sessions import (
     PROMPT,
     SHORT,
-    Observed,
     T,
     breathing,
+    check_states,
     now,
-    same_state,
     tokens,
 )
 from models_integration import CrystalCache, RetainedCache
-from reference.crystalcache import decode_step, empty_state, extend
-from reference.crystalcache.activation import inverse_key_norms
 from reference.crystalcache.breath import decay
 from spec.backend import Backend, resolve
-from spec.budget import parse_budget
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import TINY
 
@@ -44,26 +39,9 @@ from spec.parameters import TINY
 @pytest.mark.spec("CC-STEP")
 def test_the_states_are_those_of_the_reference() -> None:
     """Prompt, breaths, a turn in the middle of a tail, more breaths: to the last kept position, and beyond."""
-    model = build("llama", dtype=torch.float64)
-    observed, expected = Observed(model), empty_state(parse_budget(36))
-    with breathing(36)(model):
-        cache = RetainedCache(model.config)
-        for ids in (prompt(PROMPT), *torch.split(tokens(2 * T + 3), 1, dim=1), prompt(9, seed=5), *torch.split(
-            tokens(T), 1, dim=1
-        )):
-            with observed.forward() as seen:
-                at_once(model, ids, cache)
-            numbers = ids[0].numpy()
-            if len(numbers) == 1:
-                norm = float(inverse_key_norms(seen.new_k)[0])
-                expected = decode_step(expected, int(numbers[0]), norm, ENDS, SHORT, resolve("numpy"))
-            else:
-                k = observed.stored(expected.stored, seen)
-                expected = extend(expected, seen.q, k, numbers, ENDS, SHORT)
-            (state,) = now(cache)
-            same_state(state, expected)
-            assert cache.stored_positions().tolist() == expected.stored.tolist()
-    assert expected.step == 3 * T + 3
+    steps = torch.split(tokens(2 * T + 3), 1, dim=1)
+    texts = prompt(PROMPT), *steps, prompt(9, seed=5), *steps[:T]
+    assert check_states(breathing(36), [[text] for text in texts]).step == 3 * T + 3
 
 
 @pytest.mark.law("freed-memory")
@@ -216,21 +194,8 @@ def streaming(**options: Any) -> CrystalCache:
 
 @pytest.mark.law("decided-as-the-reference")
 def test_a_stream_s_states_are_those_of_the_reference() -> None:
-    model, ids = build("llama", dtype=torch.float64), prompt(N)
-    observed, expected = Observed(model), empty_state(parse_budget(BUDGET))
-    cache = RetainedCache(model.config)
-    with streaming()(model) as run:
-        for piece in torch.split(ids, C, dim=1)[:5]:
-            with observed.forward() as seen:
-                for part in torch.split(piece, 5, dim=1):
-                    at_once(model, part, cache)
-            k = observed.stored(expected.stored, seen)
-            expected = extend(expected, seen.q, k, piece[0].numpy(), ENDS, PARAMETERS)
-            (state,) = states_of(cache).rows
-            same_state(state, expected)
-            assert cache.stored_positions().tolist() == expected.stored.tolist()
-            assert run.kept is not None
-            assert run.kept.tolist() == expected.stored.tolist()
+    segments = torch.split(prompt(N), C, dim=1)[:5]
+    check_states(streaming(), [torch.split(segment, 5, dim=1) for segment in segments])
 
 
 def test_what_is_left_at_the_end_of_the_context_is_a_segment() -> None:
@@ -291,8 +256,7 @@ def test_a_first_token_alone_may_be_followed_by_steps() -> None:
 @pytest.mark.parametrize(("rows", "asked"), [(1, "argument"), (2, "config"), (2, "tuple")])
 def test_all_outputs_are_of_all_pieces(rows: int, asked: str) -> None:
     """Nothing is evicted, so that they are those of the model outside the context, its losses included."""
-    torch.manual_seed(0)
-    model = prepare(MixtralForCausalLM(MixtralConfig(**_GQA, num_local_experts=4, sliding_window=None)))
+    model = prepared("Mixtral", **_GQA, num_local_experts=4, sliding_window=None)
     ids = torch.cat([prompt(N, seed=row) for row in range(rows)])
     flags = {"output_hidden_states": True, "output_router_logits": True}
     if asked == "config":
@@ -334,6 +298,8 @@ def test_what_a_stream_does_not_serve_is_named() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with streaming()(model) as run:
         with pytest.raises(SpecError, match="segments end after every C tokens"), run.prompt():
+            raise AssertionError
+        with pytest.raises(SpecError, match="cannot be used in a stream"), run.reading():
             raise AssertionError
         with pytest.raises(SpecError, match=r"num_beams = 2: .* beams would change rows"):
             greedy(model, prompt(N), 2, num_beams=2)

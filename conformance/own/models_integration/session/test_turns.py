@@ -23,18 +23,14 @@ from conformance.own.models_integration.session.sessions import (
     Looking,
     Observed,
     batch,
+    check_states,
     live_sets,
     method_of,
     prompts,
-    same_state,
     sets,
     turn,
 )
 from models_integration import CrystalCache, RetainedCache, StreamingLLM
-from reference.crystalcache import empty_state, extend
-from reference.crystalcache.activation import inverse_key_norms
-from reference.crystalcache.tail import append
-from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import Needs
@@ -90,23 +86,9 @@ def test_rows_that_agree_are_stored_as_one() -> None:
 @pytest.mark.spec("CC-OBSERVED-LAYER")
 @pytest.mark.parametrize(("budget", "which"), [(0.5, 0), (30, 0), (0.5, 1), (30, -1), (0.5, -2)])
 def test_the_kept_sets_are_those_of_the_reference(budget: float | int, which: int) -> None:
-    """Prompt, steps, turn, steps, turn: the states equal those that the reference gives on the same q and k."""
-    model, parameters = build("llama", dtype=torch.float64), replace(TINY, observed_layer=which)
-    observed, expected = Observed(model, layer=which % 3), empty_state(parse_budget(budget))
-    with CrystalCache(budget, ENDS, parameters, backend="numpy")(model):
-        cache = RetainedCache(model.config)
-        for ids in (prompt(N), turn(1, 1), turn(2, 1), turn(3), turn(4, 1), turn(5, 7)):
-            with observed.forward() as seen:
-                at_once(model, ids, cache)
-            numbers = ids[0].numpy()
-            if len(numbers) == 1:
-                expected = append(expected, int(numbers[0]), float(inverse_key_norms(seen.new_k)[0]))
-            else:
-                k = observed.stored(expected.stored, seen)
-                expected = extend(expected, seen.q, k, numbers, ENDS, TINY)
-                (state,) = states_of(cache).rows
-                same_state(state, expected)
-            assert cache.stored_positions().tolist() == expected.stored.tolist()
+    """Prompt, steps, turn, steps, turn."""
+    policy = CrystalCache(budget, ENDS, replace(TINY, observed_layer=which), backend="numpy")
+    check_states(policy, [[text] for text in (prompt(N), turn(1, 1), turn(2, 1), turn(3), turn(4, 1), turn(5, 7))])
 
 
 def test_a_block_of_one_token_is_a_step() -> None:
@@ -163,15 +145,6 @@ def test_a_turn_that_cannot_follow_is_named_and_changes_nothing(family: str, row
                 model(**{"input_ids": turn(1), "past_key_values": cache, **given})
         assert torch.equal(at_once(model, right, cache), expected)
     assert live_sets(cache) == live_sets(other)
-
-
-@pytest.mark.law("refused-before-anything-changes")
-def test_a_policy_that_reads_ids_without_states_serves_one_segment() -> None:
-    model, cache = build("llama"), RetainedCache(build("llama").config)
-    with method_of(Looking(Needs("observed", None, token_ids=True)))(model):
-        at_once(model, prompt(N), cache)
-        with pytest.raises(SpecError, match=r"evicts from the first prompt only: .* `with run\.reading"):
-            at_once(model, turn(1), cache)
 
 
 @pytest.mark.law("decided-as-the-reference")

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conformance.own.models_integration.session.families import ENDS, VOCABULARY, at_once, build, prompt
+from conformance.own.models_integration.session.saved import same as same_cache
 from conformance.own.models_integration.session.sessions import (
     CLASSES,
     ONE_SEGMENT,
@@ -68,19 +69,6 @@ def tensors(cache: RetainedCache) -> list[Tensor]:
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
-def stored(cache: RetainedCache) -> list[list[list[int]]]:
-    """The positions that each row, layer and head stores."""
-    return [
-        [layer.head_positions(row, head).tolist() for row in range(layer.batch) for head in range(layer.heads)]
-        for layer in cache.full_layers
-    ]
-
-
-def same_tensors(a: RetainedCache, b: RetainedCache) -> None:
-    assert stored(a) == stored(b)
-    assert all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
-
-
 def same(found: object, expected: object) -> bool:
     """Equal to the bit, records field by field."""
     if type(found) is not type(expected):
@@ -116,11 +104,11 @@ def check(
     assert same(tuple(decision.records or decision.retentions), expected)
     assert decision.over_budget == run.over_budget
     cache = compact(observed.cache, decision)
-    same_tensors(cache, run.cache)
+    same_cache(cache, run.cache)
     assert same(cache.continuation, run.cache.continuation)
     for one, other in zip(goes_on(model, policy, cache, turn), goes_on(model, policy, run.cache, turn), strict=True):
         assert torch.equal(one, other)
-    same_tensors(cache, run.cache)
+    same_cache(cache, run.cache)
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,17 @@
-"""The rotation of a model's queries, for policies that take it off."""
+"""What a few policies read of a model beside attention inputs: the rotation of its queries, and output projections."""
 
 from collections.abc import Mapping
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture
-from models_integration.model.isolated_forward import FORWARD_ERRORS, isolated_forward, read_tokens
+from models_integration.model.isolated_forward import read_tokens, trial_forward
+from models_integration.model.layer_kinds import of_layer
 from models_integration.model.rotation import (
     CHANGING,
     PROBE_START,
@@ -20,8 +23,12 @@ from models_integration.model.rotation import (
     scaling_of,
 )
 from spec.errors import SpecError
+from spec.policy import DeviceArray
 
-__all__ = ["read_rotation"]
+__all__ = ["output_projections", "read_rotation"]
+
+_PROJECTIONS = ("o_proj", "dense", "out_proj", "wo", "c_proj")
+_PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # What was found out, by decoder.
 _FOUND: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -73,14 +80,35 @@ def _shared_buffer(architecture: Architecture) -> str:
 def _probe(architecture: Architecture) -> list[list[Mapping[str, Tensor]]]:
     """What the full-attention layers store of a token at position 0, and at a later one."""
     caches = {start: RetainedCache(architecture.config) for start in (0, PROBE_START)}
-    try:
-        with isolated_forward(architecture):
-            for start, cache in caches.items():
-                read_tokens(architecture, cache, 1, start=start)
-    except FORWARD_ERRORS as error:
-        reason = f"the model cannot process a token at position {PROBE_START}: {error}"
-        raise SpecError("model", architecture.name, reason) from error
+    with trial_forward(architecture, f"a token at position {PROBE_START}"):
+        for start, cache in caches.items():
+            read_tokens(architecture, cache, 1, start=start)
     return [
         [probed(cast(Tensor, layer.keys), cast(Tensor, layer.values)) for layer in cache.full_layers]
         for cache in caches.values()
     ]
+
+
+def output_projections(architecture: Architecture, on_device: bool = False) -> Mapping[int, DeviceArray]:
+    """Return W_o (H, d, hidden) of each full-attention layer: the rows of the output projection for each query head.
+
+    Args:
+        on_device: if True, return views of the model's weights instead of float64 arrays.
+
+    Raises:
+        SpecError: if the output projection is not a linear layer with a known name, or if the weights have no values.
+    """
+    found = {}
+    for layer in architecture.full_layers:
+        module = architecture.attention[layer]
+        linear = next((part for name, part in module.named_children() if name in _PROJECTIONS), None)
+        if not isinstance(linear, (nn.Linear, Conv1D)):
+            raise SpecError("model", type(module).__name__, f"has no output projection {' or '.join(_PROJECTIONS)}")
+        H, weight = of_layer(architecture.config, "num_attention_heads", layer), linear.weight.detach()
+        if type(weight) is not Tensor or weight.dtype not in _PLAIN or weight.is_meta:
+            reason = "the output projection is quantised or offloaded: load the model in bfloat16, float16 or float32"
+            raise SpecError("model", type(module).__name__, reason)
+        rows = weight if isinstance(linear, Conv1D) else weight.T  # the rows of a Conv1D weight (GPT-2) are the inputs
+        cut = (rows if on_device else rows.to("cpu", torch.float64)).reshape(H, -1, rows.shape[1])
+        found[layer] = cut if on_device else cut.numpy()
+    return found
