@@ -168,12 +168,19 @@ _PAGE = """<!doctype html>
 body {{ font: 15px/1.6 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }}
 h1 {{ font-size: 2.4rem; line-height: 1.2; margin: 0; }} h1::first-letter {{ text-transform: uppercase; }}
 h1 + p {{ font-size: 1.1rem; margin-top: .3rem; }} h1 + p, code {{ overflow-wrap: anywhere; }}
-.wide {{ overflow-x: auto; }} .facts td {{ overflow-wrap: anywhere; min-width: 4rem; }}
-table {{ border-collapse: collapse; width: 100%; }} th, td {{ text-align: left; padding: .1rem .8rem .1rem 0; }}
+.wide {{ overflow-x: auto; }}
+.facts td {{ overflow-wrap: anywhere; }} .facts td:first-child {{ white-space: nowrap; }}
+table {{ border-collapse: collapse; width: 100%; }}
+th, td {{ text-align: left; vertical-align: top; padding: .1rem .8rem .1rem 0; }}
 td {{ border-top: 1px solid color-mix(in srgb, currentColor 15%, transparent); }}
+@media (max-width: 40rem) {{ /* A rule is below its item. */
+  .items tr {{ display: grid; grid-template-columns: 18fr 8fr 13fr 10fr; }}
+  .items tr > :nth-child(5) {{ grid-column: 1 / -1; }}
+  .items td:nth-child(5) {{ border: 0; padding-bottom: .5rem; }} .items th:nth-child(5) {{ display: none; }} }}
 .pass {{ color: var(--pass); }} .fail {{ color: var(--fail); }} .excepted {{ color: var(--other); }}
 .dim {{ color: var(--dim); }} .number {{ text-align: right; }}
-pre {{ overflow-x: auto; padding: .6rem; background: color-mix(in srgb, currentColor 8%, transparent); }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; padding: .6rem;
+  background: color-mix(in srgb, currentColor 8%, transparent); }}
 </style></head><body>
 <h1 class="{verdict}">{word}</h1><p>{title}</p>
 {body}
@@ -221,7 +228,7 @@ def _families(made: Mapping[str, Any]) -> Iterator[str]:
         if not items:
             yield f"<h2>{family}: not offered</h2>"
             continue
-        yield f'<h2>{family}</h2><div class="wide"><table>'
+        yield f'<h2>{family}</h2><div class="wide"><table class="items">'
         yield "<tr><th>item<th>verdict<th>tests passed<th>examples<th>rule</tr>"
         for item, row in items.items():
             name = f'<a href="#{item}">{item}</a>' if row["verdict"] == "fail" else item

@@ -28,10 +28,9 @@ function buildText() {
   const trunks = sizes.map((size, g) => {
     const tokens = range(size).map((at) => {
       const i = data.offsets[g] + at;
-      const style = data.beside ? `--share: ${shareOf(i)}` : "";
       const line = data.tokens_text[i].includes("\n") ? " line" : "";
       const places = { id: `token-${i}`, "data-i": i, "data-g": g };
-      return element("span", { class: `token${line}`, ...places, style }, data.tokens_text[i]);
+      return element("span", { class: `token${line}`, ...places }, data.tokens_text[i]);
     });
     return element("span", { role: "option", id: `trunk-${g}`, "data-g": g, tabindex: -1 }, ...tokens);
   });
@@ -67,9 +66,7 @@ function drawLegend() {
     sample("kept", "kept"), " ", sample("protected", "protected"), " ", sample("part", "kept in part"), " ",
     sample("evicted", "evicted", true),
   ];
-  const beside = data.beside
-    ? [". Line below: ", element("span", { class: "key share" }), ` share of the sets of ${data.beside.name}`] : [];
-  part("legend").replaceChildren(...scale, ...marks, ...beside);
+  part("legend").replaceChildren(...scale, ...marks);
 }
 
 // Budget line: a bar per trunk, as wide as it has tokens, from the best score to the worst
@@ -121,14 +118,15 @@ function drawSummary() {
   const count = (fate) => fates.filter((found) => found === fate).length;
   const over = now.kept.length - now.B;
   const said = [
-    `${now.kept.length} of ${plural(n, "token")} stay (${percent(now.kept.length / n)}), for a budget of ${now.B}.`,
     `Of ${plural(m, "trunk")} ${count("protected")} are protected, ${count("kept")} kept, ${count("part")} kept in`
       + ` part, ${count("evicted")} evicted.`,
   ];
   if (over > 0) said.push(`That is ${over} over the budget: the protected trunks alone exceed it.`);
   const never = `The first ${settings.N_sink} and the last ${settings.W_recent} tokens are never evicted`;
   if (n <= floor) said.push(`${never}, and there are no others.`);
-  part("summary").textContent = said.join(" ");
+  part("summary").textContent = `${now.kept.length} of ${plural(n, "token")} stay`
+    + ` (${percent(now.kept.length / n)}), for a budget of ${now.B}.`;
+  part("fates").textContent = said.join(" ");
   if (data.beside) part("beside").textContent = besideSaid();
 }
 

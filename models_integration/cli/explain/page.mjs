@@ -199,6 +199,7 @@ function buildMeasures() {
   }
   const options = Object.entries(MEASURES).map(([value, { label }]) => element("option", { value }, label));
   part("measure").append(...options);
+  if (data.beside) part("measure").value = "beside";
 }
 
 function drawCheck() {

@@ -22,8 +22,8 @@ __all__ = ["curves_of", "depths", "differences", "sweeps", "swept"]
 FULL_CELL = FULL, "1.0"
 _FEWEST = 5
 """Number of values from which a constant has a separate chart."""
-_BINS = ("0-¼", "¼-½", "½-¾", "¾-1")
-"""Number of bins for the depth of the evidence in the context."""
+_BINS = ("0\u2011¼", "¼\u2011½", "½\u2011¾", "¾\u20111")
+"""Names of the quarters of the context in which the evidence can be; their hyphens do not break."""
 _MEASURES = {
     "Accuracy": (Samples.accuracy, f"Right answers, where the full cache reaches {FLOOR}"),
     "Recovery": (
@@ -47,13 +47,13 @@ def curves_of(placements: Mapping[str, Samples]) -> str:
                     Curve(name, key, [
                         (budget, some.prompt_kept((name, budget)), measure(some, (name, budget)))
                         for budget in budgets_of(some)
-                    ]) for key, name in enumerate(names)
+                    ], name in EVERY_CONTROL) for key, name in enumerate(names)
                 ], "prompt tokens kept", title.lower()) for task, some in by_task(whole).items()
             ]) for placement, whole in placements.items()
         ]
         if any(grids):
             groups.append(section(title, note(about), *grids, level=3))
-    return plots(names, groups)
+    return plots(names, groups, EVERY_CONTROL)
 
 
 def swept(policies: Iterable[str]) -> dict[tuple[str, str], dict[float, str]]:

@@ -120,7 +120,7 @@ def _claims(rules: Rules | None, dev: Samples, confirm: Samples) -> Iterator[Htm
     if rules is None or not rules.claims:
         return
     if not confirm.rows:
-        yield note(f"None of the {len(rules.claims)} claims is decided: no sample that confirms is here.", "warning")
+        yield note(f"None of the {len(rules.claims)} claims is decided: no sample that confirms is here.", "verdict")
         return
     lines, outcomes = [], list[str]()
     for one in verdicts(rules.claims, dev, confirm):
@@ -134,7 +134,7 @@ def _claims(rules: Rules | None, dev: Samples, confirm: Samples) -> Iterator[Htm
         sentence = strong(claim.name) + note(about, "small")
         lines.append(([sentence, outcome, one.kind, p, f"{one.power:.2f}"], one.difference, claim.difference))
     counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in sorted(set(outcomes)))
-    yield note(strong(f"{len(lines)} claims: {counts}."))
+    yield note(f"{len(lines)} claims: {counts}.", "verdict")
     yield note(
         "Holds: Holm's corrected p is at most 0.05, and the difference reaches the claimed size (dashed); a negative"
         " size claims non-inferiority. Exploratory: a row does not name the commit of its rules. Confirmatory: at least"
@@ -178,7 +178,8 @@ def _best(samples: Samples) -> str:
     heading = ["task", *(f"budget {budget}" for budget in budgets)]
     answered = {title: some for title, some in by_task(samples).items() if some.able().rows}
     tables = [
-        table(caption, heading, [[title, *(win(some, budget) for budget in budgets)] for title, some in each.items()])
+        table(caption, heading, [[title, *(win(some, budget) for budget in budgets)] for title, some in each.items()],
+              kind="stacked")
         for caption, win, each in ((_MOST, winner_by_answers, answered), (_HIGHEST, winner, by_task(samples)))
         if each
     ]

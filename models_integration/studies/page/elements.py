@@ -1,7 +1,7 @@
 """Words, tables and sections of a page of results."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from html import escape
 from itertools import count
@@ -76,11 +76,11 @@ def table(
 ) -> Html:
     """A table; the first column heads the lines. `folded`: it is behind its caption, until somebody opens it.
 
-    What is wider than the page scrolls in itself, by keys too. Cells of a forest say under which heading they stand,
-    for narrow screens, which show them below each other.
+    A table wider than the page scrolls, by keys too. On narrow screens the cells of a `stacked` table are below each
+    other, each after the heading of its column.
     """
     head = "".join(f'<th scope="col">{_html(heading)}</th>' for heading in headings)
-    names = [heading if kind == "forest" and not isinstance(heading, Html) else "" for heading in headings]
+    names = [heading if "stacked" in kind and not isinstance(heading, Html) else "" for heading in headings]
     body = "\n".join(
         f'<tr><th scope="row">{_html(line[0])}</th>{"".join(map(_cell, line[1:], names[1:]))}</tr>' for line in lines
     )
@@ -108,7 +108,7 @@ def forest(
         for (first, *others), one, smallest in lines
     ]
     above = Html(f"difference{forest_axis()}")
-    return table(caption, [headings[0], above, "95 % interval", *headings[1:]], made, kind="forest")
+    return table(caption, [headings[0], above, "95 % interval", *headings[1:]], made, kind="forest stacked")
 
 
 def shaded(shares: Float64[Vector, " n"]) -> Html:
@@ -137,10 +137,10 @@ def grid(parts: Iterable[str], kind: str = "grid") -> Html:
     return Html(f'<div class="{kind}">{shown}</div>' if shown else "")
 
 
-def plots(names: Sequence[str], groups: Iterable[str]) -> Html:
+def plots(names: Sequence[str], groups: Iterable[str], references: Collection[str] = ()) -> Html:
     """Pictures of curves under the legend that all of them share."""
     shown = "\n".join(groups)
-    return Html(f'<div class="plots">{legend(names)}{shown}</div>' if shown else "")
+    return Html(f'<div class="plots">{legend(names, references)}{shown}</div>' if shown else "")
 
 
 def page(title: str, sections: Iterable[str]) -> str:

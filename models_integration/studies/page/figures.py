@@ -9,16 +9,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from models_integration.studies.evidence.claims import Samples
+from models_integration.studies.evidence.controls import EVERY_CONTROL
 from models_integration.studies.evidence.tables import budgets_of, by_task, policies_of
 from models_integration.studies.results import Row
 from spec.errors import SpecError
 
-__all__ = ["write_figure"]
+__all__ = ["curve_style", "write_figure"]
 
 _MARKS = "osD^vP*X<>"
-_WIDTH, _HEIGHT = 3.2, 2.4
-"""Of a panel, inches."""
-_STYLE: Any = {"svg.hashsalt": "kvspec", "pdf.fonttype": 42, "font.size": 8}
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+"""Of Okabe and Ito, which readers with colour blindness tell apart, without yellow, which is pale on paper."""
+_DASHES = ("-", "--", ":", "-.")
+_COLUMN, _PAGE, _HEIGHT = 3.3, 6.75, 2.1
+"""Inches: the width of one panel alone and of several, as a paper's column and page, and the height of a panel."""
+_STYLE: Any = {"svg.hashsalt": "kvspec", "pdf.fonttype": 42, "font.size": 8, "xtick.labelsize": 7, "ytick.labelsize": 7}
 """The same bytes each time; letters of a PDF that journals take."""
 
 
@@ -46,13 +50,25 @@ def write_figure(rows: Sequence[Row], path: Path) -> None:
 def _drawn(panels: Mapping[str, Samples], names: Sequence[str]) -> Figure:
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(columns * _WIDTH, lines * _HEIGHT + 0.5), layout="constrained")
+    across = _PAGE if columns > 1 else _COLUMN
+    beside = max(1, int(across / (0.6 + 0.06 * max(map(len, names)))))
+    below = 0.16 * -(-len(names) // beside)
+    figure = Figure(figsize=(across, lines * _HEIGHT + below), layout="constrained")
     axes = [figure.add_subplot(lines, columns, at + 1) for at in range(len(panels))]
     for each, (title, own) in zip(axes, panels.items(), strict=True):
         _panel(each, title, own, names)
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=beside, frameon=False, fontsize=7)
     return figure
+
+
+def curve_style(at: int, name: str) -> dict[str, Any]:
+    """Colour, dash and mark of a curve by its number; a control is grey, and never solid."""
+    mark = _MARKS[at % len(_MARKS)]
+    if name in EVERY_CONTROL:
+        return {"color": "0.4", "linestyle": _DASHES[1 + at % 3], "marker": mark}
+    turn, colour = divmod(at, len(_COLOURS))
+    return {"color": _COLOURS[colour], "linestyle": _DASHES[turn % 2], "marker": mark}
 
 
 def _some(rows: Sequence[Row], model: str, placement: str) -> Samples:
@@ -71,8 +87,7 @@ def _panel(axes: Axes, title: str, samples: Samples, names: Sequence[str]) -> No
         )
         x, y = [kept for kept, _ in points], [one.value for _, one in points]
         ends = [[one.value - one.low for _, one in points], [one.high - one.value for _, one in points]]
-        mark = _MARKS[at % len(_MARKS)]
-        axes.errorbar(x, y, yerr=ends, label=name, marker=mark, markersize=4, linewidth=1, capsize=2)
-    axes.set_title(f"{title}, n = {len(samples.rows)}", fontsize=8)
+        axes.errorbar(x, y, yerr=ends, label=name, markersize=3, linewidth=1, elinewidth=0.5, **curve_style(at, name))
+    axes.set_title(f"{title}\nn = {len(samples.rows)}", fontsize=8)
     axes.set_xlabel("prompt tokens kept")
     axes.set_ylabel("recovery" if recovery else "accuracy")

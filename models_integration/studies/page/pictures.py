@@ -5,7 +5,7 @@ Dark mode cannot change its inline colours, its marks have no titles, and each `
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -20,9 +20,12 @@ _MARKS = (
 )
 KEYS = "".join(
     f".plots:has(.key.k{k} input:not(:checked)) .curve.k{k}{{display:none}}\n"
-    f".plots:has(.key.k{k}:hover,.key.k{k} :focus-visible) .curve:not(.k{k}){{opacity:.1}}\n" for k in range(_MOST)
+    f".plots:has(.key.k{k}:hover,.key.k{k} :focus-visible) .curve:not(.k{k}){{opacity:.1}}\n"
+    f".plots:has(.key.k{k}:hover,.key.k{k} :focus-visible) .curve.k{k} .bars{{display:inline}}\n" for k in range(_MOST)
 )
-"""Styles: a policy's box in the legend takes its curve out, and pointing at it lets the others fade."""
+"""Styles: a policy's box in the legend hides its curve. Pointing at it shows its intervals and fades the others."""
+_READABLE = 4
+"""Curves whose intervals are shown from the start."""
 _W, _H, _LEFT, _RIGHT, _TOP, _BOTTOM = 330, 230, 40, 10, 8, 40
 _FARTHEST = (-0.6, 1.4)
 """An axis of shares goes no farther for an interval, which is cut there; for a value it does."""
@@ -33,12 +36,13 @@ _FOREST, _DIFFERENCES = 200, (-1.25, 1.25)
 
 
 class Curve(NamedTuple):
-    """A policy's estimates, by where they stand; `key` is its colour, dash and mark."""
+    """A policy's estimates, by where they stand; `key` is its colour, dash and mark. A reference is grey and dashed."""
 
     name: str
     key: int
     points: Sequence[tuple[str, float, Estimate]]
     """What the point is called (its budget), its place on the horizontal axis, and its estimate."""
+    reference: bool = False
 
 
 def curves(every: Sequence[Curve], across: str, upward: str, title: str) -> str:
@@ -100,28 +104,31 @@ class _Axes(NamedTuple):
         )
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y, _, _ in points)
         return (
-            f'<g class="curve {_classes(curve.key)}"><path class="bars" d="{bars}"/>'
-            f'<path class="line" stroke-dasharray="{_dash(curve.key)}" d="M{path}"/>{marks}</g>'
+            f'<g class="curve {_classes(curve.key, curve.reference)}"><path class="bars" d="{bars}"/>'
+            f'<path class="line" stroke-dasharray="{_dash(curve.key, curve.reference)}" d="M{path}"/>{marks}</g>'
         )
 
 
-def legend(names: Sequence[str]) -> str:
-    """A box for each policy, in the order of their keys: it takes the policy's curves out of all pictures."""
+def legend(names: Sequence[str], references: Collection[str] = ()) -> str:
+    """A box for each policy, in the order of their keys, that hides its curves; and one box for all intervals."""
     keys = "".join(
-        f'<label class="key {_classes(key)}"><input type="checkbox" checked><svg viewBox="0 0 28 10">'
-        f'<g class="curve {_classes(key)}"><path class="line" stroke-dasharray="{_dash(key)}" d="M1 5H27"/>'
+        f'<label class="key {(kind := _classes(key, name in references))}"><input type="checkbox" checked>'
+        f'<svg viewBox="0 0 28 10"><g class="curve {kind}">'
+        f'<path class="line" stroke-dasharray="{_dash(key, name in references)}" d="M1 5H27"/>'
         f'<path class="mark" d="{_mark(key)}" transform="translate(14 5)"/></g></svg>{escape(name)}</label>'
         for key, name in enumerate(names)
     )
-    return f'<div class="legend" role="group" aria-label="Policies that are shown">{keys}</div>'
+    shown = " checked" if len(names) <= _READABLE else ""
+    bars = f'<label class="key intervals"><input type="checkbox"{shown}>95 % intervals</label>'
+    return f'<div class="legend" role="group" aria-label="Curves that are shown">{keys}{bars}</div>'
 
 
-def _classes(key: int) -> str:
-    return f"k{key % _MOST} c{key % _COLOURS}"
+def _classes(key: int, reference: bool) -> str:
+    return f"k{key % _MOST} {'reference' if reference else f'c{key % _COLOURS}'}"
 
 
-def _dash(key: int) -> str:
-    return _DASHES[key // _COLOURS % len(_DASHES)] or "none"
+def _dash(key: int, reference: bool) -> str:
+    return _DASHES[1 + key % (len(_DASHES) - 1) if reference else key // _COLOURS % len(_DASHES)] or "none"
 
 
 def _mark(key: int) -> str:

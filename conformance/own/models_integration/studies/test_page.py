@@ -31,6 +31,7 @@ from conformance.own.models_integration.studies.experiments import (
 )
 from models_integration.cli.app import app
 from models_integration.cli.report import write_page
+from models_integration.studies.evidence.controls import EVERY_CONTROL
 from models_integration.studies.evidence.rules import Claim, Rules, Stage
 from models_integration.studies.page.pictures import legend
 from models_integration.studies.report import title_of
@@ -226,11 +227,15 @@ def test_the_page_is_whole_and_needs_nothing_else(shown: Page) -> None:
 
 
 @pytest.mark.law("an-identity-tells-apart")
-def test_forty_policies_are_told_apart() -> None:
-    """By colour, dash and mark together."""
-    kinds = r'class="curve k(\d+) c(\d)".*?dasharray="(.*?)".*?class="mark" d="(.*?)"'
-    keys = re.findall(kinds, legend(list("a" * 40)))
+def test_forty_curves_are_told_apart() -> None:
+    """By colour, dash and mark together, on a page and in a figure; controls are references."""
+    names = [*map(str, range(33)), *EVERY_CONTROL[1:8]]
+    kinds = r'class="curve k(\d+) (\w+)".*?dasharray="(.*?)".*?class="mark" d="(.*?)"'
+    keys = re.findall(kinds, legend(names, EVERY_CONTROL))
     assert len({key[1:] for key in keys}) == len(keys) == 40
+    assert [key[1] == "reference" for key in keys] == [name in EVERY_CONTROL for name in names]
+    figures = pytest.importorskip("models_integration.studies.page.figures", exc_type=ImportError)
+    assert len({str(figures.curve_style(at, name)) for at, name in enumerate(names)}) == 40
 
 
 def test_what_failed_is_named_and_counted_nowhere(rows: list[Row], tmp_path: Path) -> None:
