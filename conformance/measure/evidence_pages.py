@@ -21,7 +21,7 @@ from models_integration.studies.evidence.claims import ENDS, Samples, Verdict, v
 from models_integration.studies.evidence.controls import FULL
 from models_integration.studies.evidence.rules import PARTS, Claim, load_rules
 from models_integration.studies.evidence.run import merged
-from models_integration.studies.evidence.stages import lost_at
+from models_integration.studies.evidence.tables import lost_at
 from models_integration.studies.papers.injection import TEMPLATES
 from models_integration.studies.papers.injection_tables import (
     LOCOMO,

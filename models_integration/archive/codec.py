@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from reference.injection.quantisers import ARMS, SCHEMES, SMALLEST_SCALE, quantised_region
-from spec.errors import SpecError
+from spec.validate import check_choices
 
 __all__ = ["decode", "encode"]
 
@@ -22,8 +22,7 @@ def encode(layers: Mapping[int, tuple[Tensor, Tensor]], arm: str, depth: int) ->
     Raises:
         SpecError: if the arm is unknown.
     """
-    if arm not in ARMS:
-        raise SpecError("codec", arm, f"must be one of {', '.join(ARMS)}")
+    check_choices("codec", (arm,), ARMS)
     found: dict[str, Tensor] = {}
     for layer, pair in layers.items():
         chosen, tokens = quantised_region(ARMS[arm], depth, pair[0].shape[1])

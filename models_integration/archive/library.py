@@ -23,6 +23,7 @@ from reference.policies.protections import protecting
 from spec.errors import SpecError
 from spec.records import CrystalRetention
 from spec.retention import Retention
+from spec.validate import check_choices
 
 __all__ = ["Injected", "Library", "recommended_form", "retained", "vocabulary_of"]
 
@@ -122,8 +123,7 @@ class Library:
                 below the number of markers in a head.
             ArchiveError: as in `Archive.put`.
         """
-        if form not in FORMS:
-            raise SpecError("form", form, f"must be one of {', '.join(FORMS)}")
+        check_choices("form", (form,), FORMS)
         wrapped = wrap(FORMS[form], ids, self._vocabulary)
         chunk = computed(self._model, wrapped.ids, self.rotary, wrapped.hidden, wrapped.markers)
         if method is not None:

@@ -33,7 +33,7 @@ from models_integration.cli.options import (
     names_of,
 )
 from models_integration.cli.paper import paper
-from models_integration.cli.passed_on import PassedOn, lm_eval, verify
+from models_integration.cli.verify import PassedOn, lm_eval, verify
 from spec import SPEC_VERSION
 
 __all__ = ["app"]
@@ -341,10 +341,10 @@ def compress(
     attn: Attention = "auto",
 ) -> None:
     """Evict tokens of one prompt with CrystalCache, and print the number of kept tokens and the freed memory."""
-    from models_integration.cli.compress import run
+    from models_integration.cli.prompts import run_compress
     from models_integration.studies.subject import Loading
 
-    run(prompt, budget, Loading(model, backend, device, dtype, attn))
+    run_compress(prompt, budget, Loading(model, backend, device, dtype, attn))
 
 
 @app.command()
@@ -367,9 +367,9 @@ def keep(
     CrystalCache needs only the queries and keys of the first layer. Therefore kvspec loads only the embeddings and the
     first layer of the model. The session `with policy(model)` keeps the same positions.
     """
-    from models_integration.cli.keep import run
+    from models_integration.cli.prompts import run_keep
 
-    run(prompt, budget, policy, form, model, backend, dtype)
+    run_keep(prompt, budget, policy, form, model, backend, dtype)
 
 
 @app.command()

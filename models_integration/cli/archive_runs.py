@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cli.checks import calibration_of
 from models_integration.model.cache_argument import cache_name
+from models_integration.studies.answers import answered
 from models_integration.studies.subject import Loading, Subject
 from spec.errors import SpecError
 
@@ -149,15 +151,8 @@ def _session(subject: Subject, ids: Sequence[int]) -> RetainedCache:
 
 def _answer(subject: Subject, cache: RetainedCache, ids: Sequence[int], new_tokens: int, start: float) -> _Answer:
     """The greedy answer after `ids`; the clock began at `start`."""
-    answer: list[int] = []
     with layer_masks(subject.model, cache):
-        token = _next_token(subject, cache, ids)
-        seconds = perf_counter() - start
-        while token not in subject.stop_ids:
-            answer.append(token)
-            if len(answer) == new_tokens:
-                break
-            token = _next_token(subject, cache, [token])
+        answer, seconds = answered(partial(_next_token, subject, cache), ids, subject.stop_ids, new_tokens, start)
     return _Answer(str(subject.tokenizer.decode(answer)).strip(), seconds)
 
 

@@ -1,4 +1,4 @@
-"""The suite's own command, started as a process: nothing here imports it."""
+"""The commands whose arguments another process reads: `kvspec verify`, which is not imported here, and `lm-eval`."""
 
 import os
 import signal
@@ -7,12 +7,39 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
 
 from spec.errors import SpecError
 
-__all__ = ["judge", "run"]
+__all__ = ["PassedOn", "judge", "lm_eval", "run", "verify"]
 
 OURS = ("spec", "reference", "accelerated", "conformance", "models_integration")
+
+
+class PassedOn(TyperCommand):
+    """A command whose whole line is read by another process, `--` and `--help` included."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+
+def verify(context: typer.Context) -> None:
+    """Test your engine, policy or cache, and write a certificate. See kvspec verify --help."""
+    raise typer.Exit(run(context.args))
+
+
+def lm_eval(context: typer.Context) -> None:
+    """Run the command line of lm-evaluation-harness on a model that evicts tokens.
+
+    Example: kvspec lm-eval run --model_args pretrained=pocket,policy=snapkv,budget=0.3 --tasks ...
+    """
+    from models_integration.studies.harness import command
+
+    command(context.args)
 
 
 def run(arguments: Sequence[str]) -> int:

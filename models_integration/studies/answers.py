@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
 from typing import TypeAlias
 
 import numpy as np
@@ -20,7 +21,7 @@ from spec.errors import SpecError
 from spec.policy import Needs, Policy
 from spec.retention import Retention
 
-__all__ = ["Onward", "attempted", "cropped", "generated", "needed", "onward", "retentions"]
+__all__ = ["Onward", "answered", "attempted", "cropped", "generated", "needed", "onward", "retentions"]
 
 Onward: TypeAlias = Callable[[Tensor], Tensor]
 """Function that processes tokens (rows, n) with a cache and returns the logits (rows, vocabulary) of the next token."""
@@ -95,6 +96,24 @@ def generated(forward: Onward, logits: Tensor, stop_ids: frozenset[int], max_new
         if all(own[-1] in stop_ids or len(own) == max_new_tokens for own in said):
             return said
         logits = forward(tokens[:, None])
+
+
+def answered(
+    read: Callable[[Sequence[int]], int], ids: Sequence[int], stop_ids: frozenset[int], most: int, start: float,
+) -> tuple[list[int], float]:
+    """One greedy answer without its stop id, and the seconds from `start` to its first token.
+
+    Args:
+        read: reads tokens behind a cache, and gives the most likely next one.
+    """
+    answer, token = list[int](), read(ids)
+    seconds = perf_counter() - start
+    while token not in stop_ids:
+        answer.append(token)
+        if len(answer) == most:
+            break
+        token = read([token])
+    return answer, seconds
 
 
 _DEATHS_MOST = 3

@@ -4,15 +4,13 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from spec.errors import SpecError
 
-__all__ = [
-    "AGAIN", "ERROR", "START", "STUDY", "Place", "Row", "append_row", "find_row", "load_rows", "rows_behind",
-]
+__all__ = ["AGAIN", "ERROR", "START", "STUDY", "Place", "Row", "append_row", "load_rows", "rows_behind"]
 
 STUDY = "study.jsonl"
 """Name of the file in which every command stores its results: one row per sample, with all cells."""
@@ -77,14 +75,6 @@ def append_row(path: Path, row: Row, allowed: Callable[[], bool] = lambda: True)
         file.flush()
         os.fsync(file.fileno())
     return True
-
-
-def find_row(rows: Sequence[Row], identity: Mapping[str, object]) -> Row | None:
-    """Return the row with exactly these values, or None."""
-    for row in rows:
-        if all(row.get(key) == value for key, value in identity.items()):
-            return row
-    return None
 
 
 def _lock(file: BinaryIO, alone: bool) -> None:

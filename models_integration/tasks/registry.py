@@ -19,9 +19,9 @@ from typing import Any
 
 from models_integration.tasks.arithmetic import arithmetic_samples, math_file
 from models_integration.tasks.context import Ground, Maker
-from models_integration.tasks.facts import fact_samples
 from models_integration.tasks.in_prose import (
     delayed_in_prose_samples,
+    fact_samples,
     keys_in_prose_samples,
     prose_continuation_samples,
 )
@@ -53,8 +53,7 @@ from spec.errors import SpecError
 from spec.plugins import find_plugin
 
 __all__ = [
-    "BUILT_IN", "CHAINS", "ENTRY_POINTS", "FILES", "IN_PROSE", "QUESTIONS", "TABLE", "TEXTS", "Entry", "Task",
-    "resolve_task",
+    "BUILT_IN", "CHAINS", "ENTRY_POINTS", "FILES", "QUESTIONS", "TABLE", "TEXTS", "Entry", "Task", "resolve_task",
 ]
 
 ENTRY_POINTS = "kvspec.tasks"
@@ -216,9 +215,6 @@ FILES: Mapping[str, Callable[[Path], OfFile]] = {
     "loogle-file": loogle_file, "infinitebench-file": infinitebench_file, "math-file": math_file,
     "math-dev-file": partial(math_file, part=DEV), "math-confirm-file": partial(math_file, part=CONFIRM),
 }
-
-IN_PROSE = ("needle_in_prose", "keys_in_prose_2", "keys_in_prose_4")
-"""Names of the tasks in running text with one fact and a number as the answer."""
 
 
 def resolve_task(text: str) -> Task:

@@ -6,7 +6,7 @@
 
 import hashlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,37 +26,13 @@ from models_integration.tasks.assembly import (
 from models_integration.tasks.chat import NO_TEMPLATE, Frame, bare
 from models_integration.tasks.metrics import FIRST_NUMBER, judge
 from spec.errors import SpecError
+from spec.validate import check_choices
 
 __all__ = [
-    "ALL_VALUES",
-    "CONFIRM",
-    "DEFAULT_FILLER",
-    "DEFAULT_PLACEMENT",
-    "DELAYED_ASSOCIATION",
-    "DENSITIES",
-    "DEPTHS",
-    "DEV",
-    "FRAMING_SENTENCE",
-    "MAX_NEW_TOKENS",
-    "NEEDLE",
-    "NEEDLE_TEMPLATES",
-    "PLACEMENTS",
-    "QUESTION_FRAME",
-    "TASKS",
-    "TOPIC_TEMPLATES",
-    "Placement",
-    "Sample",
-    "delayed_association_sample",
-    "distractor_anchors",
-    "draw_sample",
-    "draw_value",
-    "generator",
-    "mentions_of",
-    "needle_sample",
-    "part_of",
-    "place",
-    "score",
-    "spaced",
+    "ALL_VALUES", "CONFIRM", "DEFAULT_FILLER", "DEFAULT_PLACEMENT", "DELAYED_ASSOCIATION", "DENSITIES", "DEPTHS",
+    "DEV", "FRAMING_SENTENCE", "MAX_NEW_TOKENS", "NEEDLE", "NEEDLE_TEMPLATES", "PLACEMENTS", "QUESTION_FRAME", "TASKS",
+    "TOPIC_TEMPLATES", "Placement", "Sample", "delayed_association_sample", "distractor_anchors", "draw_sample",
+    "draw_value", "generator", "mentions_of", "needle_sample", "part_of", "place", "score", "spaced",
 ]
 
 ALL_VALUES = range(1000, 10_000)
@@ -227,19 +203,9 @@ def needle_sample(
     rng = generator(seed)
     template = NEEDLE_TEMPLATES[int(rng.integers(len(NEEDLE_TEMPLATES)))]
     value = draw_value(rng, values)
-    anchors = [Anchor(template.state(value), depth)]
-    anchors += distractor_anchors(rng, template, distractors, value, values)
-    frame = frame or bare(tokenizer)
-    text = assemble(tokenizer, anchors, filler, length, rng, frame.opening)
-    return Sample(
-        task=NEEDLE,
-        context_ids=text.ids,
-        question_ids=_question(tokenizer, template, frame),
-        chat_template=frame.name,
-        expected=str(value),
-        needle=text.spans[0],
-        distractors=text.spans[1:],
-        metadata={"template": template.name, "depth": depth, "value": value, "distractors": distractors},
+    return _assembled(
+        NEEDLE, template, value, [Anchor(template.state(value), depth)], {"depth": depth}, rng, length, tokenizer,
+        filler=filler, distractors=distractors, values=values, frame=frame,
     )
 
 
@@ -250,8 +216,7 @@ def mentions_of(topic: TopicTemplate, density: str) -> tuple[str, ...]:
         SpecError: if the density is unknown.
     """
     pools = {"high": topic.high_density, "low": topic.low_density}
-    if density not in pools:
-        raise SpecError("density", density, f"must be one of {', '.join(DENSITIES)}")
+    check_choices("density", (density,), DENSITIES)
     return pools[density]
 
 
@@ -281,25 +246,29 @@ def delayed_association_sample(
     mentions = mentions_of(topic, density)
     value = draw_value(rng, values)
     anchors = [Anchor(FRAMING_SENTENCE, 0.0), Anchor(topic.fact.state(value), 0.0), *spaced(mentions)]
-    first_distractor = len(anchors)
-    anchors += distractor_anchors(rng, topic.fact, distractors, value, values)
-    frame = frame or bare(tokenizer)
-    text = assemble(tokenizer, anchors, filler, length, rng, frame.opening)
-    return Sample(
-        task=DELAYED_ASSOCIATION,
-        context_ids=text.ids,
-        question_ids=_question(tokenizer, topic.fact, frame),
-        chat_template=frame.name,
-        expected=str(value),
-        needle=text.spans[1],
-        distractors=text.spans[first_distractor:],
-        metadata={"template": topic.fact.name, "density": density, "value": value, "distractors": distractors},
+    return _assembled(
+        DELAYED_ASSOCIATION, topic.fact, value, anchors, {"density": density}, rng, length, tokenizer,
+        filler=filler, distractors=distractors, values=values, frame=frame,
     )
 
 
-def _question(tokenizer: TaskTokenizer, fact: FactTemplate, frame: Frame) -> tuple[int, ...]:
-    """Return the ids of the question about a fact, and of the chat template's text after the question."""
-    return encode(tokenizer, joiner(tokenizer) + QUESTION_FRAME.format(question=fact.ask()) + frame.closing)
+def _assembled(
+    task: str, fact: FactTemplate, value: int, anchors: Sequence[Anchor], about: Mapping[str, str | float],
+    rng: np.random.Generator, length: int, tokenizer: TaskTokenizer, *, filler: Filler, distractors: int,
+    values: Sequence[int], frame: Frame | None,
+) -> Sample:
+    """Return the sample with these sentences, one of which is the fact, and with distractors, which are drawn here."""
+    sentences = [anchor.text for anchor in anchors]
+    anchors = [*anchors, *distractor_anchors(rng, fact, distractors, value, values)]
+    frame = frame or bare(tokenizer)
+    text = assemble(tokenizer, anchors, filler, length, rng, frame.opening)
+    question = joiner(tokenizer) + QUESTION_FRAME.format(question=fact.ask()) + frame.closing
+    return Sample(
+        task=task, context_ids=text.ids, question_ids=encode(tokenizer, question), chat_template=frame.name,
+        expected=str(value), needle=text.spans[sentences.index(fact.state(value))],
+        distractors=text.spans[len(sentences) :],
+        metadata={"template": fact.name, **about, "value": value, "distractors": distractors},
+    )
 
 
 def draw_sample(
@@ -316,18 +285,12 @@ def draw_sample(
     """
     if index < 0:
         raise SpecError("index", index, "must not be negative")
-    key = (seed, TASKS.index(task) if task in TASKS else -1, length, index)
-    if task == NEEDLE:
-        depth = DEPTHS[index % len(DEPTHS)]
-        return needle_sample(
-            tokenizer, length, depth, key, filler=filler, distractors=distractors, values=values, frame=frame
-        )
-    if task == DELAYED_ASSOCIATION:
-        density = DENSITIES[index % len(DENSITIES)]
-        return delayed_association_sample(
-            tokenizer, length, density, key, filler=filler, distractors=distractors, values=values, frame=frame
-        )
-    raise SpecError("task", task, f"must be one of {', '.join(TASKS)}")
+    check_choices("task", (task,), TASKS)
+    make: Callable[..., Sample] = needle_sample if task == NEEDLE else delayed_association_sample
+    turns: Sequence[object] = DEPTHS if task == NEEDLE else DENSITIES
+    key = (seed, TASKS.index(task), length, index)
+    options = {"filler": filler, "distractors": distractors, "values": values, "frame": frame}
+    return make(tokenizer, length, turns[index % len(turns)], key, **options)
 
 
 @dataclass(frozen=True)
@@ -378,8 +341,7 @@ def place(sample: Sample, name: str = DEFAULT_PLACEMENT) -> Placement:
     Raises:
         SpecError: if the name is unknown.
     """
-    if name not in _MAKERS:
-        raise SpecError("placement", name, f"must be one of {', '.join(PLACEMENTS)}")
+    check_choices("placement", (name,), PLACEMENTS)
     return _MAKERS[name](sample)
 
 

@@ -6,7 +6,7 @@
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from spec.errors import SpecError
 from spec.validate import check_choices
 
 __all__ = [
-    "ALL", "AT_PROMPT", "MEASURES", "PARTS", "Claim", "Rules", "Stage", "check_budget", "load_rules",
+    "ALL", "AT_PROMPT", "MEASURES", "PARTS", "Claim", "Rules", "Stage", "check_budget", "check_fields", "load_rules",
     "rules_of", "rules_text",
 ]
 
@@ -270,13 +270,22 @@ def _own(rules: Rules) -> Iterator[bytes]:
             yield versioned(task, digest).encode()
 
 
-def _made(kind: type[T], given: dict[str, Any]) -> T:
-    own = fields(kind)  # type: ignore[arg-type]  # all are dataclasses
-    types = {field.name: field.type for field in own}
-    needed = {field.name for field in own if field.default is MISSING}
+def check_fields(argument: str, kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The types of a dataclass's fields, by name, if it can be made of the given ones.
+
+    Raises:
+        SpecError: where one is missing or unknown.
+    """
+    types = {field.name: field.type for field in fields(kind)}
+    needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
     if not needed <= set(given) <= set(types):
         wrong = sorted(needed - set(given) | set(given) - set(types))
-        raise SpecError("rules", wrong, f"missing or unknown: {kind.__name__} has {', '.join(types)}")
+        raise SpecError(argument, wrong, f"missing or unknown: {kind.__name__} has {', '.join(types)}")
+    return types
+
+
+def _made(kind: type[T], given: dict[str, Any]) -> T:
+    types = check_fields("rules", kind, given)
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     for name, value in values.items():
         if not _fits(value, types[name]):

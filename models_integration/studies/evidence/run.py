@@ -36,7 +36,7 @@ from models_integration.studies.subject import Subject
 from models_integration.tasks import Sample, place
 from models_integration.tasks.chat import NO_TEMPLATE, frame_of
 from models_integration.tasks.context import Ground
-from models_integration.tasks.facts import most_contexts
+from models_integration.tasks.in_prose import most_contexts
 from models_integration.tasks.prose import Prose, read_prose
 from models_integration.tasks.registry import FILE, SENTENCES, TEXTS, Task, resolve_task
 from models_integration.tasks.samples import part_of
@@ -45,19 +45,8 @@ from spec.errors import SpecError
 from spec.policy import SEGMENT_END
 
 __all__ = [
-    "IDENTITY",
-    "ONE_STUDY",
-    "Cell",
-    "Item",
-    "check_budgets",
-    "items",
-    "leases",
-    "left_of",
-    "merged",
-    "methods",
-    "rows_of",
-    "run_items",
-    "study_unit",
+    "IDENTITY", "ONE_STUDY", "Cell", "Item", "check_budgets", "items", "leases", "left_of", "merged", "methods",
+    "rows_of", "run_items", "study_unit",
 ]
 
 ONE_STUDY = ("rules", "model", "template", "calibration", "backend", "spec_version")

@@ -1,4 +1,4 @@
-"""Tables of a study's page: controls, cost, flagged cells, and where a method loses evidence."""
+"""Tables of a study's page: controls, cost, flagged cells, and at which stage a method loses evidence."""
 
 from collections.abc import Sequence
 from math import log
@@ -10,14 +10,14 @@ from models_integration.studies.estimate import SAME_CACHE
 from models_integration.studies.evidence.claims import ENDS, FLOOR, Samples
 from models_integration.studies.evidence.controls import BLIND, EVERY_CONTROL, EVIDENCE, FULL, RANDOMS
 from models_integration.studies.evidence.rules import Stage
-from models_integration.studies.evidence.stages import lost_at
 from models_integration.studies.page.elements import Html, note, section, table
 from models_integration.studies.report import title_of
 from models_integration.studies.results import Row
+from spec.arrays import Int64, IntVector
 
 __all__ = [
-    "budgets_of", "by_task", "controls", "failures", "flagged", "grouped", "off_budget", "policies_of", "seconds",
-    "sizes", "stages",
+    "budgets_of", "by_task", "controls", "failures", "flagged", "grouped", "lost_at", "off_budget", "policies_of",
+    "seconds", "sizes", "stages",
 ]
 
 
@@ -145,6 +145,19 @@ def _right_and_unlikely(samples: Samples, cell: tuple[str, str]) -> str:
         return ""
     lost = some.of(ENDS[0], "likelihood") - some.of(cell, "likelihood")
     return str(int(((some.of(cell, "right") == 1) & (lost > log(2))).sum()))
+
+
+def lost_at(samples: Samples, stages: Sequence[Stage], budget: str) -> Int64[IntVector, " n"]:
+    """For each sample with evidence the stage that loses it: from there on less than half of its tokens is kept.
+
+    The number of stages stands for none: the last one keeps it.
+    """
+    some = samples.with_evidence()
+    tokens = np.array([row["evidence_tokens"] for row in some.rows])
+    lost = np.zeros(len(some.rows), dtype=np.int64)
+    for at, stage in enumerate(stages, 1):
+        lost[some.kept((stage.policy, budget)) >= tokens / 2] = at
+    return lost
 
 
 def stages(named: Sequence[Stage], samples: Samples) -> str:

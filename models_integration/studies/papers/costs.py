@@ -20,7 +20,7 @@ from models_integration.model.cache_argument import cache_name
 from models_integration.policies.methods import CrystalCache
 from models_integration.studies.evidence.rules import Rules
 from models_integration.studies.papers.protocol import COSTS
-from models_integration.studies.results import Row, append_row, find_row, load_rows
+from models_integration.studies.results import Row, append_row, load_rows
 from models_integration.studies.subject import Subject
 from models_integration.tasks.prose import read_prose
 from spec import SPEC_VERSION
@@ -82,7 +82,8 @@ class Costs:
         }
 
     def _stored(self, length: int) -> Row | None:
-        return find_row(load_rows(self.path), self._about(length))
+        about = self._about(length)
+        return next((row for row in load_rows(self.path) if about.items() <= row.items()), None)
 
 
 @torch.no_grad()

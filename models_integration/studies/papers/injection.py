@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +17,7 @@ from models_integration.archive.splice import Chunk, computed, splice, upper_hal
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.cache_argument import cache_name
 from models_integration.model.rotation import angles_between, frequencies_at, recognise, turned
+from models_integration.studies.answers import answered
 from models_integration.studies.papers.conversations import Talk
 from models_integration.studies.papers.probes import (
     PATCHES,
@@ -162,13 +163,8 @@ class Scene:
         text.
         """
         cache, ids, start = self._opened(session)
-        answer = list[int]()
         with layer_masks(self.subject.model, cache):
-            token = self._read(cache, ids)
-            seconds = perf_counter() - start
-            while token not in self.subject.stop_ids and len(answer) < NEW_TOKENS:
-                answer.append(token)
-                token = self._read(cache, [token])
+            answer, seconds = answered(partial(self._read, cache), ids, self.subject.stop_ids, NEW_TOKENS, start)
         text = str(self.subject.tokenizer.decode(answer))
         return Timed(text, self.talk.value in text, judge("qa_f1", text, [self.talk.value]), seconds)
 

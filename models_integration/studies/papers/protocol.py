@@ -5,7 +5,7 @@
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -14,23 +14,13 @@ import numpy as np
 
 from models_integration.policies.methods import spelled
 from models_integration.studies.estimate import format_p
-from models_integration.studies.evidence.rules import Rules, rules_of
+from models_integration.studies.evidence.rules import Rules, check_fields, rules_of
 from reference.confirmation import BONFERRONI, Cell, branch_of, choose_lambda, paired_difference
 from spec.errors import SpecError
 from spec.validate import check_choices
 
 __all__ = [
-    "AXES",
-    "BEST",
-    "COSTS",
-    "MEASURES",
-    "PAPERS",
-    "RULES",
-    "Paper",
-    "Part",
-    "Table",
-    "decided",
-    "load_paper",
+    "AXES", "BEST", "COSTS", "MEASURES", "PAPERS", "RULES", "Paper", "Part", "Table", "decided", "load_paper",
     "rules_of_part",
 ]
 
@@ -210,11 +200,7 @@ def _part(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _made(kind: Callable[..., T], entry: Mapping[str, Any]) -> T:
     """A record of this kind, or a SpecError that names what is missing or unknown."""
-    every = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]  # all are dataclasses
-    needed = {name for name, one in every.items() if one.default is MISSING and one.default_factory is MISSING}
-    if not needed <= set(entry) <= set(every):
-        wrong = sorted(needed - set(entry) | set(entry) - set(every))
-        raise SpecError("NAME", wrong, f"missing or unknown: {kind.__name__} has {', '.join(every)}")
+    check_fields("NAME", kind, entry)
     return kind(**entry)
 
 

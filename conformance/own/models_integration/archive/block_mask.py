@@ -100,14 +100,14 @@ def ids(n: int, seed: int) -> list[int]:
 
 def block_masked(
     model: PreTrainedModel, session: list[int], chunks: Chunks, query: list[int], *, evicted: Set[int] = frozenset(),
-    lower: Set[int] = frozenset(), window: int | None = None,
-    evicted_in: Mapping[int, Sequence[Set[int]]] | None = None,
+    lower: Set[int] = frozenset(), evicted_in: Mapping[int, Sequence[Set[int]]] | None = None,
 ) -> Oracle:
     """One forward. Chunks see themselves alone, the query sees what is visible and not `evicted` (positions).
 
+    Sliding layers see no chunk, and evict nothing.
+
     Args:
         lower: layers that see no chunk.
-        window: of the model's sliding layers, which see no chunk either, and evict nothing.
         evicted_in: positions that some layers have evicted beside those, from all heads or from each KV head.
     """
     parts, starts = [(session, 0), *chunks, (query, 0)], [0]
@@ -123,8 +123,8 @@ def block_masked(
     alone, causal = owner[:, None] == owner, torch.ones(2 * [len(owner)], dtype=torch.bool).tril()
     full, apart = causal & (alone | asks[:, None] & ~gone), causal & (alone | asks[:, None] & mine)
     shaped: Any = full[None, None]
-    if window is not None:
-        near = positions[:, None] - positions < window
+    if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()):
+        near = positions[:, None] - positions < model.config.sliding_window
         shaped = {"full_attention": shaped, "sliding_attention": (apart & near)[None, None]}
     masks = dict.fromkeys(lower, apart[None])
     for layer, gaps in (evicted_in or {}).items():

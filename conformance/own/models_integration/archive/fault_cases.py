@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -42,7 +43,6 @@ def chunk(
     return manifest, tensors
 
 
-
 ALICE, BOB, CAROL = "alice-the-tenant", "bob-the-tenant", "carol-the-tenant"
 MADE = {name: chunk(seed, tenant=tenant, tokens=8) for seed, (name, tenant) in enumerate(
     [("hers", ALICE), ("hers, damaged", ALICE), ("his", BOB), ("new", CAROL)]
@@ -59,11 +59,26 @@ def path_of(folder: Path, key: str) -> Path:
     return folder / "objects" / key[:2] / f"{key}.safetensors"
 
 
-def damage(path: Path) -> None:
-    """Flip the last bit, in a file of its own: nothing that was put is written in place."""
-    data = path.read_bytes()
+def damage(path: Path, at: int = -1) -> None:
+    """Flip the last bit of one byte, in a file of its own: nothing that was put is written in place."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
     path.unlink()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    path.write_bytes(data)
+
+
+def opened(folder: Path, encrypted: bool = True, limit: int | None = None, master: bytes = MASTER) -> Archive:
+    if encrypted:
+        pytest.importorskip("cryptography")
+    return Archive(folder, Keyring(folder / "keys", master) if encrypted else None, limit)
+
+
+def failing(number: int) -> Callable[..., None]:
+    """In the place of a call to the system."""
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 @dataclass
@@ -79,7 +94,7 @@ class Case:
     """Of hers, where encrypted."""
 
     def open(self) -> Archive:
-        return Archive(self.folder, Keyring(self.folder / "keys", MASTER) if self.encrypted else None)
+        return opened(self.folder, self.encrypted)
 
     def prepare(self) -> None:
         """Make the archive, without the folders that hold nothing: each would be looked into by the same two calls."""

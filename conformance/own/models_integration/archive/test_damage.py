@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from conformance.own.models_integration.archive.fault_cases import blobs, chunk, damage, path_of
+from conformance.assurance.faults import Killed
+from conformance.own.models_integration.archive.fault_cases import (
+    ALICE,
+    blobs,
+    chunk,
+    damage,
+    failing,
+    opened,
+    path_of,
+)
 from models_integration.archive.errors import ArchiveError
-from models_integration.archive.keyring import Keyring
 from models_integration.archive.manifest import Manifest
 from models_integration.archive.store import Archive
 from models_integration.cache import tensor_file
@@ -74,7 +82,7 @@ def link_quarantine(path: Path, target: str) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "a flipped bit": lambda path: damage(path),
+    "a flipped bit": damage,
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "empty": lambda path: path.write_bytes(b""),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
@@ -106,10 +114,6 @@ def test_verify_names_whatever_is_no_whole_object_in_its_place(tmp_path: Path, n
     assert len(result.output.splitlines()) == 2
     again = CliRunner().invoke(app, ["archive", "verify", "--archive", str(tmp_path)])
     assert again.exit_code == 1
-
-
-class Killed(BaseException):
-    """In the place of a kill."""
 
 
 def interrupted(work: Callable[[], object], at: int, other: Callable[[], object], killed_at: int = 0) -> bool:
@@ -191,34 +195,24 @@ def test_keys_that_are_no_folder_are_refused_in_a_sentence(tmp_path: Path) -> No
 def test_a_replaced_object_that_cannot_be_looked_at_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lstat = os.lstat
 
-    def failing(path: Any, **options: Any) -> os.stat_result:
+    def failing_once_replaced(path: Any, **options: Any) -> os.stat_result:
         if Path(path).name.startswith(TEMPORARY):
             raise OSError(errno.EIO, "failed")
         return lstat(path, **options)
 
     with Archive(tmp_path) as archive:
         damage(path_of(tmp_path, archive.put(*chunk(1))))
-        monkeypatch.setattr(os, "lstat", failing)
+        monkeypatch.setattr(os, "lstat", failing_once_replaced)
         with pytest.raises(OSError, match="failed"):
             archive.put(*chunk(1))
         monkeypatch.undo()
         assert not [path for path in (tmp_path / "objects").rglob("*") if path.name.startswith(TEMPORARY)]
 
 
-TENANT = "alice-the-tenant"
-
-
-MASTER = bytes(range(32))
 both = pytest.mark.parametrize("encrypted", [False, True], ids=["clear", "encrypted"])
 
 
-def opened(folder: Path, encrypted: bool, limit: int | None = None) -> Archive:
-    if encrypted:
-        pytest.importorskip("cryptography")
-    return Archive(folder, Keyring(folder / "keys", MASTER) if encrypted else None, limit)
-
-
-def made(seed: int, tenant: str = TENANT) -> tuple[Manifest, dict[str, Tensor]]:
+def made(seed: int, tenant: str = ALICE) -> tuple[Manifest, dict[str, Tensor]]:
     return chunk(seed, tenant=tenant, tokens=12)
 
 
@@ -226,7 +220,7 @@ def needles(seed: int, *keys: str) -> list[bytes]:
     """Tokens, tenant and key of a chunk."""
     manifest, tensors = made(seed)
     return [
-        TENANT.encode(), manifest.key.encode(), *(key.encode() for key in keys), manifest.ids.encode(),
+        ALICE.encode(), manifest.key.encode(), *(key.encode() for key in keys), manifest.ids.encode(),
         tensors["token_ids"].numpy().tobytes()[:64],
         tensors["1.v"].flatten().view(torch.uint8).numpy().tobytes()[-64:],
     ]
@@ -235,12 +229,6 @@ def needles(seed: int, *keys: str) -> list[bytes]:
 def survive(folder: Path, *sought: list[bytes]) -> list[bytes]:
     found = blobs(folder)
     return [needle for one in sought for needle in one if any(needle in blob for blob in found)]
-
-
-def flip(folder: Path, key: str, at: int) -> None:
-    data = bytearray(path_of(folder, key).read_bytes())
-    data[at] ^= 1
-    path_of(folder, key).write_bytes(data)
 
 
 @pytest.mark.law("promised-is-there-forgotten-is-not")
@@ -254,8 +242,8 @@ def test_neither_quarantine_nor_temporary_files_nor_an_old_list_keep_anything(
         salts = [path.read_bytes() for path in (quick_path / "keys").glob("*")]
         bobs = [archive.put(*made(1000 + seed, "bob")) for seed in range(60)]
         for at, key in enumerate(keys[:3]):
-            flip(quick_path, key, (20, 300, -1)[at])
-            assert archive.get(key, TENANT) is None
+            damage(path_of(quick_path, key), (20, 300, -1)[at])
+            assert archive.get(key, ALICE) is None
         torn = path_of(quick_path, keys[3])
         (torn.parent / f".tmp-{torn.name}-1").write_bytes(b"torn" + torn.read_bytes()[4:])
         path_of(quick_path, "0" * 64).write_bytes(torn.read_bytes())
@@ -264,9 +252,9 @@ def test_neither_quarantine_nor_temporary_files_nor_an_old_list_keep_anything(
         everything = [*map(needles, range(61), keys), salts]
         assert {key.encode() for key in keys} <= set(survive(quick_path, *everything))
         for name in ("catalogue.sqlite", "catalogue.sqlite-wal", "catalogue.seal"):
-            (quick_path / name).write_bytes(f"{TENANT} {keys[0]}".encode())
+            (quick_path / name).write_bytes(f"{ALICE} {keys[0]}".encode())
         assert len(other.entries()) == 118
-        assert archive.forget(TENANT) == 64
+        assert archive.forget(ALICE) == 64
         assert survive(quick_path, *everything) == []
         assert {entry.key for entry in other.entries()} == set(bobs)
         assert all(archive.get(key, "bob") is not None for key in bobs)
@@ -282,8 +270,8 @@ def test_what_gc_removes_is_erased(quick_path: Path, encrypted: bool) -> None:
     """Also what was left of it unfinished, and a damaged copy of before; not what stays."""
     with opened(quick_path, encrypted) as archive:
         keys = [archive.put(*made(seed)) for seed in range(20)]
-        flip(quick_path, keys[0], -1)
-        assert archive.get(keys[0], TENANT) is None
+        damage(path_of(quick_path, keys[0]))
+        assert archive.get(keys[0], ALICE) is None
         assert archive.put(*made(0)) == keys[0]
         bob = archive.put(*made(99, "bob"))
         os.utime(path_of(quick_path, bob), (4e9, 4e9))
@@ -305,21 +293,18 @@ def test_what_gc_removes_is_erased(quick_path: Path, encrypted: bool) -> None:
 @pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_what_is_half_erased_is_no_object(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes are gone, and the file cannot be removed: it is neither listed nor damaged, and is erased later."""
-    def failing(*arguments: object, **options: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with Archive(quick_path, limit=1 << 20) as archive:
         key = archive.put(*made(0))
         archive._limit = 1
         with monkeypatch.context() as patch:
-            patch.setattr(os, "unlink", failing)
+            patch.setattr(os, "unlink", failing(errno.EIO))
             with pytest.raises(OSError, match=r"\[Errno 5\]"):
                 archive.gc()
         assert archive.entries() == []
-        assert archive.get(key, TENANT) is None
+        assert archive.get(key, ALICE) is None
         assert not list((quick_path / "quarantine").iterdir())
         assert archive.verify().clean
-        assert archive.forget(TENANT) == 1
+        assert archive.forget(ALICE) == 1
     assert survive(quick_path, needles(0, key)) == []
 
 
@@ -365,17 +350,17 @@ def test_forget_beside_readers_of_damaged_objects(quick_path: Path) -> None:
         with Archive(quick_path) as archive:
             keys = [archive.put(*made(seed)) for seed in range(10)]
             for key in keys:
-                flip(quick_path, key, -1 - at)
+                damage(path_of(quick_path, key), -1 - at)
 
             def read(keys: list[str] = keys) -> None:
                 with Archive(quick_path) as reader:
                     for key in keys:
-                        reader.get(key, TENANT)
+                        reader.get(key, ALICE)
 
             readers = [threading.Thread(target=read) for _ in range(2)]
             for reader in readers:
                 reader.start()
-            archive.forget(TENANT)
+            archive.forget(ALICE)
             for reader in readers:
                 reader.join()
         assert survive(quick_path, *map(needles, range(10))) == []

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.own.models_integration.archive.fault_cases import MODEL, blobs, chunk, path_of
+from conformance.own.models_integration.archive.fault_cases import (
+    MASTER,
+    MODEL,
+    blobs,
+    chunk,
+    failing,
+    opened,
+    path_of,
+)
 from models_integration.archive.errors import ForeignVersion, KeyUnavailable, NotEncrypted
 from models_integration.archive.keyring import Keyring, read_master
 from models_integration.archive.objects import padded, read_claim
@@ -20,13 +28,6 @@ from spec.errors import SpecError
 pytest.importorskip("cryptography")
 
 pytestmark = pytest.mark.law("nothing-readable-without-the-key")
-
-
-MASTER = bytes(range(32))
-
-
-def opened(folder: Path, master: bytes = MASTER) -> Archive:
-    return Archive(folder, Keyring(folder / "keys", master))
 
 
 @pytest.mark.parametrize("with_key", [True, False])
@@ -132,7 +133,7 @@ def test_forget_needs_the_master_key(tmp_path: Path, master: bytes | None, salts
         for path in (tmp_path / "keys").iterdir():
             path.unlink()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    archive = Archive(tmp_path) if master is None else opened(tmp_path, master)
+    archive = Archive(tmp_path) if master is None else opened(tmp_path, master=master)
     with pytest.raises(KeyUnavailable, match="master key"):
         archive.forget("alice")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
@@ -165,13 +166,10 @@ def test_verify_reads_each_salt_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_salt_that_could_not_be_read_once_locks_nothing_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def failing(ring: Keyring, owner: str) -> bytes:
-        raise OSError(errno.EIO, "a bad moment")
-
     with opened(tmp_path) as archive:
         key = archive.put(*chunk(1))
         with monkeypatch.context() as patch:
-            patch.setattr(Keyring, "_stored", failing)
+            patch.setattr(Keyring, "_stored", failing(errno.EIO))
             assert archive.verify().locked == [key]
         assert archive.verify().read == 1
 
@@ -210,7 +208,7 @@ NAMED = replace(MODEL, weights="weights-of-a-model", rotation="rotation-of-a-mod
 
 def test_an_encrypted_object_tells_neither_tenant_nor_text_nor_length_nor_weights(tmp_path: Path) -> None:
     manifest, tensors = chunk(1, tenant="alice-the-tenant", tokens=41, model=NAMED)
-    with Archive(tmp_path, Keyring(tmp_path / "keys", MASTER)) as archive:
+    with opened(tmp_path) as archive:
         key = archive.put(manifest, tensors)
         assert [entry.key for entry in archive.entries("alice-the-tenant")] == [key]
         assert archive.entries("bob") == []
@@ -229,14 +227,14 @@ def test_the_same_text_has_another_key_under_another_salt_or_master(tmp_path: Pa
     keys = []
     for at in range(3):
         master = MASTER if at < 2 else bytes(reversed(MASTER))
-        with Archive(tmp_path / str(at), Keyring(tmp_path / str(at) / "keys", master)) as archive:
+        with opened(tmp_path / str(at), master=master) as archive:
             keys.append(archive.put(*chunk(1)))
             assert archive.put(*chunk(1)) == keys[-1]
     assert len({key[:48] for key in keys}) == 3
 
 
 def test_lengths_nearby_have_one_size(tmp_path: Path) -> None:
-    with Archive(tmp_path, Keyring(tmp_path / "keys", MASTER)) as archive:
+    with opened(tmp_path) as archive:
         sizes = {path_of(tmp_path, archive.put(*chunk(1, tokens=tokens))).stat().st_size for tokens in range(100, 108)}
     assert len(sizes) <= 3
     assert all(size <= padded(size) <= max(256, 1.12 * size) for size in range(1, 100_000, 97))
@@ -247,7 +245,7 @@ def test_another_tenant_s_object_is_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool,
 ) -> None:
     """The same answer by the same work, stored or not, damaged or of an old version: no file is asked for."""
-    with Archive(tmp_path, Keyring(tmp_path / "keys", MASTER) if encrypted else None) as archive:
+    with opened(tmp_path, encrypted) as archive:
         hers = archive.put(*chunk(1, tenant="alice"))
         absent = hers[:46] + ("00" if hers[46:48] != "00" else "11") + hers[48:]
         archive.put(*chunk(2, tenant="bob"))

@@ -53,8 +53,6 @@ def salts_from_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepared(folder: Path, operation: str, encrypted: bool) -> Case:
-    if encrypted:
-        pytest.importorskip("cryptography")
     case = Case(folder, operation, encrypted)
     case.prepare()
     return case

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from conformance.measure.paged import greedy, pool
 from conformance.own.models_integration.session.families import ENDS, VOCABULARY, build
-from conformance.own.models_integration.session.masked import HeadSets, Masked
+from conformance.own.models_integration.session.masked import HeadSets, Masked, head_sets
 from conformance.paths import ROOT
 from models_integration import CrystalCache, FullCache, Published, RetentionPolicy, StreamingLLM, decide, observe
 from models_integration.engines.paged import PagedSession
@@ -26,7 +26,6 @@ from models_integration.engines.paged.pool import pages_freed
 from models_integration.engines.paged.session import _Engine
 from spec.budget import parse_budget
 from spec.parameters import TINY
-from spec.retention import Granularity, Retention
 
 NEW = 8
 LAYERS, HEADS = 3, 2
@@ -49,7 +48,7 @@ def check_answers(
         output = outputs[str(place)]
         assert output.error is None, output.error
         answer = output.generated_tokens
-        expected = masked_logits(model, text, answer, kept_sets(run.kept[str(place)], LAYERS, HEADS))
+        expected = masked_logits(model, text, answer, head_sets(run.kept[str(place)], range(LAYERS), HEADS))
         assert expected.argmax(dim=1).tolist() == answer
         assert closest(rows[str(place)][-len(answer) :], expected) < TOLERANCE
 
@@ -251,15 +250,6 @@ def serve(
             if output is not None and output.is_finished():
                 found[output.request_id] = output
     return found
-
-
-def kept_sets(retention: Retention, layers: int, heads: int) -> HeadSets:
-    """The kept positions of each layer and KV head, at any granularity."""
-    def place(layer: int, head: int) -> int:
-        sets = {Granularity.MODEL: 0, Granularity.LAYER: layer, Granularity.HEAD: layer * heads + head}
-        return sets[retention.granularity]
-
-    return {layer: [retention.group(place(layer, head)).tolist() for head in range(heads)] for layer in range(layers)}
 
 
 @contextmanager

@@ -15,11 +15,22 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from conformance.cache_suite import oracle
+from spec.retention import Granularity, Retention
 
 Sets = list[list[list[int]]]
 """Stored positions of one row, by full-attention layer and KV head."""
 HeadSets = Mapping[int, Sequence[Sequence[int]]]
 """Kept positions by layer index, one sequence for each KV head."""
+
+
+def head_sets(kept: Retention, layers: Sequence[int], heads: int) -> dict[int, list[list[int]]]:
+    """The kept positions of each layer and KV head, at any granularity."""
+    each = {Granularity.MODEL: (0, 0), Granularity.LAYER: (1, 0), Granularity.HEAD: (heads, 1)}
+    own, apart = each[kept.granularity]
+    return {
+        layer: [kept.group(at * own + head * apart).tolist() for head in range(heads)]
+        for at, layer in enumerate(layers)
+    }
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,10 @@ def subject() -> Subject:
     return Loading("pocket", "numpy").subject()
 
 
-def ran(made: Rules, out: Path, batch_size: int = 12) -> list[dict[str, Any]]:
+def ran(made: Rules, out: Path) -> list[dict[str, Any]]:
     """The rows after a run, whatever its exit code."""
     with suppress(Exit):
-        run(made, LOADING, Running(out, batch_size=batch_size))
+        run(made, LOADING, Running(out))
     return load_rows(out / "study.jsonl")
 
 
@@ -100,21 +100,6 @@ def test_options_are_the_product_of_their_parts_with_one_full_cache_and_the_cont
         "without needle", "only needle",
     }
     assert not {name for name, _ in prose["prose_continuation"][0]} & set(CONTROL_BOUNDS)
-
-
-@pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize(
-    ("change", "argument"),
-    [
-        ({"policies": "snapkw"}, "policy"), ({"tasks": "haystack"}, "task"), ({"placements": "before"}, "placements"),
-        ({"budgets": "1.5"}, "budgets"), ({"budgets": "1"}, "budgets"), ({"samples": 0}, "contexts"),
-        ({"lengths": "long"}, "lengths"), ({"seeds": ""}, "seeds"),
-    ],
-)
-def test_options_of_unknown_parts_are_refused(change: dict[str, Any], argument: str) -> None:
-    with pytest.raises(SpecError) as error:
-        rules(**change)
-    assert error.value.argument == argument
 
 
 @pytest.mark.law("as-it-is-described")
@@ -160,17 +145,6 @@ def test_a_second_run_adds_what_is_not_stored(subject: Subject, tmp_path: Path) 
     for cell in (cell for row in first for cell in row["cells"]):
         assert isinstance(cell["answer"], str)
         assert {"kept", "answer_slots", "mean_bytes", "peak_bytes", "right"} <= cell.keys()
-
-
-@pytest.mark.law("an-identity-tells-apart")
-@pytest.mark.parametrize("change", [
-    {"seeds": (43,)}, {"lengths": (201,)}, {"placements": ("paper",)}, {"tasks": ("delayed_association",)},
-    {"tasks": ("needle(depth=0.25)",)},
-])
-def test_a_run_of_other_samples_takes_up_nothing(change: dict[str, Any], tmp_path: Path) -> None:
-    made = replace(SMALL, policies=(), budgets=(), controls=(FULL,), contexts=1)
-    assert len(ran(made, tmp_path)) == 1
-    assert len(ran(replace(made, **change), tmp_path)) == 2
 
 
 @pytest.mark.law("an-identity-tells-apart")
@@ -231,19 +205,6 @@ def test_controls_hold_on_the_pocket_model(tmp_path: Path) -> None:
     assert len(counted) == 4
     for row in counted:
         assert verdict(row).endswith("holds"), row
-
-
-@pytest.mark.law("parts-equal-the-whole")
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_batch_size_changes_no_row(placement: str, tmp_path: Path) -> None:
-    """Rows that keep different tokens, stop at different steps and decide in their steps are side by side."""
-    policies = "crystalcache,snapkv,adakv,h2o,fullcache"
-    made = rules(policies, "0.7,0.8", "needle", "200", 2, placement, seeds="3", controls=False)
-    one, five = (
-        [[(cell["answer"], cell["kept"], cell["mean_cache"], cell["right"]) for cell in row["cells"]] for row in rows]
-        for rows in (ran(made, tmp_path / str(size), size) for size in (1, 5))
-    )
-    assert one == five
 
 
 def test_a_prompt_is_read_once_for_all_its_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,20 +296,6 @@ def test_the_command_compares_takes_up_again_and_writes_a_table(tmp_path: Path) 
     assert table["policy"].tolist() == [one["policy"] for one in counted]
     assert table[["accuracy", "low", "high"]].loc[0].tolist() == pytest.approx([1.0, *wilson(1, 1)])
     assert "crystalcache" in (tmp_path / "table.tex").read_text(encoding="utf-8")
-
-
-@pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize(("option", "name", "words"), [
-    ("--table", "t.xls", "must end in .csv or .tex"), ("--figure", "f.gif", "must end in .svg or .pdf"),
-    ("--table", "file/t.csv", "cannot be created as a folder"),
-    ("--write-rules", "file/r.toml", "cannot be created as a folder"),
-])
-def test_files_that_cannot_be_written_are_refused_first(option: str, name: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    out = tmp_path / "out"
-    found = CliRunner().invoke(app, ["compare", "--out", str(out), option, str(tmp_path / name)])
-    assert words in str(found.exception)
-    assert not (out / "study.jsonl").exists()
 
 
 def test_a_grid_is_a_run_of_its_variants(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ pytest.importorskip("transformers", reason="the study drives transformers models
 from transformers import AutoModelForCausalLM
 
 from conformance.own.models_integration.session.families import build, prompt, relative
-from conformance.own.models_integration.session.masked import Masked
+from conformance.own.models_integration.session.masked import Masked, head_sets
 from conformance.own.models_integration.session.test_verbs import same
 from conformance.own.models_integration.studies.experiments import answer
+from conformance.own.models_integration.tasks.test_tasks import ground_of
 from models_integration import RetainedCache, compact
 from models_integration.cache.continuation import Decision
 from models_integration.cache.ragged_layer import RaggedLayer
@@ -38,8 +39,6 @@ from models_integration.studies.evidence.measure import Said, measure
 from models_integration.studies.results import Row
 from models_integration.studies.subject import Loading, Subject
 from models_integration.tasks import Placement, Sample, place
-from models_integration.tasks.chat import bare
-from models_integration.tasks.context import Ground
 from models_integration.tasks.prose import read_prose
 from models_integration.tasks.registry import resolve_task
 from reference.policies.retain import retain, retain_each
@@ -65,7 +64,7 @@ def subject(one_thread: None) -> Subject:
 @pytest.fixture(scope="module")
 def samples(subject: Subject) -> list[Sample]:
     """The fact is at two depths, among another's."""
-    ground = Ground(subject.tokenizer, read_prose(subject.tokenizer), bare(subject.tokenizer))
+    ground = ground_of(subject.tokenizer, read_prose(subject.tokenizer))
     return [sample for index in (1, 2) for sample in resolve_task("keys_in_prose_2")(ground, LENGTH, index, 7)]
 
 
@@ -128,13 +127,7 @@ def dense_answer(
     subject: Subject, context: tuple[int, ...], placement: Placement, sample: Sample, kept: Retention,
 ) -> torch.Tensor:
     """Log-probabilities (a, vocabulary) of the answer's columns, from the full cache under a mask for each head."""
-    architecture = describe(subject.model)
-    heads = subject.model.config.num_key_value_heads
-    sets = {}
-    for at, layer in enumerate(architecture.full_layers):
-        each = {Granularity.MODEL: [0] * heads, Granularity.LAYER: [at] * heads}
-        groups = each.get(kept.granularity, range(at * heads, (at + 1) * heads))
-        sets[layer] = [kept.group(group).tolist() for group in groups]
+    sets = head_sets(kept, describe(subject.model).full_layers, subject.model.config.num_key_value_heads)
     oracle = Masked(subject.model, torch.tensor([context]), sets)
     logits = oracle.read(torch.tensor([[*placement.fed_ids, *sample.answer_ids[:-1]]]))
     return logits[0, -len(sample.answer_ids) :].double().log_softmax(dim=-1)
@@ -150,14 +143,11 @@ def test_attention_on_evicted_keys_is_what_eager_attention_returns(subject: Subj
         attentions = eager(input_ids=ids, output_attentions=True).attentions
     heads = subject.model.config.num_key_value_heads
     for name, at in product(prompt.kept, range(len(BUDGETS))):
-        retention, lost = prompt.kept[name][at], []
+        sets, lost = head_sets(prompt.kept[name][at], range(len(attentions)), heads), []
         for layer, weights in enumerate(attentions):
-            group = weights.shape[1] // heads
             for head in range(weights.shape[1]):
-                own = {Granularity.MODEL: 0, Granularity.LAYER: layer}.get(
-                    retention.granularity, layer * heads + head // group
-                )
-                evicted = sorted(set(range(len(context))) - set(retention.group(own).tolist()))
+                own = sets[layer][head // (weights.shape[1] // heads)]
+                evicted = sorted(set(range(len(context))) - set(own))
                 lost.append(weights[0, head, -len(sample.answer_ids) :, evicted].double().sum(dim=-1).mean())
         assert cells[name, BUDGETS[at]]["lost_attention"] == pytest.approx(float(np.mean(lost)), abs=1e-5), name
     assert cells[FULL, "1.0"]["lost_attention"] == pytest.approx(0.0, abs=1e-6)
@@ -186,7 +176,7 @@ def test_cells_that_keep_the_same_are_read_once(subject: Subject, monkeypatch: p
         return read(model, cache, ids, *arguments, **options)
 
     monkeypatch.setattr("models_integration.studies.evidence.measure.read", noted)
-    ground = Ground(subject.tokenizer, read_prose(subject.tokenizer), bare(subject.tokenizer))
+    ground = ground_of(subject.tokenizer, read_prose(subject.tokenizer))
     (sample,) = resolve_task("prose_continuation")(ground, LENGTH, 0, 7)
     placement = place(sample)
     cells = measure(subject, sample, on_prompt(subject, placement), WANTED, 5)["cells"]

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from conformance.own.models_integration.studies.experiments import answer, commit_all
 from conformance.own.models_integration.studies.test_study import RULES, claim, rules_file, study
+from conformance.own.models_integration.tasks.test_tasks import ground_of
 from models_integration.cli.app import app
 from models_integration.pocket import ASSETS, load_pocket_tokenizer
 from models_integration.policies.calibration import calibrate
@@ -33,9 +34,7 @@ from models_integration.studies.results import Row, append_row
 from models_integration.studies.subject import Loading, Subject
 from models_integration.tasks import Placement, Sample, draw_sample, place, score
 from models_integration.tasks.assembly import decode, encode
-from models_integration.tasks.chat import bare
-from models_integration.tasks.context import Ground
-from models_integration.tasks.facts import most_contexts
+from models_integration.tasks.in_prose import most_contexts
 from models_integration.tasks.prose import read_prose
 from models_integration.tasks.registry import resolve_task
 from models_integration.tasks.samples import part_of
@@ -153,7 +152,7 @@ def test_a_task_that_fails_its_controls_on_dev_carries_no_claim(right: dict[str,
 def test_facts_are_in_three_texts_each_split_before_any_run(value: str) -> None:
     """No window is read twice; the fact is where it is said to be; dev and confirm have different stretches."""
     pocket_tokenizer = load_pocket_tokenizer(ASSETS)
-    ground = Ground(pocket_tokenizer, read_prose(pocket_tokenizer), bare(pocket_tokenizer))
+    ground = ground_of(pocket_tokenizer, read_prose(pocket_tokenizer))
     task, contexts, kinds = resolve_task(f'fact(value="{value}")'), set(), dict[str, set[str]]()
     for index in range(60):
         (sample,) = task(ground, 600, index, 5)
@@ -187,12 +186,12 @@ def subject(one_thread: None) -> Subject:
 
 
 def told(subject: Subject, sample: Sample, placement: Placement, names: Sequence[str]) -> dict[Cell, tuple[Row, Kept]]:
-    """What each cell answers and keeps, from one prompt."""
+    """What each cell answers and keeps, from one prompt; five caches are read side by side."""
     wanted = [(name, str(B)) for name, B in product(names, BUDGETS) if B in BUDGETS[:1] or not name.startswith(DIVERSE)]
     methods = {name: subject.policy(name, BUDGETS[0]).on(subject.model) for name in names}
     prompt = read_prompt(subject, methods, [str(B) for B in BUDGETS], placement)
     found = dict[Cell, tuple[Row, Kept]]()
-    for row, cell in zip(measure(subject, sample, prompt, wanted, 1)["cells"], wanted, strict=True):
+    for row, cell in zip(measure(subject, sample, prompt, wanted, 5)["cells"], wanted, strict=True):
         kept = prompt.set_of(*cell, sample)
         found[cell] = row, [kept.group(at).tolist() for at in range(kept.groups)]
     return found

@@ -8,20 +8,24 @@ from typing import Any
 
 import pytest
 
-from conformance.own.models_integration.tasks.test_tasks import byte_tokenizer, merged_tokenizer
+from conformance.own.models_integration.tasks.test_tasks import (
+    byte_tokenizer,
+    chatting_tokenizer,
+    ground_of,
+    merged_tokenizer,
+    prompt,
+    said,
+)
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.tasks import Sample, score
-from models_integration.tasks.chat import bare, chat
 from models_integration.tasks.context import Ground
 from models_integration.tasks.loaders import LONGBENCH
-from models_integration.tasks.prose import Prose
 from models_integration.tasks.registry import resolve_task
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
 TOKENIZERS = {"pocket": load_pocket_tokenizer, "merged": merged_tokenizer, "bytes": byte_tokenizer}
-TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[/]{% endfor %}[assistant]"
 NIAH: dict[str, Any] = {
     "index": 0, "length": 60, "outputs": ["1234567", "7654321"], "answer_prefix": " The special magic numbers are",
     "input": "Memorize.\nOne is: 1234567. Grass 12345678. One is: 7654321.\nWhat are all the numbers in the text?",
@@ -52,17 +56,7 @@ ENOUGH = 1000
 
 @pytest.fixture(params=sorted(TOKENIZERS))
 def ground(request: pytest.FixtureRequest) -> Ground:
-    return plain(TOKENIZERS[request.param]())
-
-
-def plain(tokenizer: Any) -> Ground:
-    return Ground(tokenizer, Prose("none", (), ()), bare(tokenizer))
-
-
-def framed() -> Ground:
-    tokenizer = merged_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return Ground(tokenizer, Prose("none", (), ()), chat(tokenizer))
+    return ground_of(TOKENIZERS[request.param]())
 
 
 def put(path: Path, *rows: object) -> Path:
@@ -106,14 +100,6 @@ def made(ground: Ground, name: str, index: int = 0, length: int = ENOUGH) -> tup
     return resolve_task(name)(ground, length, index, 0)
 
 
-def said(ground: Ground, ids: tuple[int, ...]) -> str:
-    return str(ground.tokenizer.decode(list(ids), skip_special_tokens=True))
-
-
-def prompt(ground: Ground, sample: Sample) -> str:
-    return said(ground, sample.context_ids) + said(ground, sample.question_ids)
-
-
 def pieces(ground: Ground, sample: Sample) -> list[str]:
     return [said(ground, sample.context_ids[slice(*span)]).strip(' "') for span in sample.evidence]
 
@@ -155,14 +141,14 @@ def test_the_questions_of_ruler_qa_have_no_evidence_and_one_reference_is_enough(
     ("niah_1", NIAH, " 1234567, 7654321"),
 ])
 def test_a_gold_answer_of_ruler_reads_on_from_its_prefix(task: str, row: Any, answer: str, tmp_path: Path) -> None:
-    ground = plain(merged_tokenizer())
+    ground = ground_of(merged_tokenizer())
     (sample,) = made(ground, ruler(tmp_path, task, row))
     assert said(ground, sample.question_ids).endswith(row["answer_prefix"])
     assert said(ground, sample.answer_ids) == answer
 
 
 def test_ruler_without_an_answer_prefix_and_with_a_template(tmp_path: Path) -> None:
-    ground = framed()
+    ground = ground_of(chatting_tokenizer())
     name = ruler(tmp_path, "niah_single_1", {**NIAH, "answer_prefix": ""}, NIAH)
     (bare_row,), (prefixed,) = made(ground, name), made(ground, name, 1)
     assert said(ground, bare_row.context_ids).startswith("[user]Memorize.")
@@ -194,19 +180,19 @@ OFFICIAL: dict[tuple[str, bool], tuple[Any, list[str]]] = {
 
 @pytest.mark.parametrize(("task", "turns"), OFFICIAL)
 def test_a_prompt_of_scbench_is_the_official_one(task: str, turns: bool, tmp_path: Path) -> None:
-    ground = plain(merged_tokenizer())
+    ground = ground_of(merged_tokenizer())
     row, wanted = OFFICIAL[task, turns]
     samples = made(ground, scbench(tmp_path, task, row, turns=turns))
     assert [prompt(ground, sample) for sample in samples] == wanted
     assert [sample.history > 0 for sample in samples] == [False, turns]
     if not turns:
-        continuation = framed()
+        continuation = ground_of(chatting_tokenizer())
         chatted = made(continuation, scbench(tmp_path, task, row))
         assert [prompt(continuation, sample) for sample in chatted] == [f"[user]{one}[/][assistant]" for one in wanted]
 
 
 def test_turns_behind_a_chat_template_are_messages(tmp_path: Path) -> None:
-    ground = framed()
+    ground = ground_of(chatting_tokenizer())
     _, second = made(ground, scbench(tmp_path, "kv", KV, turns=True))
     assert prompt(ground, second) == (
         f'[user]{EXTRACT}{KV["context"]}\n\nKey: "a"[/][assistant] v-one[/][user]Key: "b" is: [/][assistant]'
@@ -227,7 +213,7 @@ def test_the_questions_of_scbench_share_a_context_and_have_evidence_of_their_own
 
 @pytest.mark.parametrize("dataset", sorted(LONGBENCH))
 def test_a_row_of_longbench_stands_in_its_prompt(dataset: str, tmp_path: Path) -> None:
-    ground = framed()
+    ground = ground_of(chatting_tokenizer())
     classes = ["Tom", "Jim"] if dataset == "trec" else None
     (sample,) = made(ground, longbench(tmp_path, dataset, {**LONG, "all_classes": classes}))
     chatted = dataset not in ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
@@ -268,7 +254,8 @@ def test_rows_of_infinitebench_ask_for_an_answer_or_a_letter(ground: Ground, tmp
 
 def test_a_problem_of_math_is_its_context_and_each_part_has_its_own(tmp_path: Path) -> None:
     """MD5 of `unique_id` modulo 5: 0 and 1 are dev, as `md5sum` and Python's integers say."""
-    ground, rows = framed(), [{**PROBLEM, "unique_id": f"test/algebra/{n}.json"} for n in range(20)]
+    ground = ground_of(chatting_tokenizer())
+    rows = [{**PROBLEM, "unique_id": f"test/algebra/{n}.json"} for n in range(20)]
     (sample,) = made(ground, problems(tmp_path, *rows))
     assert said(ground, sample.context_ids) == "[user]What is 1 + 1?"
     assert said(ground, sample.question_ids).endswith("into \\boxed{}.[/][assistant]")
@@ -287,7 +274,7 @@ LETTERS = "one two three four five six seven eight nine ten eleven twelve thirte
 @pytest.mark.parametrize("kind", ["longbench", "scdq", "turns"])
 def test_what_is_longer_is_cut_in_the_middle(kind: str, limit: int, tmp_path: Path) -> None:
     """By bytes: the first and the last half of all that counts, which the question ends, or of the context alone."""
-    ground = plain(byte_tokenizer())
+    ground = ground_of(byte_tokenizer())
     turns = [{"input": f"Q: Who?\nA{number}:", "answer": LETTERS.split()[number]} for number in range(16)]
     name, whole, question = {
         "longbench": (
@@ -355,7 +342,7 @@ BAD: dict[str, Callable[[Path], str]] = {
 @pytest.mark.parametrize("case", sorted(BAD))
 def test_files_that_are_not_as_described_are_refused_by_name(case: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
-        made(plain(byte_tokenizer()), BAD[case](tmp_path), "question" not in case)
+        made(ground_of(byte_tokenizer()), BAD[case](tmp_path), "question" not in case)
     assert caught.value.argument == case.split()[0]
 
 

@@ -5,6 +5,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
@@ -13,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.own.models_integration.tasks.test_tasks import merged_tokenizer
+from conformance.own.models_integration.tasks.test_tasks import chatting_tokenizer, ground_of, merged_tokenizer, said
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.tasks import Sample, registry, score
-from models_integration.tasks.chat import bare, chat
+from models_integration.tasks.chat import bare
 from models_integration.tasks.context import Ground
 from models_integration.tasks.prose import NARRATIVE, read_prose, read_text
 from models_integration.tasks.registry import BUILT_IN, CHAINS, QUESTIONS, TABLE, resolve_task
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.law("as-it-is-described")
 
 SINKS, RECENT = 4, 128
 NAMES = ("pocket", "merged")
-TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[/]{% endfor %}[assistant]"
+
 DRAWS = [(3001, 0, 0), (3001, 1, 0), (3001, 1, 1), (9002, 7, 5)]
 
 
@@ -41,11 +42,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=NAMES)
 def named(request: pytest.FixtureRequest, text: Path) -> tuple[str, Ground]:
     tokenizer = load_pocket_tokenizer() if request.param == "pocket" else merged_tokenizer()
-    return request.param, Ground(tokenizer, read_prose(tokenizer, text), bare(tokenizer))
-
-
-def said(ground: Ground, ids: tuple[int, ...]) -> str:
-    return str(ground.tokenizer.decode(list(ids), skip_special_tokens=True))
+    return request.param, ground_of(tokenizer, read_prose(tokenizer, text))
 
 
 def pieces(ground: Ground, sample: Sample) -> list[str]:
@@ -282,11 +279,9 @@ def test_v1_puts_the_answers_into_the_same_slots_of_every_sample_and_unpinned_do
 
 @pytest.mark.parametrize("name", [name for name in sorted(BUILT_IN) if name.endswith("_turns")])
 def test_turns_are_the_questions_one_after_another_with_their_gold_answers(name: str, text: Path) -> None:
-    tokenizer = merged_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    prose = read_prose(tokenizer, text)
-    for frame, between in ((bare(tokenizer), "\n\n"), (chat(tokenizer), "[/][user]")):
-        ground = Ground(tokenizer, prose, frame)
+    tokenizer = chatting_tokenizer()
+    framed = ground_of(tokenizer, read_prose(tokenizer, text))
+    for ground, between in ((replace(framed, frame=bare(tokenizer)), "\n\n"), (framed, "[/][user]")):
         alone = resolve_task(name.removesuffix("_turns"))(ground, 6001, 2, 9)
         turns = resolve_task(name)(ground, 6001, 2, 9)
         assert len(alone) == len(turns) == (CHAINS if "tracking" in name else QUESTIONS)
@@ -300,9 +295,8 @@ def test_turns_are_the_questions_one_after_another_with_their_gold_answers(name:
 
 
 def test_a_chat_template_stands_around_every_task_but_continuation(text: Path) -> None:
-    tokenizer = merged_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    ground = Ground(tokenizer, read_prose(tokenizer, text), chat(tokenizer))
+    tokenizer = chatting_tokenizer()
+    ground = ground_of(tokenizer, read_prose(tokenizer, text))
     for name in sorted(BUILT_IN):
         sample = resolve_task(name)(ground, 3500, 1, 2)[-1]
         framed = name != "prose_continuation"

@@ -16,9 +16,15 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from conformance.own.models_integration.tasks.test_tasks import TOKENIZERS, merged_tokenizer
+from conformance.own.models_integration.tasks.test_tasks import (
+    TOKENIZERS,
+    chatting_tokenizer,
+    ground_of,
+    merged_tokenizer,
+    prompt,
+)
 from models_integration.tasks import Sample
-from models_integration.tasks.chat import bare, chat
+from models_integration.tasks.chat import chat
 from models_integration.tasks.context import Ground
 from models_integration.tasks.in_prose import keys_in_prose_samples
 from models_integration.tasks.prose import NARRATIVE, Prose, read_prose, read_text
@@ -28,7 +34,7 @@ from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
-CHAT = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[/]{% endfor %}[assistant]"
+
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 FACT = r"One of the special magic \w+s for (\S+) is: (\S+)\."
 OFFICIAL = {
@@ -69,12 +75,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     path = tmp_path_factory.mktemp("prose") / "some.txt"
     path.write_text("\n".join(read_text(NARRATIVE).splitlines()[:900]), encoding="utf-8")
     tokenizer = merged_tokenizer()
-    return Ground(tokenizer, read_prose(tokenizer, path), bare(tokenizer))
-
-
-def said(ground: Ground, sample: Sample) -> str:
-    """The whole prompt."""
-    return str(ground.tokenizer.decode([*sample.context_ids, *sample.question_ids], skip_special_tokens=True))
+    return ground_of(tokenizer, read_prose(tokenizer, path))
 
 
 def apart(template: str, text: str) -> Mapping[str, str]:
@@ -100,7 +101,7 @@ def one_answer(template: str) -> str:
 def niah_holds(ground: Ground, name: str, sample: Sample) -> None:
     haystack, kind = TASKS[name]
     template = "".join(OFFICIAL["niah"])
-    found = apart(template if kind.endswith("s") else one_answer(template), said(ground, sample))
+    found = apart(template if kind.endswith("s") else one_answer(template), prompt(ground, sample))
     assert found["type_needle_v"] == kind
     keys = found["query"].split(", ")
     assert found["query"] == (keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, {keys[-1]}")
@@ -121,7 +122,7 @@ def niah_holds(ground: Ground, name: str, sample: Sample) -> None:
 def vt_holds(ground: Ground, name: str, sample: Sample) -> None:
     template = "".join(OFFICIAL["vt"])
     opening = template[: template.index("{")]
-    _, shown, asked = said(ground, sample).split(opening)
+    _, shown, asked = prompt(ground, sample).split(opening)
     example = re.fullmatch(r"(?s)(.+they are: ) ([A-Z]{3}(?: [A-Z]{3}){4})\n\n", shown)
     assert example
     for text, names in ((example[1], example[2].split()), (asked, list(sample.references))):
@@ -140,7 +141,7 @@ def cwe_holds(ground: Ground, name: str, sample: Sample) -> None:
     template, (often, seldom) = "".join(OFFICIAL["cwe"]), (30, 3) if sample.length >= 4096 else (6, 1)
     shown, twice = (40, (10, 3)) if sample.length >= 4096 else (20, (3, 1))
     opening, pinned = template[: template.index("{")], "unpinned" not in sample.dialect
-    _, small, asked = said(ground, sample).split(opening)
+    _, small, asked = prompt(ground, sample).split(opening)
     example = re.fullmatch(r"(?s)(.+ are:) (.+)\n", small)
     assert example
     best = re.findall(r"\d+\. (\w+)", example[2])
@@ -165,7 +166,7 @@ def check_list(listing: str, common: list[str], often: int, seldom: int, pinned:
 
 
 def fwe_holds(ground: Ground, name: str, sample: Sample) -> None:
-    words = apart("".join(OFFICIAL["fwe"]), said(ground, sample))["context"].split(" ")
+    words = apart("".join(OFFICIAL["fwe"]), prompt(ground, sample))["context"].split(" ")
     assert all(word == "..." or re.fullmatch("[a-z]{6}", word) for word in words)
     slots = list(range(len(words)))
     random.Random(42).shuffle(slots)
@@ -195,21 +196,20 @@ def test_pinned_facts_stand_in_the_official_order_and_answers_in_that_of_the_dra
     random.Random(42).shuffle(slots)
     for index in range(3):
         (sample,) = resolve_task("ruler_v1_niah_multivalue")(ground, 3000, index, 2)
-        stated = [value for _, value in re.findall(FACT, said(ground, sample))]
+        stated = [value for _, value in re.findall(FACT, prompt(ground, sample))]
         assert stated == [sample.references[slot] for slot in slots]
         (query,) = resolve_task("ruler_v1_niah_multiquery")(ground, 3000, index, 2)
         asked = [key.removeprefix("and ") for key in str(query.metadata["keys"]).split(", ")]
-        values = dict(re.findall(FACT, said(ground, query)))
+        values = dict(re.findall(FACT, prompt(ground, query)))
         assert [values[key] for key in asked] == list(query.references)
 
 
 def test_behind_a_chat_template_the_answer_prefix_keeps_its_spaces(ground: Ground) -> None:
-    tokenizer = merged_tokenizer()
-    tokenizer.chat_template = CHAT
-    framed = Ground(tokenizer, ground.prose, chat(tokenizer))
+    tokenizer = chatting_tokenizer()
+    framed = ground_of(tokenizer, ground.prose)
     for name in TASKS:
         (sample,) = resolve_task(f"ruler_v1_{name}")(framed, 3000, 0, 5)
-        _, _, prefix = said(framed, sample).rpartition("[/][assistant]")
+        _, _, prefix = prompt(framed, sample).rpartition("[/][assistant]")
         template = OFFICIAL[name.partition("_")[0]][1]
         apart(one_answer(template) if len(sample.references) == 1 else template, prefix)
         assert prefix.startswith(" ")
@@ -229,7 +229,7 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The start of the shipped text: as much as the tokenizers of single letters read quickly."""
     path = tmp_path_factory.mktemp("prose") / "some.txt"
-    path.write_text("\n".join(lines_of(NARRATIVE)[:400]), encoding="utf-8")
+    path.write_text("\n".join(read_text(NARRATIVE).splitlines()[:400]), encoding="utf-8")
     return path
 
 
@@ -238,20 +238,10 @@ def prose(tokenizer: PreTrainedTokenizerFast, text: Path) -> Prose:
     return read_prose(tokenizer, text)
 
 
-def lines_of(path: Path) -> list[str]:
-    import lzma
-
-    return lzma.decompress(path.read_bytes()).decode("utf-8").splitlines()
-
-
-def bare_ground(tokenizer: PreTrainedTokenizerFast, prose: Prose) -> Ground:
-    return Ground(tokenizer, prose, bare(tokenizer))
-
-
 def one_of(
     tokenizer: PreTrainedTokenizerFast, prose: Prose, length: int, index: int, seed: int, *, keys: int,
 ) -> Sample:
-    (sample,) = keys_in_prose_samples(bare_ground(tokenizer, prose), length, index, seed, keys=keys)
+    (sample,) = keys_in_prose_samples(ground_of(tokenizer, prose), length, index, seed, keys=keys)
     return sample
 
 
@@ -290,7 +280,7 @@ def test_questions_come_from_equal_parts_of_the_object_in_any_order(questions: i
     prose = read_prose(tokenizer, text)
     orders = set()
     for index in range(20):
-        samples = key_value_samples(bare_ground(tokenizer, prose), 4096, index, 2, questions=questions)
+        samples = key_value_samples(ground_of(tokenizer, prose), 4096, index, 2, questions=questions)
         starts = [sample.needle[0] for sample in samples]
         orders.add(tuple(np.argsort(starts).tolist()))
         parts = [int(questions * (start - 60) / (4096 - RECENT - 60)) for start in sorted(starts)]
@@ -308,7 +298,7 @@ def test_a_chat_template_that_is_not_there_or_prints_no_text_is_refused() -> Non
 
 
 def test_the_shipped_text_is_long_and_has_no_digit() -> None:
-    lines = lines_of(NARRATIVE)
+    lines = read_text(NARRATIVE).splitlines()
     assert not any(letter.isdigit() for line in lines for letter in line)
     assert lines[0] == "In the beginning God created the heaven and the earth."
     assert len(set(lines)) > 5800
@@ -320,10 +310,10 @@ BAD: dict[str, Callable[[PreTrainedTokenizerFast, Prose], object]] = {
     "distractors": lambda t, p: one_of(t, p, 1024, 0, 0, keys=99),
     "length zero": lambda t, p: p.windows(0),
     "length of window": lambda t, p: one_of(t, p, 160, 4, 0, keys=1),
-    "length of pairs": lambda t, p: key_value_samples(bare_ground(t, p), 300, 0, 0, questions=40),
-    "length of nothing": lambda t, p: key_value_samples(bare_ground(t, p), 30, 0, 0, questions=1),
-    "form": lambda t, p: key_value_samples(bare_ground(t, p), 1024, 0, 0, questions=1, form="json"),
-    "questions": lambda t, p: key_value_samples(bare_ground(t, p), 1024, 0, 0, questions=0),
+    "length of pairs": lambda t, p: key_value_samples(ground_of(t, p), 300, 0, 0, questions=40),
+    "length of nothing": lambda t, p: key_value_samples(ground_of(t, p), 30, 0, 0, questions=1),
+    "form": lambda t, p: key_value_samples(ground_of(t, p), 1024, 0, 0, questions=1, form="json"),
+    "questions": lambda t, p: key_value_samples(ground_of(t, p), 1024, 0, 0, questions=0),
     "path": lambda t, p: read_prose(t, Path("/nowhere.txt")),
 }
 

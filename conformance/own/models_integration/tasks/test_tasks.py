@@ -3,6 +3,7 @@
 import string
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +18,14 @@ from models_integration.tasks import (
     Sample,
     delayed_association_sample,
     draw_sample,
-    is_exact_match,
     needle_sample,
     place,
-    score,
 )
 from models_integration.tasks.assembly import opening_ids
+from models_integration.tasks.chat import frame_of
+from models_integration.tasks.context import Ground
 from models_integration.tasks.metrics import METRICS, judge
+from models_integration.tasks.prose import Prose
 from models_integration.tasks.samples import DEFAULT_FILLER, NEEDLE_TEMPLATES, TOPIC_TEMPLATES, mentions_of
 from spec.errors import SpecError
 
@@ -81,6 +83,28 @@ TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
 @pytest.fixture(scope="module", params=sorted(TOKENIZERS))
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     return TOKENIZERS[request.param]()
+
+
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[/]{% endfor %}[assistant]"
+
+
+def chatting_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = merged_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def ground_of(tokenizer: Any, prose: Prose | None = None) -> Ground:
+    """In the frame of the tokenizer's chat template, if it has one."""
+    return Ground(tokenizer, prose or Prose("none", (), ()), frame_of(tokenizer))
+
+
+def said(ground: Ground, ids: tuple[int, ...]) -> str:
+    return str(ground.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def prompt(ground: Ground, sample: Sample) -> str:
+    return said(ground, sample.context_ids) + said(ground, sample.question_ids)
 
 
 def _decoded(tokenizer: PreTrainedTokenizerFast, sample: Sample, span: tuple[int, int]) -> str:
@@ -208,40 +232,9 @@ def test_placements_partition_the_tokens(name: str, task: str) -> None:
     kept = placed.prompt_ids[: len(placed.prompt_ids) - placed.dropped_slots]
     assert kept + placed.fed_ids == sample.context_ids + sample.question_ids
     assert placed.name == name
-
-
-@pytest.mark.law("as-it-is-described")
-def test_only_the_default_placement_hides_the_question_from_the_compaction() -> None:
-    sample = draw_sample("needle", merged_tokenizer(), 300, 1, seed=0)
-    assert place(sample).prompt_ids == sample.context_ids
-    for name in ("in_prompt", "paper"):
-        placed = place(sample, name)
-        assert placed.prompt_ids[-len(sample.question_ids) :] == sample.question_ids
-
-
-@pytest.mark.law("as-it-is-described")
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
-        ("7492", True), (" 7492.", True), ("It is 7492 degrees.", True), ("7492\n\nQuestion: 1", True),
-        ("The code is **7492**, not 3058.", True), ("", False), ("It is 749 2.", False), ("17492", False),
-        ("74921", False), ("7492.5", False), ("17,492", False), ("-7492", False), ("A7492", False), ("_7492_", True),
-        ("3058, 1111, 7492", False), ("It is not 3058 but 7492.", False), ("7,492", False),
-    ],
-)
-def test_an_answer_is_right_if_its_first_number_is_the_value(answer: str, right: bool) -> None:
-    """A substring test took a longer number, and any list of guesses that holds the value."""
-    assert is_exact_match(answer, "7492") is right
-
-
-@pytest.mark.law("as-it-is-described")
-def test_scoring_reads_the_decoded_answer() -> None:
-    tokenizer = merged_tokenizer()
-    sample = draw_sample("needle", tokenizer, 300, 0, seed=0)
-    right = tokenizer.encode(f" The number is {sample.expected}, they say.", add_special_tokens=False)
-    assert score(tokenizer, right, sample)
-    assert not score(tokenizer, right[:3], sample)
-    assert not score(tokenizer, tokenizer.encode(f" 1{sample.expected}", add_special_tokens=False), sample)
+    hidden = placed == place(sample)  # the question, from the compaction
+    assert placed.prompt_ids == sample.context_ids + (() if hidden else sample.question_ids)
+    assert hidden is (name == "after")
 
 
 BAD: dict[str, Callable[[PreTrainedTokenizerFast], object]] = {
@@ -289,8 +282,14 @@ CASES: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
     ("names found", "aaaaa", ("AAAAA",), (), 1),  # SCBench compares in lower case
     ("contains in any case", "\nit was TOM.", ("Tom", "Jim"), (), 1),
     ("contains in any case", "it was Ann", ("Tom", "Jim"), (), 0),
-    ("first number", "It is 7492.", ("7492",), (), 1),
-    ("first number", "It is 17492.", ("7492",), (), 0),
+    # A substring test took a longer number, and any list of guesses that holds the value.
+    *(("first number", answer, ("7492",), (), 1) for answer in (
+        "7492", " 7492.", "It is 7492 degrees.", "7492\n\nQuestion: 1", "The code is **7492**, not 3058.", "_7492_",
+    )),
+    *(("first number", answer, ("7492",), (), 0) for answer in (
+        "", "It is 749 2.", "It is 17492.", "74921", "7492.5", "17,492", "-7492", "A7492", "3058, 1111, 7492",
+        "It is not 3058 but 7492.", "7,492",
+    )),
     ("boxed number", r"7 + 5 = 12. \boxed{ 1,012 } and \boxed{3}", ("1012",), (), 1),  # the first box
     ("boxed number", "The result is 1012.", ("1012",), (), 0),
     ("boxed, by math-verify", r"It is \boxed{\frac{1}{2}}.", ("0.5",), (), 1),

@@ -1,25 +1,47 @@
-"""`kvspec keep`."""
+"""`kvspec compress` and `kvspec keep`: what is kept of one prompt."""
 
 import json
 from pathlib import Path
 
 import numpy as np
+import torch
+from rich.console import Console
 from transformers import AutoTokenizer
 
 from models_integration.cli.checks import read_text
 from models_integration.engines.keep import keep
 from models_integration.model.published_weights import located
 from models_integration.pocket import load_pocket_tokenizer
-from models_integration.policies.methods import constants_of, policy_from_name, spelled
+from models_integration.policies.methods import CrystalCache, constants_of, policy_from_name, prefill, spelled
 from models_integration.policies.tokenizer_values import sentence_ends
 from models_integration.studies.evidence.rules import check_budget
-from models_integration.studies.subject import AUTO, DTYPES, SHIPPED
+from models_integration.studies.subject import AUTO, DTYPES, SHIPPED, Loading
+from spec.records import CrystalRetention
 from spec.validate import check_choices
 
-__all__ = ["run"]
+__all__ = ["run_compress", "run_keep"]
 
 
-def run(prompt: Path, budget: str, policy: str, form: str, model: str, backend: str, dtype: str) -> None:
+def run_compress(prompt: Path, budget: str, loading: Loading) -> None:
+    """Compact one prompt with CrystalCache, and say what was kept."""
+    text = read_text("PROMPT", prompt)
+    check_budget("budget", budget)
+    subject = loading.subject()
+    method = CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=loading.backend)
+    ids = subject.tokenizer(text, return_tensors="pt").input_ids.to(subject.model.device)
+    subject.check_positions("PROMPT", ids.shape[1])
+    with torch.no_grad():
+        session = prefill(subject.model, method, ids).run
+    result = session.retention
+    assert isinstance(result, CrystalRetention)
+    Console().print(
+        f"{len(result.kept)} of {result.retention.seen} tokens kept (budget {result.budget}),"
+        f" {session.bytes_freed / 1024:.0f} KiB freed, {len(result.ratio)} trunks,"
+        f" {int((result.ratio == 0).sum())} evicted; backend {session.backend}"
+    )
+
+
+def run_keep(prompt: Path, budget: str, policy: str, form: str, model: str, backend: str, dtype: str) -> None:
     """Decide about one prompt from the first layer's queries and keys, and print what is kept."""
     text = read_text("PROMPT", prompt)
     check_budget("budget", budget)
