@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 
 from models_integration.attention.masks import AttentionFunction, LayerMasks
@@ -94,11 +95,14 @@ def _attended(
     """Run the model's attention, (rows, q, H, d). A single query of a group of heads becomes several rows of one head.
 
     Otherwise SDPA would repeat the keys for each head of the group, which takes twice the time on a CPU. FlashAttention
-    repeats nothing.
+    repeats nothing. PyTorch prefers cuDNN on Hopper GPUs, but cuDNN takes tens of milliseconds to prepare each new
+    number of keys.
     """
     rows, H, q, d = query.shape
+    if stock is sdpa_attention_forward and q == 1 and mask is None and _flash(query):
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return stock(module, query, keys, values, None, **options)[0]
     grouped = q == 1 and mask is None and keys.shape[1] < H and use_gqa_in_sdpa(None, keys, values)
-    grouped &= not _flash(query)
     if stock is not sdpa_attention_forward or not grouped:
         return stock(module, query, keys, values, mask, **options)[0]
     packed = query.reshape(rows, keys.shape[1], -1, d)

@@ -83,9 +83,10 @@ ATTENTION = ("full_attention", "sliding_attention")
 PROBE_TOKENS, PROBE_START = 9, 37
 # Largest start position of a test prefill.
 _FURTHEST = 2**15
-# A wrong style, tensor or frequency causes errors of at least 0.9. Rounding: below 1e-5 (float32), 1e-2 (bfloat16).
+# A wrong style, tensor or frequency causes errors of at least 0.9. Rounding in float32: below 1e-5.
 PROBE_BOUND = {torch.float32: 2e-3, torch.float64: 2e-3}
-PROBE_BOUND_HALF = 6e-2
+# Rounding in bfloat16 grows with depth and width: 0.027 in 32 layers of 2 048 channels, above 0.06 with 4 096 channels.
+PROBE_BOUND_HALF = 0.25
 
 
 @dataclass(frozen=True)

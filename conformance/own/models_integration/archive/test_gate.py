@@ -117,6 +117,25 @@ def test_the_bound_of_the_probe_lies_far_from_both() -> None:
     assert errors["interleaved"] > rope.PROBE_BOUND[torch.float32] * 100
 
 
+@pytest.mark.law("as-it-is-described")
+def test_rounding_of_a_deep_half_precision_model_is_no_other_rotation() -> None:
+    """A bfloat16 Llama of 32 layers and 4 096 channels was once refused at its layer 25."""
+    generator, frequencies = torch.Generator().manual_seed(2), {"inv_freq": 100.0 ** (-torch.arange(8) / 8)}
+    keys, values = (torch.randn(1, 2, 9, 16, generator=generator).bfloat16() for _ in range(2))
+
+    def explained(turn: float) -> rope.LayerRotary | None:
+        angles = rope.angles_between(9, 37, frequencies["inv_freq"], turn * frequencies["inv_freq"])
+        after = rope.turned(keys, angles, "half_split") if turn else keys
+        noise = 0.15 * keys.abs().max() * torch.rand(keys.shape, generator=generator).bfloat16()
+        return rope.explain_rotation(
+            rope.probed(keys, values), rope.probed(after + noise, values + noise), 37, frequencies
+        )
+
+    assert explained(1.0) == rope.LayerRotary("keys", "half_split", "inv_freq")
+    assert explained(0.0) == rope.LayerRotary()
+    assert explained(1.1) is None
+
+
 @pytest.mark.law("decided-as-the-reference")
 @pytest.mark.parametrize("arm", ARMS)
 def test_a_codec_on_tensors_is_the_reference_s(arm: str) -> None:
