@@ -1,4 +1,4 @@
-"""The run of rules: samples in a fixed order, each stored as one row as soon as all its cells are measured."""
+"""Run of a study's rules. Samples are measured in a fixed order, and each sample is stored as one row immediately."""
 
 import hashlib
 import json
@@ -50,20 +50,20 @@ __all__ = [
 ]
 
 ONE_STUDY = ("rules", "model", "template", "calibration", "backend", "spec_version")
-"""What all rows of one study share; rows that differ in one of these are never counted together. `template` is the
-digest of the chat template that tasks stand in, None for bare text."""
+"""Columns that are equal in all rows of one study. Rows that differ in one of these columns are never combined.
+`template` is the digest of the chat template, or None without a template."""
 IDENTITY = (
     *ONE_STUDY, "task", "metric", "length", "index", "question", "placement", "seed", "chat_template", "control",
     "sample",
 )
-"""The columns that tell a row from all others but those with other cells of the same sample."""
+"""Columns that identify the sample of a row. Several rows of the same sample can have different cells."""
 Cell = tuple[str, str]
-"""A policy or a control, and its budget, as text."""
+"""Policy or control, and budget, as text."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A sample at its place in a run.
+    """Sample, and its place in a run.
 
     Attributes:
         control: the only control that uses the sample, or "" for a sample of the task itself.
@@ -80,18 +80,18 @@ class Item:
 
     @property
     def title(self) -> str:
-        """What progress calls it."""
+        """Title for the display of progress."""
         aim = f"control '{self.control}'" if self.control else f"question {self.placement.replace('_', ' ')}"
         return f"{self.task}, {self.length} tokens, {aim}"
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the whole sample: tokens, evidence, metric, references and all else; hexadecimal."""
+        """SHA-256 of all data of the sample (tokens, evidence, metric, references, ...), hexadecimal."""
         parts = {**vars(self.sample), "metadata": dict(self.sample.metadata)}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def identity(self, rules: Rules, subject: Subject) -> Row:
-        """The columns IDENTITY, whose values only this item's rows have."""
+        """Return the values of the columns IDENTITY. Only rows of this item have these values."""
         return {
             "rules": rules.digest, "model": subject.name, "template": _template(rules, subject),
             "sample": self.digest, "placement": self.placement, "task": self.task,
@@ -102,7 +102,7 @@ class Item:
         }
 
     def cells(self, rules: Rules) -> tuple[Cell, ...]:
-        """The cells that are wanted, in the order of a row."""
+        """Return the cells to measure, in the order of a row."""
         if self.control:
             return ((self.control, rules.budgets[0]),)
         own = [name for name in rules.controls if name in bounds_of(self.task, self.sample)]
@@ -113,16 +113,16 @@ class Item:
         return (*ends, *limited, *bounded)
 
     def unit(self, rules: Rules, subject: Subject, cells: Iterable[Cell] | None = None) -> str:
-        """The unit of work of the row with these cells, by default all."""
+        """Return the unit of work for a row with these cells. Default: all cells."""
         return _unit(self.identity(rules, subject), self.cells(rules) if cells is None else cells)
 
 
 def items(rules: Rules, subject: Subject, parts: Sequence[str]) -> Iterator[Item]:
-    """The samples of parts; those of all tasks, lengths and placements take turns, so that a run may end anywhere.
+    """Yield the samples of parts. Tasks, lengths and placements alternate, so that a partial run is useful too.
 
     Raises:
-        SpecError: for more contexts than the running text has windows, a length beyond the model's positions, and what
-            the tasks refuse.
+        SpecError: if there are more contexts than windows of the running text, if a length exceeds the model's
+            positions, or if a task raises the error.
     """
     tasks = {name: resolve_task(name) for name in rules.tasks}
     reading = [name for name, task in tasks.items() if task.entry.assembly not in (SENTENCES, FILE)]
@@ -136,7 +136,7 @@ def items(rules: Rules, subject: Subject, parts: Sequence[str]) -> Iterator[Item
         for seed in rules.seeds:
             for name, task in tasks.items():
                 for length in rules.lengths if index < (task.entry.rows or rules.contexts) else ():
-                    if not task.of_file:  # those cut what is longer, and may have less
+                    if not task.of_file:  # files are cut to the length, and can have shorter contexts
                         subject.check_positions("lengths", length)
                     samples = _drawn(rules, task, ground, length, index, seed)
                     for sample in samples:
@@ -151,7 +151,7 @@ def items(rules: Rules, subject: Subject, parts: Sequence[str]) -> Iterator[Item
 
 
 def _window_items(rules: Rules, ground: Ground, item: Item) -> Iterator[Item]:
-    """The samples of those controls that have their fact at a depth of its own."""
+    """Yield the samples of the controls that need the fact at a special depth."""
     for (task, control), drawn_by in WINDOWS.items():
         if item.task == task and control in rules.controls:
             (sample,) = _drawn(rules, resolve_task(drawn_by), ground, item.length, item.index, item.seed)
@@ -159,17 +159,17 @@ def _window_items(rules: Rules, ground: Ground, item: Item) -> Iterator[Item]:
 
 
 def _drawn(rules: Rules, task: Task, ground: Ground, length: int, index: int, seed: int) -> list[Sample]:
-    """A task's samples, with answers no longer than the rules allow."""
+    """Return the samples of a task, with the answer length limited by the rules."""
     samples, most = task(ground, length, index, seed), rules.answer_tokens
     return [replace(one, max_new_tokens=min(most or one.max_new_tokens, one.max_new_tokens)) for one in samples]
 
 
 def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
-    """The policies on the model, and the control that is one of them with random scores.
+    """Return the policies bound to the model, and the controls that are such policies with random scores.
 
     Raises:
-        SpecError: for one that it does not serve, whose statistics are missing, or whose name says that it decides at
-            the prompt's end, where it always does.
+        SpecError: if a policy does not support the model, if its calibration is missing, or if its name has the suffix
+            `@prompt` although the policy always evicts only at the end of the prompt.
     """
     found, budget = {}, read_budget(rules.budgets[0] if rules.budgets else "1.0")
     for name in rules.policies:
@@ -191,13 +191,13 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
 
 
 def check_budgets(rules: Rules, policies: Mapping[str, Method]) -> Iterator[str]:
-    """Every budget is one of its own, and no smaller than what each policy keeps at least: it would be raised to that.
+    """Check that budgets are different, and not below the floor of a policy (a smaller budget would be raised).
 
     Yields:
-        A warning for each that is smaller, of rules with claims: these are run as they were written.
+        A warning for each smaller budget, if the rules have claims. Such rules are run unchanged.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if the check fails.
     """
     for length in rules.lengths:
         seen = dict[int, str]()
@@ -219,12 +219,12 @@ def check_budgets(rules: Rules, policies: Mapping[str, Method]) -> Iterator[str]
 
 
 def leases(path: Path) -> Leases:
-    """A worker's share of the samples of a results file."""
+    """Return the leases for the samples of a results file."""
     return Leases(path, study_unit)
 
 
 def study_unit(row: Row) -> str | None:
-    """The unit of a run's row; None for other rows."""
+    """Return the unit of a row of a run, or None for different rows."""
     if not {"rules", "sample"} <= row.keys():
         return None
     return _unit(row, ((cell["policy"], cell["budget"]) for cell in row.get("cells", ())))
@@ -241,7 +241,7 @@ def _key(row: Row) -> dict[str, object]:
 def left_of(
     path: Path, rules: Rules, subject: Subject, every: Iterable[Item],
 ) -> dict[str, tuple[Item, tuple[Cell, ...]]]:
-    """The samples with cells that are not stored, by their units, and these cells."""
+    """Return the samples with missing cells by unit, and the missing cells."""
     stored, found = {unit_named(_key(row)): row for row in merged(load_rows(path))}, {}
     for item in every:
         row = stored.get(unit_named(item.identity(rules, subject)), {"cells": ()})
@@ -253,7 +253,7 @@ def left_of(
 
 
 def rows_of(path: Path, rules: Rules, subject: Subject, every: Iterable[Item]) -> list[Row]:
-    """The stored rows of these samples, with the cells that the rules name alone, whichever run has made them."""
+    """Return the stored rows of these samples from all runs, with only the cells of the rules."""
     stored, found = {unit_named(_key(row)): row for row in merged(load_rows(path))}, []
     for item in every:
         if row := stored.get(unit_named(item.identity(rules, subject))):
@@ -263,7 +263,7 @@ def rows_of(path: Path, rules: Rules, subject: Subject, every: Iterable[Item]) -
 
 
 def merged(rows: Iterable[Row]) -> list[Row]:
-    """One row for each sample, with the cells and the seconds of all its rows."""
+    """Return one row per sample, with the cells and the durations of all rows of the sample."""
     found: dict[str, Row] = {}
     for row in rows:
         before = found.setdefault(unit_named(_key(row)), {"cells": (), "seconds": {}})
@@ -277,10 +277,10 @@ def run_items(
     wanted: Mapping[str, tuple[Item, tuple[Cell, ...]]], own: Leases, batch_size: int,
     progress: Callable[[str], None],
 ) -> None:
-    """Measure samples by their units, one after the other, beside any other workers; `progress` is told of each.
+    """Measure samples one after the other, together with all other workers. `progress` is called for each sample.
 
-    Each row is on the disk before the next sample starts, so that a run may be stopped at any time. It ends when all
-    are stored, by whomever. What cannot be measured has a row with its error.
+    Each row is on the disk before the next sample starts, so a run can be stopped at any time. The run ends when all
+    samples are stored by any worker. A sample that fails has a row with the error.
     """
     prompt: list[tuple[set[str], Prompt]] = []
 
@@ -328,6 +328,6 @@ def _template(rules: Rules, subject: Subject) -> str | None:
 
 
 def _calibration(subject: Subject) -> Row | None:
-    """Which statistics, and whether their file says over which contexts they were taken."""
+    """Return the digest of the calibration, and whether the calibration file lists its contexts."""
     used = subject.calibration
     return None if used is None else {"digest": used.digest, "controlled": used.samples is not None}

@@ -1,4 +1,4 @@
-"""Rows of samples counted by cell: the table of a terminal, of a paper or of another program."""
+"""Summary of samples by cell, as a terminal table or as a file for papers and programs."""
 
 from collections.abc import Iterable, Sequence
 from math import ceil
@@ -22,14 +22,14 @@ __all__ = [
 ]
 
 TABLES = (".csv", ".tex")
-"""How the name of a table's file ends."""
+"""Endings of the names of table files."""
 _ABOUT = ("task", "length", "placement", "seed", "model", "backend", "spec_version")
 
 
 def summary(rows: Iterable[Row]) -> list[Row]:
-    """A row for each policy or control at each budget, task, length, placement, seed and model: `ResultTable`'s.
+    """Return rows of `ResultTable`: one for each policy or control, budget, task, length, placement, seed and model.
 
-    What is not judged, as how a text goes on, and the cell without context are left out.
+    Samples without a score (such as text continuation) and the cell without context are left out.
     """
     groups: dict[tuple[object, ...], list[tuple[Row, Row]]] = {}
     for row in rows:
@@ -57,15 +57,15 @@ def _counted(own: Sequence[tuple[Row, Row]]) -> Row:
 
 
 def _tokens(budget: str, row: Row) -> int:
-    """B of a sample's prompt, which has its question where that is read there; rows of before 0.4 say no more."""
+    """Return B of a sample's prompt, which can include the question. Rows before version 0.4 have no better data."""
     return read_budget(budget).tokens(int(row.get("prompt_tokens") or row["length"]))
 
 
 def summary_tables(rows: Sequence[Row], width: int) -> list[Table]:
-    """Accuracy by policy and budget, for each model, length, placement and seed: one table of all tasks, or one for
-    each where the terminal is too narrow.
+    """Return tables of accuracy by policy and budget, for each model, length, placement and seed.
 
-    The narrowest leave the numbers of tokens out: the page has them.
+
+    If the terminal is too narrow, there is one table per task, and the numbers of tokens are left out.
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
@@ -95,7 +95,7 @@ def _tables_of(rows: Sequence[Row], width: int, more: str) -> list[Table]:
 
 
 def _cells(rows: Sequence[Row], only: str = "") -> tuple[list[str], list[list[str]]]:
-    """Headings, and a line per policy and budget. `only` heads the scores where there is one task."""
+    """Return headings, and a line per policy and budget. With one task, `only` is the heading of the scores."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines = []
     names = list(dict.fromkeys(row["policy"] for row in rows))
@@ -121,19 +121,19 @@ def _share(row: Row) -> str:
 
 
 def _interval(correct: float, n: int) -> tuple[float, float]:
-    """Wilson's; NaN where answers are right in part."""
+    """Return Wilson's interval, or NaN if scores are partial."""
     return wilson(round(correct), n) if correct == round(correct) else (np.nan, np.nan)
 
 
 def verdict(row: Row) -> str:
-    """What a control must show and whether it does, as "<= 0.05; holds"."""
+    """Return the bound of a control and whether the bound holds, as "<= 0.05; holds"."""
     relation, bound = CONTROL_BOUNDS[row["policy"]]
     holds = row["accuracy"] <= bound if relation == "<=" else row["accuracy"] >= bound
     return f"{relation} {bound}; {'holds' if holds else 'FAILS'}"
 
 
 def control_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a line per control and task: what it must show, and whether it does."""
+    """Return headings, and a line per control and task: the bound, and whether the bound holds."""
     lines = []
     for row in rows:
         bound, passed = verdict(row).split("; ")
@@ -143,7 +143,7 @@ def control_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def control_table(rows: Sequence[Row]) -> Table:
-    """The controls with what each must show."""
+    """Return the table of controls with bounds."""
     headings, lines = control_cells(rows)
     colour = {"holds": "[green]holds[/green]", "FAILS": "[red]FAILS[/red]"}
     shown = table_of("Controls: does the task measure what is kept?", headings, (), texts=2)
@@ -153,15 +153,15 @@ def control_table(rows: Sequence[Row]) -> Table:
 
 
 def failed_controls(rows: Sequence[Row]) -> list[str]:
-    """The controls that do not show what they must, with their tasks."""
+    """Return the controls whose bounds do not hold, with the tasks."""
     return [f"{row['policy']} ({title_of(row['task'])})" for row in rows if verdict(row).endswith("FAILS")]
 
 
 def write_table(rows: Sequence[Row], path: Path) -> None:
-    """The rows of `summary` as a file of `TABLES`, with Wilson's interval of each accuracy.
+    """Write the rows of `summary` to a file with an ending in `TABLES`, with Wilson's interval of each accuracy.
 
     Raises:
-        SpecError: without rows.
+        SpecError: if there are no rows.
     """
     if not rows:
         raise SpecError("table", str(path), "would be empty, because no sample has a result")

@@ -22,7 +22,7 @@ __all__ = [
 
 
 def grouped(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[Row, list[Row]]]:
-    """Rows that agree in all of these; with what they agree in."""
+    """Group rows with equal values in all named columns. Return the common values and the rows of each group."""
     found: dict[str, tuple[Row, list[Row]]] = {}
     for row in rows:
         about = {name: row.get(name) for name in names}
@@ -31,29 +31,29 @@ def grouped(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[Row, list[R
 
 
 def failures(rows: Sequence[Row]) -> Html:
-    """Samples whose last attempt failed."""
+    """Return a table of the samples whose last attempt failed."""
     lines = [[title_of(row["task"]), str(row["index"]), row["error"]] for row in rows]
     return section("Failed", table("Left out of all figures", ["task", "number", "error"], lines) if lines else "")
 
 
 def by_task(samples: Samples) -> dict[str, Samples]:
-    """The samples of each task, by its title."""
+    """Return the samples of each task, by the task's title."""
     return {title_of(task): samples.where(task=(task,)) for task in dict.fromkeys(row["task"] for row in samples.rows)}
 
 
 def policies_of(samples: Samples) -> list[str]:
-    """Those that have budgets, controls last."""
+    """Return the policies and controls with budgets, controls last."""
     names = dict.fromkeys(name for name, _ in samples.cells if name not in (FULL, BLIND))
     return sorted(names, key=lambda name: name in EVERY_CONTROL)
 
 
 def budgets_of(samples: Samples) -> list[str]:
-    """In the order in which they were measured."""
+    """Return the budgets in the order of measurement."""
     return list(dict.fromkeys(budget for name, budget in samples.cells if name not in (FULL, BLIND)))
 
 
 def off_budget(samples: Samples) -> dict[tuple[str, str], float]:
-    """Cells that keep more or fewer prompt tokens than the middle cell of their budget, and by what part."""
+    """Return the relative difference of cells whose number of kept prompt tokens differs from the budget's median."""
     found = dict[tuple[str, str], float]()
     for budget in budgets_of(samples):
         kept = {cell: samples.prompt_kept(cell) for cell in samples.cells if cell[1] == budget}
@@ -62,14 +62,14 @@ def off_budget(samples: Samples) -> dict[tuple[str, str], float]:
 
 
 def flagged(samples: Samples) -> str:
-    """What is not compared."""
+    """Return a note about cells that are not compared."""
     lines = [[*cell, f"{samples.prompt_kept(cell):.1f}", f"{part:+.1%}"] for cell, part in off_budget(samples).items()]
     caption = f"More than {SAME_CACHE:.0%} off the middle number of prompt tokens kept; never called best"
     return table(caption, ["policy", "budget", "prompt tokens kept", "off by"], lines) if lines else note("None.")
 
 
 def controls(samples: Samples) -> str:
-    """What the ceilings and floors of each task and length are."""
+    """Return the table of controls for each task and length."""
     lines, budgets = [], budgets_of(samples)
     drawn = [name for name in (*RANDOMS, EVIDENCE) if any(name == cell[0] for cell in samples.cells)]
     if not set(ENDS) & set(samples.cells):
@@ -100,7 +100,7 @@ def _three(value: float) -> str:
 
 
 def seconds(samples: Samples) -> str:
-    """What each policy's decisions take of a prompt."""
+    """Return a table of the time of each policy's decisions about a prompt."""
     if not samples.rows or "seconds" not in samples.rows[0]:
         return ""
     every = sorted({row["length"] for row in samples.rows})
@@ -118,7 +118,7 @@ def seconds(samples: Samples) -> str:
 
 
 def sizes(samples: Samples) -> str:
-    """Bytes, and what is lost beside the answer: every cell."""
+    """Return a table of all cells with cache bytes and losses other than answers."""
     lines = []
     for cell in samples.cells:
         some = samples.having(cell)
@@ -139,7 +139,7 @@ def sizes(samples: Samples) -> str:
 
 
 def _right_and_unlikely(samples: Samples, cell: tuple[str, str]) -> str:
-    """How many answers are right although less than half of the gold answer's likelihood is left."""
+    """Return how many answers are right although less than half of the gold answer's likelihood remains."""
     some = samples.having(cell, ENDS[0])
     if not some.rows or not some.worth().known:
         return ""
@@ -161,7 +161,7 @@ def lost_at(samples: Samples, stages: Sequence[Stage], budget: str) -> Int64[Int
 
 
 def stages(named: Sequence[Stage], samples: Samples) -> str:
-    """How many samples lose their evidence at each stage, by budget."""
+    """Return a table of how many samples lose the evidence at each stage, by budget."""
     lines = []
     for budget in budgets_of(samples):
         if not named or any((stage.policy, budget) not in samples.cells for stage in named):

@@ -1,1 +1,1 @@
-"""Parts of a page of results: one HTML file that needs nothing beside itself."""
+"""Parts of a page of results, which is a single HTML file without external files."""

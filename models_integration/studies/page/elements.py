@@ -1,4 +1,4 @@
-"""Words, tables and sections of a page of results."""
+"""HTML elements of a page of results: text, tables and sections."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -39,7 +39,7 @@ _PAGE = """<!doctype html>
 
 
 class Html(str):
-    """Text that is HTML already; any other text is escaped."""
+    """Text that already is HTML. All other text is escaped."""
 
     def __add__(self, other: str) -> "Html":
         return Html(str(self) + _html(other))
@@ -50,23 +50,23 @@ def _html(text: object) -> str:
 
 
 def strong(text: str) -> Html:
-    """Words that count."""
+    """Return text in bold."""
     return Html(f"<strong>{_html(text)}</strong>")
 
 
 def note(text: str, kind: str = "note") -> Html:
-    """A paragraph of a kind of the style sheet; "" for no text."""
+    """Return a paragraph with a class of the style sheet, or "" for empty text."""
     return Html(f'<p class="{kind}">{_html(text)}</p>' if text else "")
 
 
 def best_of(names: Sequence[str], estimate: Estimate, close: Sequence[str]) -> Html:
-    """A cell that names the best, all of them if several are equal, and those that cannot be told from it."""
+    """Return a cell with the names of the best policies, and of policies without a significant difference to them."""
     apart = f"not told apart: {', '.join(close)}" if close else "told apart from all others"
     return strong(", ".join(names)) + Html(f" {estimate}") + note(apart, "small")
 
 
 def section(title: str, *parts: str, level: int = 2) -> Html:
-    """Parts under their heading; "" where there are none."""
+    """Return a section with a heading, or "" if there are no parts."""
     body = "\n".join(filter(None, parts))
     return Html(f"<section>\n<h{level}>{_html(title)}</h{level}>\n{body}\n</section>\n" if body else "")
 
@@ -74,7 +74,7 @@ def section(title: str, *parts: str, level: int = 2) -> Html:
 def table(
     caption: str, headings: Sequence[object], lines: Iterable[Sequence[object]], folded: bool = False, kind: str = "",
 ) -> Html:
-    """A table; the first column heads the lines. `folded`: it is behind its caption, until somebody opens it.
+    """Return a table with row headings in the first column. With `folded`, the table is hidden until it is opened.
 
     A table wider than the page scrolls, by keys too. On narrow screens the cells of a `stacked` table are below each
     other, each after the heading of its column.
@@ -102,7 +102,7 @@ def _cell(content: object, name: object) -> str:
 def forest(
     caption: str, headings: Sequence[str], lines: Sequence[tuple[Sequence[object], Estimate, float | None]],
 ) -> Html:
-    """A table with a picture of each line's difference; where there is one, dashed, the smallest that counts."""
+    """Return a table with a forest plot of each line's difference. A dashed line is the smallest claimed difference."""
     made = [
         [first, Html(forest_mark(one, smallest)), str(one) or "not known", *others]
         for (first, *others), one, smallest in lines
@@ -112,14 +112,14 @@ def forest(
 
 
 def shaded(shares: Float64[Vector, " n"]) -> Html:
-    """The mean of shares as a cell of a heat map; "-" of none."""
+    """Return the mean of fractions as a cell of a heat map, or "-" without values."""
     if not len(shares):
         return Html("-")
     return Html(f'<span style="--share:{100 * shares.mean():.0f}%">{shares.mean():.2f}</span>')
 
 
 def panel(title: str, every: Sequence[Curve], across: str, upward: str) -> Html:
-    """A picture of curves and the table of its points; "" where nothing is known."""
+    """Return a chart of curves and a table of the points, or "" without values."""
     known = [(curve.name, *point) for curve in every for point in curve.points if point[2].known]
     lines = [[name, what, *map(_plain, (at, *one[:3]))] for name, what, at, one in known]
     behind = table(f"Table of {upward}, {title}", ["policy", "at", across, upward, "low", "high"], lines, folded=True)
@@ -132,19 +132,19 @@ def _plain(value: float) -> str:
 
 
 def grid(parts: Iterable[str], kind: str = "grid") -> Html:
-    """Parts side by side, as many as there is room for; of the kind "grid broad", fewer."""
+    """Return parts in a responsive grid. The kind "grid broad" has fewer columns."""
     shown = "\n".join(filter(None, parts))
     return Html(f'<div class="{kind}">{shown}</div>' if shown else "")
 
 
 def plots(names: Sequence[str], groups: Iterable[str], references: Collection[str] = ()) -> Html:
-    """Pictures of curves under the legend that all of them share."""
+    """Return charts of curves with a common legend."""
     shown = "\n".join(groups)
     return Html(f'<div class="plots">{legend(names, references)}{shown}</div>' if shown else "")
 
 
 def page(title: str, sections: Iterable[str]) -> str:
-    """The whole page, with links to its sections."""
+    """Return the complete page, with links to the sections."""
     numbers, links = count(), list[str]()
 
     def linked(match: re.Match[str]) -> str:
@@ -159,5 +159,5 @@ def page(title: str, sections: Iterable[str]) -> str:
 
 @cache
 def style(name: str) -> str:
-    """A style sheet."""
+    """Return a style sheet by name."""
     return (_HOME / f"{name}.css").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Figures for a paper, by matplotlib: accuracy, or recovery where it is known, over the prompt tokens that are kept."""
+"""Figures for papers, made with matplotlib: recovery (or accuracy, if recovery is unknown) over kept prompt tokens."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,14 +23,14 @@ _DASHES = ("-", "--", ":", "-.")
 _COLUMN, _PAGE, _HEIGHT = 3.3, 6.75, 2.1
 """Inches: the width of one panel alone and of several, as a paper's column and page, and the height of a panel."""
 _STYLE: Any = {"svg.hashsalt": "kvspec", "pdf.fonttype": 42, "font.size": 8, "xtick.labelsize": 7, "ytick.labelsize": 7}
-"""The same bytes each time; letters of a PDF that journals take."""
+"""Settings for reproducible files, and for PDF fonts that journals accept."""
 
 
 def write_figure(rows: Sequence[Row], path: Path) -> None:
-    """Write a panel for each model, placement and task, under one legend: a curve for each policy, with intervals.
+    """Write a figure with a panel for each model, placement and task. Each policy has a curve with intervals.
 
     Raises:
-        SpecError: where no row has a policy under a budget.
+        SpecError: if no row has a policy with a budget.
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
     panels = {

@@ -1,4 +1,4 @@
-"""The papers' own tables, as data beside ours: other models, other lengths, other samples."""
+"""Published tables of the papers, for comparison with kvspec's results. Models, lengths and samples differ."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import isnan
@@ -13,7 +13,7 @@ __all__ = ["PAPER_TASKS", "Ours", "beside_papers"]
 
 
 class _Published(NamedTuple):
-    """Figures of a paper by policy, under columns of a model and a budget, and our tasks of the same kind."""
+    """Published numbers of a paper by policy, with columns by model and budget, and kvspec's tasks of the same kind."""
 
     caption: str
     note: str
@@ -47,11 +47,11 @@ def _tasks(paper: Paper, each: Table) -> list[str]:
 
 _TABLES = tuple(_published())
 PAPER_TASKS = tuple(dict.fromkeys(task for each in _TABLES for task in each.tasks))
-"""Our tasks of the same kind as one of theirs."""
+"""kvspec's tasks of the same kind as each task of the papers."""
 
 
 class Ours(NamedTuple):
-    """Exact match of one of our tasks, by policy and budget."""
+    """Exact match in one of kvspec's tasks, by policy and budget."""
 
     title: str
     task: str
@@ -59,7 +59,7 @@ class Ours(NamedTuple):
 
 
 def beside_papers(ours: Sequence[Ours]) -> Html:
-    """Each table of a paper under its source, with our figures of the same policies, budgets and kind of task."""
+    """Return each published table with its source and kvspec's results for the same policies, budgets and tasks."""
     made = [note(
         "Not the same model, lengths or samples: a paper's figures beside ours say whether an order repeats, and no"
         " more. The figures are the papers' own.", "warning"

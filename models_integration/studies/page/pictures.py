@@ -1,7 +1,8 @@
-"""Pictures as SVG in a page: curves with intervals, and the marks of a forest plot. Colours are the style sheet's.
+"""SVG charts for a page: curves with intervals, and marks of a forest plot. The style sheet defines the colours.
 
-`figures` draws by matplotlib for papers. A page would grow by it: a panel of eight curves has 19.7 kB instead of 7.5.
-Dark mode cannot change its inline colours, its marks have no titles, and each `kvspec compare` would need its 95 MB.
+matplotlib is not used here, only in `figures`. With matplotlib, a panel of eight curves has 19.7 kB instead of 7.5 kB,
+dark mode cannot change the inline colours, and marks have no titles. `kvspec compare` would also need matplotlib's 95
+MB.
 """
 
 import math
@@ -28,25 +29,25 @@ _READABLE = 4
 """Curves whose intervals are shown from the start."""
 _W, _H, _LEFT, _RIGHT, _TOP, _BOTTOM = 330, 230, 40, 10, 8, 40
 _FARTHEST = (-0.6, 1.4)
-"""An axis of shares goes no farther for an interval, which is cut there; for a value it does."""
+"""Limits of an axis of fractions for intervals, which are cut there. Values can extend the axis."""
 _APART = 0.8
-"""Between points of one place."""
+"""Horizontal distance between points at the same place."""
 _FOREST, _DIFFERENCES = 200, (-1.25, 1.25)
-"""The width and the axis of every forest plot."""
+"""Width and axis of every forest plot."""
 
 
 class Curve(NamedTuple):
-    """A policy's estimates, by where they stand; `key` is its colour, dash and mark. A reference is grey and dashed."""
+    """Estimates of a policy by place. `key` selects colour, dash pattern and mark. A reference is grey and dashed."""
 
     name: str
     key: int
     points: Sequence[tuple[str, float, Estimate]]
-    """What the point is called (its budget), its place on the horizontal axis, and its estimate."""
+    """Title of each point (the budget), place on the horizontal axis, and estimate."""
     reference: bool = False
 
 
 def curves(every: Sequence[Curve], across: str, upward: str, title: str) -> str:
-    """A picture of curves; "" where no point is known. Values in [0, 1] and some way beyond."""
+    """Return a chart of curves, or "" without points. The axis covers [0, 1] and values slightly outside."""
     shown = [curve._replace(points=[p for p in curve.points if p[2].known and not math.isnan(p[1])]) for curve in every]
     places = [at for curve in shown for _, at, _ in curve.points]
     if not places:
@@ -136,7 +137,7 @@ def _mark(key: int) -> str:
 
 
 def _ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers inside an axis."""
+    """Return round numbers inside the range of an axis."""
     step = 10 ** math.floor(math.log10((high - low) / most))
     step *= next(factor for factor in (1, 2, 5, 10, 20) if (high - low) / (step * factor) <= most)
     return [round(step * at, 10) for at in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
@@ -156,15 +157,15 @@ def _at(difference: float) -> float:
 
 
 def forest_axis() -> str:
-    """The axis of a forest plot, for the heading of its column."""
+    """Return the axis of a forest plot, for the heading of the column."""
     ticks = "".join(_words(_middle(_at(tick), 10), f"{tick:g}") for tick in (-1, -0.5, 0, 0.5, 1))
     return f'<svg viewBox="0 0 {_FOREST} 12" aria-hidden="true">{ticks}</svg>'
 
 
 def forest_mark(one: Estimate, smallest: float | None) -> str:
-    """One line of a forest plot: no difference, the smallest that counts (dashed), the interval and the value.
+    """Return one line of a forest plot: zero line, smallest claimed difference (dashed), interval and value.
 
-    What lies beyond the axis is cut there, with an arrow.
+    An interval beyond the axis is cut and marked with an arrow.
     """
     parts = [f'<path class="bound" d="M{_at(0):.1f} 0V18"/>']
     if smallest is not None:

@@ -1,1 +1,1 @@
-"""The evaluations of the papers: protocols as files, and the tables that they fill."""
+"""Evaluations of the papers: protocols as files, and the tables that are filled from results."""

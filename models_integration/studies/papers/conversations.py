@@ -1,4 +1,4 @@
-"""Conversations that the paper on cross-session injection asks about: generated ones, and those of LoCoMo."""
+"""Conversations for the paper on cross-session injection: generated conversations, and conversations of LoCoMo."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from spec.errors import SpecError
 __all__ = ["TURNS", "Talk", "draw_talk", "read_locomo"]
 
 TURNS = 18
-"""Turns of a generated conversation."""
+"""Number of turns of a generated conversation."""
 _ADVERSARIAL = 5
-"""LoCoMo's category of questions without an answer, which the paper leaves out."""
+"""LoCoMo's category of questions without an answer. The paper does not use these questions."""
 _ROLES = ("Agent", "Project", "Doctor", "Captain", "Mission", "Station")
 _NAMES = (
     "Adler", "Amber", "Apollo", "Atlas", "Beacon", "Blaine", "Briar", "Cedar", "Comet", "Coral", "Echo",
@@ -27,7 +27,7 @@ _QUANTITIES = ("secret code", "access key", "serial number", "room number", "bad
 
 @dataclass(frozen=True)
 class Talk:
-    """A conversation: texts of its turns and of unrelated ones, a question about one turn, and the right value."""
+    """Conversation: texts of turns and of unrelated turns, a question about one turn, and the right value."""
 
     turns: Sequence[str]
     fillers: Sequence[str]
@@ -36,9 +36,9 @@ class Talk:
 
 
 def draw_talk(index: int, seed: int = 0) -> Talk:
-    """Conversation `index`: each turn states one fact, which shares its subject or its quantity with others.
+    """Return conversation `index`. Each turn states one fact with the same subject or quantity as some different facts.
 
-    In odd conversations the turn of the answer names its subject in the first sentence alone.
+    In conversations with odd index, the turn with the answer names the subject only in the first sentence.
     """
     rng = generator((seed, index))
     role, names = str(rng.choice(_ROLES)), [str(name) for name in rng.choice(_NAMES, TURNS // 2, replace=False)]
@@ -59,12 +59,12 @@ def draw_talk(index: int, seed: int = 0) -> Talk:
 
 
 def read_locomo(path: Path) -> list[Talk]:
-    """The questions of a file `locomo10.json`, but for the adversarial ones; those of its conversations take turns.
+    """Return the questions of a file `locomo10.json` without adversarial questions, alternating between conversations.
 
-    A turn is "(date) speaker: text". `value` is the gold answer.
+    A turn has the form "(date) speaker: text". `value` is the gold answer.
 
     Raises:
-        SpecError: for a file that is not as LoCoMo's repository has it.
+        SpecError: if the file does not have the format of LoCoMo's repository.
     """
     try:
         made = [_talks(sample) for sample in json.loads(path.read_bytes())]
@@ -74,7 +74,7 @@ def read_locomo(path: Path) -> list[Talk]:
 
 
 def _talks(sample: Mapping[str, Any]) -> list[Talk]:
-    """A conversation with each of its questions."""
+    """Return a conversation with each of its questions."""
     held, turns, number = sample["conversation"], list[str](), 1
     while (session := held.get(f"session_{number}")) is not None:
         date = held[f"session_{number}_date_time"]

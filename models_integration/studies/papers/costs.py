@@ -1,4 +1,4 @@
-"""What CrystalCache costs beside a full cache, for tables of latency and memory: one row for each length."""
+"""Latency and memory of CrystalCache and of a full cache, with one row for each length."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -29,23 +29,23 @@ from spec.backend import Backend, CrystalStages, resolve
 __all__ = ["FILE", "PASSES", "TOKENS", "Costs", "clock_of", "timed"]
 
 FILE = "costs.jsonl"
-"""Where rows are stored, beside those of studies."""
+"""Name of the file for rows of costs."""
 PASSES, TOKENS = 6, 8
-"""How often a prompt is read for a row, and the tokens that are decoded after it each time."""
+"""Number of prefills per row, and number of tokens decoded after each prefill."""
 STAGES = {"coattention": "S1", "trunks": "S2", "impact": "S3", "graph": "S4", "score": "S5", "dissolve": "S6"}
 T = TypeVar("T")
 Found = tuple[Mapping[str, float], int]
-"""Seconds by name, and bytes of the cache after the last token."""
+"""Durations in seconds by name, and bytes of the cache after the last token."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """A part of kind "costs" on a model: one row for each length, of a prompt of running text.
+    """Part of kind "costs" on a model, with one row for each length of a prompt of running text.
 
     Attributes:
-        rules: whose lengths and first budget count.
-        subject: the model.
-        path: of the file of rows.
+        rules: rules, of which the lengths and the first budget are used.
+        subject: model of the study.
+        path: path of the file of rows.
     """
 
     rules: Rules
@@ -54,7 +54,7 @@ class Costs:
     failed: ClassVar[bool] = False
 
     def measure(self, console: Console) -> bool:
-        """Measure what is not stored; whether somebody has stopped it."""
+        """Measure the lengths that are not stored yet. Return True if the user has stopped the measurement."""
         left = [length for length in self.rules.lengths if self._stored(length) is None]
         console.print(
             f"{self.rules.title}: model {self.subject.name}; {len(self.rules.lengths)} lengths, {len(left)} not stored"
@@ -68,11 +68,11 @@ class Costs:
         return False
 
     def rows(self) -> list[Row]:
-        """The stored rows."""
+        """Return the stored rows."""
         return [row for length in self.rules.lengths if (row := self._stored(length)) is not None]
 
     def row(self, length: int) -> Row:
-        """Seconds and bytes of a prompt."""
+        """Return seconds and bytes of a prompt."""
         return {"task": COSTS, "metadata": {}, **_measured(self.subject, length, self.rules.budgets[0])}
 
     def _about(self, length: int) -> Row:
@@ -88,7 +88,7 @@ class Costs:
 
 @torch.no_grad()
 def _measured(subject: Subject, length: int, budget: str) -> Row:
-    """Seconds and bytes of a prompt of running text and of the tokens after it; a first run pays for compilers."""
+    """Measure a prompt of running text and later tokens. A first run, which includes compilation, is not counted."""
     ids = torch.tensor([read_prose(subject.tokenizer).tokens[:length]], device=subject.model.device)
     weights = sum(one.nbytes for one in subject.model.parameters())
     runs = {"full cache": partial(_full, subject, ids), "crystalcache": partial(_crystal, subject, ids, budget)}
@@ -116,7 +116,7 @@ def _crystal(subject: Subject, ids: Tensor, budget: str) -> Found:
 
 
 def _watched(backend: Backend, device: torch.device, seconds: dict[str, float]) -> Backend:
-    """A backend whose stages add their seconds."""
+    """Return a backend whose stages add their durations to `seconds`."""
     def watched(name: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             spent, result = timed(device, partial(getattr(backend.require_crystal(), name), *arguments))
@@ -130,7 +130,7 @@ def _watched(backend: Backend, device: torch.device, seconds: dict[str, float]) 
 
 
 def _generated(model: Any, ids: Tensor) -> tuple[float, float, Any]:
-    """Seconds of the prompt and of a token after it, and the cache."""
+    """Return the seconds of the prompt and of a later token, and the cache."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     forward = partial(model, **{cache_name(model): cache}, use_cache=True, logits_to_keep=1)
     seconds, found = timed(model.device, partial(forward, input_ids=ids))
@@ -144,12 +144,12 @@ def _generated(model: Any, ids: Tensor) -> tuple[float, float, Any]:
 
 
 def clock_of(device: torch.device) -> str:
-    """Whose seconds `timed` counts."""
+    """Return the name of the clock that `timed` uses."""
     return "GPU" if device.type == "cuda" else "processor"
 
 
 def timed(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
-    """Seconds of the device, or of all processor cores together, and the result."""
+    """Return seconds of the device (on a CPU: summed over all cores), and the result of `run`."""
     if device.type != "cuda":
         start, result = time.process_time(), run()
         return time.process_time() - start, result
@@ -160,7 +160,7 @@ def timed(device: torch.device, run: Callable[[], T]) -> tuple[float, T]:
 
 
 def _peak(device: torch.device, run: Callable[[], T]) -> tuple[int, T]:
-    """The most bytes of tensors that a run holds beside what there was before, and the result."""
+    """Return the largest number of additional tensor bytes during `run`, and the result of `run`."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before, result = torch.cuda.memory_allocated(device), run()

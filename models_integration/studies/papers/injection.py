@@ -1,4 +1,4 @@
-"""The study of the paper on cross-session injection: conversations, sessions made of their chunks, and answers."""
+"""Study of the paper on cross-session injection: sessions with chunks of conversations, and answers."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -42,15 +42,15 @@ __all__ = [
 ]
 
 SELECTED, SLICE, NEW_TOKENS = 3, 48, 16
-"""Chunks of a question; tokens of a slice; tokens of an answer."""
+"""Number of chunks per question, tokens per slice, and tokens per answer."""
 ASYMMETRIC = "asymmetric"
-"""The codec `pt_asym` of Table 10, which the archive does not offer."""
+"""Codec `pt_asym` of Table 10, which the archive does not support."""
 _PROMPTS = ("You are a helpful assistant.", "You are a coding assistant.")
 
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template: texts of a session and a question, and the wrappers of Table 4 or 5 by the names of arms."""
+    """Chat template: texts of a session and a question, and the wrappers of Table 4 or 5 by name of the arm."""
 
     system: str
     question: str
@@ -58,12 +58,12 @@ class Template:
 
     @property
     def full(self) -> Form:
-        """The wrapper of the whole template."""
+        """Return the wrapper with the whole template."""
         return next(iter(self.wrappers.values()))
 
     @property
     def short(self) -> Form:
-        """The E-wrapper."""
+        """Return the E-wrapper."""
         return list(self.wrappers.values())[-1]
 
 
@@ -82,10 +82,10 @@ TEMPLATES: Mapping[str, Template] = {
 
 
 def template_of(subject: Subject) -> Template:
-    """The chat template whose markers are tokens of the model.
+    """Return the chat template whose markers are tokens of the model.
 
     Raises:
-        SpecError: for a model with neither ChatML's nor Phi-3's markers.
+        SpecError: if the model has neither ChatML's nor Phi-3's markers.
     """
     name = recommended_form(vocabulary_of(subject.tokenizer))
     if name not in TEMPLATES:
@@ -97,21 +97,21 @@ def template_of(subject: Subject) -> Template:
 
 @dataclass(frozen=True)
 class Session:
-    """What a session holds before the question.
+    """Contents of a session before the question.
 
     Attributes:
-        wrapper: "raw", "full", "short" or the name of an arm of Table 4 or 5.
-        cut: where chunks end: "turn", "arbitrary" or "sentence".
-        codec: of keys and values, or ASYMMETRIC.
-        half: the half of the layers that is wrapped, "upper" or "lower"; "" for all.
-        fillers: unrelated chunks after those that were selected.
-        prompt: number of the system prompt.
-        text: whether the chunks are read as text.
-        every: whether all chunks are there, not the selected ones alone.
-        before: what the session itself holds before the chunks: "" for the system prompt, "prefix" for that and the
-            opening of the full wrapper, "sinks" for the first four tokens of that.
-        patch: the band of PATCHES in which the markers of wrapped chunks have residuals; "" for all.
-        probe: whether attention and keys are measured by layer, and not an answer.
+        wrapper: wrapper of the chunks: "raw", "full", "short" or the name of an arm of Table 4 or 5.
+        cut: ends of the chunks: "turn", "arbitrary" or "sentence".
+        codec: codec of keys and values, or ASYMMETRIC.
+        half: half of the layers with wrapped chunks, "upper" or "lower". "" means all layers.
+        fillers: number of unrelated chunks after the selected chunks.
+        prompt: index of the system prompt.
+        text: True if the chunks are processed as text.
+        every: True if the session contains all chunks, not only the selected chunks.
+        before: contents before the chunks: "" for the system prompt, "prefix" for the system prompt and the start of
+            the full wrapper, "sinks" for the first four tokens of the system prompt.
+        patch: band of PATCHES in which the markers of wrapped chunks have residuals. "" means all layers.
+        probe: True if attention and keys are measured by layer instead of an answer.
     """
 
     wrapper: str = "raw"
@@ -128,13 +128,13 @@ class Session:
 
     @property
     def name(self) -> str:
-        """What rows call it: what differs from the defaults."""
+        """Name in rows: all values that differ from the defaults."""
         return json.dumps({key: value for key, value in asdict(self).items() if value != getattr(Session(), key)})
 
 
 @dataclass(frozen=True)
 class Timed:
-    """An answer, whether it has the value, the F1 of their words, and the seconds to the first token."""
+    """Answer, whether the answer contains the value, F1 of the words, and seconds to the first token."""
 
     answer: str
     right: bool
@@ -143,7 +143,7 @@ class Timed:
 
 
 class Scene:
-    """A conversation in a model: chunks are selected once for each cut, and computed once for each wrapper."""
+    """Conversation with a model. Chunks are selected once for each cut, and computed once for each wrapper."""
 
     def __init__(self, subject: Subject, talk: Talk) -> None:
         self.subject, self.talk, self.template = subject, talk, template_of(subject)
@@ -153,11 +153,11 @@ class Scene:
 
     @torch.no_grad()
     def measure(self, session: Session) -> dict[str, Any]:
-        """The figures of a session: of an answer, or of a probe."""
+        """Return the measurements of a session: of an answer or of a probe."""
         return self._probe(session) if session.probe else asdict(self._answer(session))
 
     def _answer(self, session: Session) -> Timed:
-        """The greedy answer in a session.
+        """Return the greedy answer in a session.
 
         The clock begins when the system prompt is read and the chunks are computed, except chunks that are read as
         text.
@@ -169,7 +169,7 @@ class Scene:
         return Timed(text, self.talk.value in text, judge("qa_f1", text, [self.talk.value]), seconds)
 
     def _probe(self, session: Session) -> dict[str, list[float]]:
-        """Attention of the question's tokens, and keys of the chunks beside those of the same text in the session."""
+        """Return the attention of the question's tokens, and cosines of the chunks' keys with keys of the same text."""
         cache, ids, _ = self._opened(session)
         chunks = [self.chunk_of(one, session) for one in self._chosen(session)]
         wrapped = [wrap(self._form(session), one, self._vocabulary) for one in self._chosen(session)]
@@ -180,7 +180,7 @@ class Scene:
         )
 
     def _opened(self, session: Session) -> tuple[RetainedCache, list[int], float]:
-        """The cache before the question, the ids that are left to read, and when the clock began."""
+        """Return the cache before the question, the ids that remain to be read, and the start of the clock."""
         before, ids = self.session_ids(session), self._question()
         cache = RetainedCache(self.subject.model.config.get_text_config(decoder=True))
         self._read(cache, before)
@@ -197,25 +197,25 @@ class Scene:
         return list(encode(self.subject.tokenizer, self.template.question.format(self.talk.question)))
 
     def chunk_of(self, ids: tuple[int, ...], session: Session) -> Chunk:
-        """A chunk as a session gets it: in its wrapper, by half of the layers, after a codec."""
+        """Return a chunk as inserted into a session: with the wrapper, for half of the layers, after the codec."""
         chunk = self._patched(ids, session) if session.patch else self._chunk(ids, self._form(session))
         if session.half:
             chunk = self._mixed(ids, chunk, session)
         return chunk if session.codec == "none" else _through(chunk, session.codec, len(self._rotary.layers))
 
     def tokens(self, session: Session) -> int:
-        """How many tokens a session holds before the answer."""
+        """Return the number of tokens of a session before the answer."""
         wrapped = [wrap(self._form(session), one, self._vocabulary) for one in self._chosen(session)]
         chunks = sum(len(one.ids) - (0 if session.text else one.hidden) for one in wrapped)
         return len(self.session_ids(session)) + chunks + len(self._question())
 
     def token_bytes(self) -> float:
-        """Bytes of a cached token."""
+        """Return the number of bytes of a cached token."""
         chunk = self.chunk_of(self._selected("turn")[0], Session())
         return sum(x.nbytes for pair in chunk.layers.values() for x in pair) / len(chunk.ids)
 
     def session_ids(self, session: Session) -> list[int]:
-        """What the session reads itself before the chunks."""
+        """Return the ids that the session processes before the chunks."""
         encoded = encode(self.subject.tokenizer, self.template.system.format(_PROMPTS[session.prompt]))
         own = [*opening_ids(self.subject.tokenizer), *encoded]
         opening = wrap(Form(self.template.full.prefix), own, self._vocabulary)
@@ -249,7 +249,7 @@ class Scene:
         return [tuple(stream[start:stop]) for start, stop in slices(stream, ends, SLICE)]
 
     def _select(self, cut: str) -> list[tuple[int, ...]]:
-        """BM25's best chunks, in the order of the conversation."""
+        """Return the best chunks by BM25, in the order of the conversation."""
         pieces = self._pieces(cut)
         corpus = {f"{at:03}": self._vocabulary.decode(ids) for at, ids in enumerate(pieces)}
         ranked = lexical(corpus)(self.talk.question)
@@ -260,14 +260,14 @@ class Scene:
         return computed(self.subject.model, wrapped.ids, self._rotary, wrapped.hidden, wrapped.markers)
 
     def _patched(self, ids: tuple[int, ...], session: Session) -> Chunk:
-        """The wrapped chunk whose markers have their residuals in some layers, and zeros in the others."""
+        """Return the wrapped chunk whose markers have their residuals in some layers, and zeros in all other layers."""
         wrapped, model = wrap(self._form(session), ids, self._vocabulary), self.subject.model
         layers, scale = patched_layers(session.patch, len(self._rotary.layers))
         with patched_residuals(model, wrapped, layers, scale):
             return computed(model, wrapped.ids, self._rotary, wrapped.hidden, wrapped.markers)
 
     def _mixed(self, ids: tuple[int, ...], chunk: Chunk, session: Session) -> Chunk:
-        """One half of the layers from the wrapped chunk, the others with the tokens of the raw one."""
+        """Return a chunk with half of the layers from the wrapped chunk, and the raw chunk's tokens in all others."""
         upper = upper_half(chunk.layers, len(self._rotary.layers))
         kept = set(upper) if session.half == "upper" else set(chunk.layers) - set(upper)
         raw, start = self._chunk(ids, FORMS["raw"]), wrap(self._form(session), ids, self._vocabulary).start
@@ -278,7 +278,7 @@ class Scene:
 
 
 def _with_raw(wrapped: Chunk, raw: Chunk, start: int, index: int) -> tuple[Tensor, Tensor]:
-    """One layer of the wrapped chunk with the tokens of the raw chunk from `start` on."""
+    """Return one layer of the wrapped chunk, with the tokens of the raw chunk from `start` on."""
     rule, (keys, values) = raw.rotary.layers[index], raw.layers[index]
     if rule.slot == "keys" and rule.buffer is not None and rule.style is not None:
         theta = raw.rotary.frequencies[rule.buffer]
@@ -292,7 +292,7 @@ def _with_raw(wrapped: Chunk, raw: Chunk, start: int, index: int) -> tuple[Tenso
 
 
 def _through(chunk: Chunk, codec: str, depth: int) -> Chunk:
-    """The chunk after a codec of 8 bits and back."""
+    """Return the chunk after encoding and decoding with an 8-bit codec."""
     if codec == ASYMMETRIC:
         return _mapped(chunk, chunk.layers, lambda x, _: asymmetric(x))
     arm = CODECS[codec]
@@ -318,7 +318,7 @@ def _mapped(chunk: Chunk, layers: Any, change: Callable[[Tensor, int], Tensor]) 
 
 
 def asymmetric(x: Tensor) -> Tensor:
-    """A tensor after 256 equal steps from its smallest to its largest value, and back."""
+    """Quantise a tensor in 256 equal steps from the smallest to the largest value, and dequantise it."""
     low, high = x.double().min(), x.double().max()
     step = (high - low).clamp(min=2.0**-126) / 255
     return (((x.double() - low) / step).round() * step + low).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The tables of the paper on cross-session injection: which sessions are their arms, and figures from rows."""
+"""Tables of the paper on cross-session injection: sessions of the arms, and numbers from rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ _PROBES = {
     "attention": {"entropy": "entropy in nats", "sinks": "attention to positions 0 to 3"},
     "keys": {"cosine": "cosine", "unrotated": "cosine without rotation"},
 }
-"""By measure, figures of a layer in rows of probes, and how tables name them."""
+"""Names of a layer's numbers in rows of probes, and headings in tables, by measure."""
 NOT_RUN = (
     "Not run: eager attention of Table 1 (give --attn eager), Table 3 (give a base model with --model), Appendix C"
     " (potion), Appendix F (DeepSeek)."
 )
 LOCOMO = "locomo"
-"""The table about questions of a file."""
+"""Name of the table for questions from a file."""
 _RESAMPLES, _SEED = 10_000, 0
 _PUBLISHED_WRAPPERS = {
     "A_full": 0.55, "B_opening_only": 0.55, "C_closing_only": 0.5625, "D_role_name_only": 0.4875,
@@ -39,13 +39,13 @@ _PUBLISHED_WRAPPERS = {
 
 @dataclass(frozen=True)
 class InjectionTable:
-    """A table of the paper.
+    """Table of the paper.
 
     Attributes:
-        name: as `--part` has it.
-        arms: sessions by the names of the paper; differences are from the first.
-        published: figures of the paper, by arm.
-        measure: "right", a share, or "f1", a mean; "attention" or "keys", of probes, by layer.
+        name: name for the option `--part`.
+        arms: sessions by name in the paper. Differences are relative to the first session.
+        published: published numbers, by arm.
+        measure: "right" (fraction), "f1" (mean), or for probes by layer "attention" or "keys".
     """
 
     name: str
@@ -57,14 +57,14 @@ class InjectionTable:
 
     @property
     def headings(self) -> Sequence[str]:
-        """The headings of its columns."""
+        """Return the headings of the columns."""
         if self.measure not in _PROBES:
             return _HEADINGS
         return "arm", "layer", *(f"{name} [95 %]" for name in _PROBES[self.measure].values())
 
 
 def tables_of(template: Template) -> Sequence[InjectionTable]:
-    """The tables for a model with this chat template."""
+    """Return the tables for a model with this chat template."""
     raw, short = Session(), Session("short")
     return (
         InjectionTable("table-1", "Tables 1a and 1b: other explanations", {
@@ -132,7 +132,7 @@ def tables_of(template: Template) -> Sequence[InjectionTable]:
 
 
 def filled_lines(table: InjectionTable, rows: Mapping[str, Sequence[Row]]) -> Iterator[list[str]]:
-    """The lines under the headings; rows are those of each session, in the order of the questions."""
+    """Yield the lines of a table. `rows` has the rows of each session, in the order of the questions."""
     if table.measure in _PROBES:
         yield from _layers(table, rows)
         return
@@ -154,7 +154,7 @@ def filled_lines(table: InjectionTable, rows: Mapping[str, Sequence[Row]]) -> It
 
 
 def _layers(table: InjectionTable, rows: Mapping[str, Sequence[Row]]) -> Iterator[list[str]]:
-    """A line for each arm's mean over layers, and one for each layer."""
+    """Yield a line with the mean over layers for each arm, and a line for each layer."""
     for arm, session in table.arms.items():
         each = [np.array([row[name] for row in rows[session.name]]) for name in _PROBES[table.measure]]
         each = [np.hstack([one.mean(1, keepdims=True), one]) for one in each]
@@ -182,7 +182,7 @@ def _compared(difference: Float64[Vector, " n"], measure: str) -> list[str]:
 
 
 def interaction(table: InjectionTable, rows: Mapping[str, Sequence[Row]]) -> str:
-    """What markers add at sentence ends beyond what they add elsewhere, as a sentence; "" for other tables."""
+    """Return a sentence about the additional effect of markers at sentence ends, or "" for different tables."""
     if table.name != "table-2":
         return ""
     A, B, C, D = (_figures(rows[session.name]) for session in table.arms.values())

@@ -34,7 +34,7 @@ def eager(model: PreTrainedModel) -> Iterator[None]:
 
 
 def attention_figures(weights: Sequence[Tensor], layers: Sequence[int], queries: int) -> dict[str, list[float]]:
-    """By layer, means over heads and the last queries: entropy in nats, and attention to positions 0 to 3."""
+    """Return entropy (nats) and attention to positions 0 to 3, by layer, averaged over heads and the last queries."""
     figures: dict[str, list[float]] = {"entropy": [], "sinks": []}
     for layer in layers:
         own = weights[layer][0, :, -queries:].double().cpu().numpy()
@@ -46,10 +46,10 @@ def attention_figures(weights: Sequence[Tensor], layers: Sequence[int], queries:
 def key_figures(
     model: PreTrainedModel, before: Sequence[int], chunks: Sequence[Chunk], texts: Sequence[range],
 ) -> dict[str, list[float]]:
-    """By layer, mean cosines of archived keys and keys of the same text after `before`, with and without rotation.
+    """Return mean cosines of archived and fresh keys of the same text after `before`, by layer, with and without RoPE.
 
     Args:
-        texts: places in each chunk of the tokens that count.
+        texts: indices of the measured tokens in each chunk.
     """
     starts = np.cumsum([len(before), *(len(chunk.ids) for chunk in chunks)])
     places = [np.array(text, dtype=np.int64) for text in texts]
@@ -72,12 +72,12 @@ def key_figures(
 
 
 PATCHES = ("early", "mid", "upper", "all", "random", "noise")
-"""The bands of `reference.injection.diagnostics.bands`; as many random layers as `upper` has; `upper` with noise."""
+"""Bands of `reference.injection.diagnostics.bands`, random layers (as many as in `upper`), and `upper` with noise."""
 _SEED = 0
 
 
 def patched_layers(patch: str, depth: int) -> tuple[Collection[int], float]:
-    """The layers of a patch, and the standard deviation of its noise over that of the residuals."""
+    """Return the layers of a patch, and its noise's standard deviation relative to that of the residuals."""
     name = patch if patch in bands(depth) else "upper"
     layers = range(*bands(depth)[name])
     if patch == "random":
@@ -90,14 +90,14 @@ def patched_layers(patch: str, depth: int) -> tuple[Collection[int], float]:
 def patched_residuals(
     model: PreTrainedModel, wrapped: Wrapped, layers: Collection[int], noise: float,
 ) -> Iterator[None]:
-    """Inside, what each decoder layer reads of the markers is what an unpatched run over the chunk gives it, or zeros.
+    """Context manager in which the markers' inputs of each decoder layer are those of an unpatched run, or zeros.
 
     Args:
-        layers: those that read the residuals of the unpatched run. All others read zeros.
-        noise: normal noise on these residuals, in their standard deviations.
+        layers: layers with the residuals of the unpatched run. All other layers have zeros.
+        noise: normal noise added to these residuals, in standard deviations of the residuals.
 
     Raises:
-        SpecError: for a model whose decoder has no list of layers.
+        SpecError: if the decoder of the model has no list of layers.
     """
     own, at = _decoder_layers(model), list(wrapped.markers)
     found = dict[int, Tensor]()
@@ -124,7 +124,7 @@ def _decoder_layers(model: Any) -> nn.ModuleList:
 
 @contextmanager
 def _hooked(layers: nn.ModuleList, act: Any) -> Iterator[None]:
-    """Inside, `act` gets the index of each layer and a copy of the hidden states, which the layer then reads."""
+    """Context manager in which `act` can change a copy of each layer's inputs. `act` receives layer index and copy."""
     def hook(index: int) -> Any:
         def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
             hidden = given[0].clone()

@@ -1,6 +1,7 @@
-"""A paper's evaluation as a file: its studies, with the keys of a rules file, and the published tables that they fill.
+"""Evaluation of a paper as a file: studies, with the keys of a rules file, and published tables to fill.
 
-`[study]` has what all parts share, each `[[part]]` has what it changes, and `quick` of a part what a quick run changes.
+`[study]` has the common values of all parts, each `[[part]]` has the changes of a part, and `quick` of a part has the
+changes of a quick run.
 """
 
 import tomllib
@@ -25,15 +26,15 @@ __all__ = [
 ]
 
 RULES = ("", "lambda", "branch")
-"""What a table may be decided by: nothing, the choice of lambda, or Branches A to C."""
+"""Rules for the decision of a table: no rule, the choice of lambda, or Branches A to C."""
 
 
 def decided(rule: str, paired: Mapping[tuple[str, str, str], Sequence[float]]) -> str:
-    """The sentence of a rule; "" for no rule, and if nothing was measured.
+    """Return the decision of a rule as a sentence, or "" without a rule or without measurements.
 
     Args:
-        rule: one of RULES.
-        paired: differences of right answers with and without the penalty, by model, budget and policy.
+        rule: name from RULES.
+        paired: right answers with the penalty minus without the penalty, by model, budget and policy.
     """
     if not rule or not paired:
         return ""
@@ -65,26 +66,26 @@ def _branch(cells: Mapping[tuple[str, str, str], Cell]) -> str:
 
 PAPERS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.toml")))
 AXES = ("model", "policy", "budget", "task", "length", "depth", "density", "time", "memory")
-"""What rows and columns of a table may be; `time` is a step of a run, in a table of seconds, `memory` what holds it."""
+"""Possible rows and columns of a table. `time` is a step of a run, and `memory` a part of the memory."""
 COSTS = "costs"
-"""The kind of a part that measures seconds and bytes of one prompt for each length."""
+"""Kind of a part that measures seconds and bytes of one prompt for each length."""
 MEASURES = ("score", "seconds", "MiB", "no box", "memory")
 BEST = "best baseline"
-"""What a table may compare with, beside the name of a policy."""
+"""Name for the comparison with the best baseline instead of a named policy."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A study of a paper.
+    """Study of a paper.
 
     Attributes:
-        name: of the part.
-        study: what it changes in `[study]`.
-        quick: what a quick run changes beside that.
-        kind: kind of the benchmark files that it reads; "" for tasks of kvspec, COSTS for seconds and bytes.
-        files: names of these files, without folder and ending.
-        filed: what a run with these files changes beside the tasks, in a part that has other tasks without them.
+        name: name of the part.
+        study: changes to `[study]`.
+        quick: additional changes of a quick run.
+        kind: kind of the benchmark files, "" for tasks of kvspec, or COSTS for seconds and bytes.
+        files: names of the benchmark files, without folder and ending.
+        filed: changes of a run with the files in addition to the tasks, if the part has tasks without files.
     """
 
     name: str
@@ -96,28 +97,27 @@ class Part:
 
     @property
     def needs_files(self) -> bool:
-        """Whether there is nothing to measure without a file."""
+        """Return True if nothing can be measured without a file."""
         return self.kind not in ("", COSTS) and "tasks" not in self.study
 
 
 @dataclass(frozen=True)
 class Table:
-    """A published table.
+    """Published table.
 
     Attributes:
-        name: as `--part` has it.
-        title: number and subject.
-        parts: whose samples it counts; none if kvspec cannot fill it.
-        rows, columns: names of AXES.
-        policies, budgets: that it counts; by default all of the parts.
-        versus: what each figure is compared with: policies, or BEST.
-        measure: one of MEASURES.
-        rule: one of RULES, which decides about the differences.
-        note: what differs from the paper, or why no part fills it.
-        published: the columns of the paper, a list of values for each, and a row of figures for each of its rows.
+        name: name for the option `--part`.
+        title: number and subject of the table.
+        parts: parts whose samples are used. Empty if kvspec cannot fill the table. rows, columns: names from AXES.
+            policies, budgets: policies and budgets of the table. Default: all of the parts.
+        versus: policies with which each number is compared, or BEST.
+        measure: name from MEASURES.
+        rule: name from RULES, for the decision about the differences.
+        note: differences from the paper, or the reason why no part fills the table.
+        published: columns of the paper, with a list of values each, and the published numbers of each row.
 
     Raises:
-        SpecError: for an unknown axis, measure, or published figures that are not as many as the columns.
+        SpecError: if an axis or measure is unknown, or if a row of published numbers does not match the columns.
     """
 
     name: str
@@ -144,12 +144,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Paper:
-    """The evaluation of a paper.
+    """Evaluation of a paper.
 
     Attributes:
-        title: of the paper.
-        method: the policy that it proposes.
-        study: what all parts share.
+        title: title of the paper.
+        method: policy that the paper proposes.
+        study: common values of all parts.
     """
 
     title: str
@@ -159,7 +159,7 @@ class Paper:
     tables: Sequence[Table]
 
     def of(self, name: str) -> "Paper":
-        """The paper with one of its tables and the parts of that, or the whole for ""."""
+        """Return the paper with only one table and its parts, or the complete paper for ""."""
         if not name:
             return self
         check_choices("part", (name,), [table.name for table in self.tables])
@@ -170,10 +170,10 @@ class Paper:
 
 
 def load_paper(name: str) -> Paper:
-    """The evaluation of a paper of PAPERS, or of your own file.
+    """Return the evaluation of a paper in PAPERS, or of your own file.
 
     Raises:
-        SpecError: for an unknown name, and for a file that is not as this module describes it.
+        SpecError: if the name is unknown, or if the file does not have the format in this module's docstring.
     """
     if not name.endswith(".toml"):
         check_choices("NAME", (name,), PAPERS)
@@ -190,7 +190,7 @@ def load_paper(name: str) -> Paper:
 
 
 def _part(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A part's own keys, and those of its study under `study`."""
+    """Return the part's own keys, and the keys of its study under `study`."""
     own = {one.name for one in fields(Part)}
     return {
         **{name: value for name, value in entry.items() if name in own},
@@ -199,7 +199,7 @@ def _part(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _made(kind: Callable[..., T], entry: Mapping[str, Any]) -> T:
-    """A record of this kind, or a SpecError that names what is missing or unknown."""
+    """Make a record of this kind. Raises SpecError with the name of a missing or unknown key."""
     check_fields("NAME", kind, entry)
     return kind(**entry)
 
@@ -207,10 +207,10 @@ def _made(kind: Callable[..., T], entry: Mapping[str, Any]) -> T:
 def rules_of_part(
     paper: Paper, part: Part, models: Sequence[str], files: Sequence[Path], quick: bool,
 ) -> Rules | None:
-    """The rules of a part; None if it needs files and none of them is given.
+    """Return the rules of a part, or None if the part needs files and no file is given.
 
     Raises:
-        SpecError: as `rules_of`.
+        SpecError: as in `rules_of`.
     """
     given = [f"{part.kind}:{path}" for path in files if path.stem in part.files]
     if part.needs_files and not given:

@@ -1,4 +1,4 @@
-"""The tables of a paper, filled from rows: our figures with intervals and differences, the published figures beside."""
+"""Tables of a paper, filled from rows: kvspec's numbers with intervals and differences, and published numbers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ Key = tuple[str, ...]
 
 
 class Measured(NamedTuple):
-    """The rows of a part on one model, and the rules that they were asked for by."""
+    """Rows of a part on one model, and the rules of the part."""
 
     rules: Rules
     model: str
@@ -36,26 +36,26 @@ class Measured(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """One figure of one sample, at its place in a table."""
+    """Number of one sample, with its place in a table."""
 
     row: Key
     column: Key
     sample: tuple[int, str]
-    """Number of the row of results, and budget: what policies are compared on."""
+    """Index of the row of results, and budget. Policies are compared on equal values."""
     policy: str
     value: float
     exact: float
-    """By the exact metric, where the paper's own admits more."""
+    """Value by the exact metric. The paper's metric can be more tolerant."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A cell of a table.
+    """Cell of a table.
 
     Attributes:
-        value: with its interval.
-        exact: by the exact metric.
-        over: for each entry of the table's `versus` what it was compared with and the paired difference, if it was.
+        value: estimate with interval.
+        exact: estimate by the exact metric.
+        over: for each entry of the table's `versus`, the compared policy and the paired difference, if available.
     """
 
     value: Estimate
@@ -63,12 +63,12 @@ class Figure:
     over: Mapping[str, tuple[str, Estimate]]
 
     def text(self, intervals: bool, form: str) -> str:
-        """As a page shows it, each number in this format."""
+        """Return the text for a page, with numbers in this format."""
         exact = "" if abs(self.exact - self.value.value) < 1e-9 else f" (exact {self.exact:{form}})"
         return (self.value.text(form) if intervals else f"{self.value.value:{form}}") + exact
 
     def over_text(self, versus: str, intervals: bool) -> str:
-        """A difference as a page shows it."""
+        """Return the text of a difference for a page."""
         if versus not in self.over:
             return ""
         name, found = self.over[versus]
@@ -78,12 +78,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Filled:
-    """A table with the figures of a run.
+    """Table with the numbers of a run.
 
     Attributes:
-        rows, columns: keys of the lines and columns, ours first.
-        ours, published: figures by row and column.
-        note: the table's own, and why something was not run.
+        rows, columns: keys of lines and columns, first kvspec's, then the published ones. ours, published: numbers by
+            row and column.
+        note: note of the table, and reasons why something was not run.
     """
 
     table: Table
@@ -95,7 +95,7 @@ class Filled:
     n: Sequence[int] = field(default=())
 
     def text(self, row: Key, column: Key, intervals: bool = True) -> str:
-        """A cell: ours, the paper's, or that it was not run."""
+        """Return the text of a cell: kvspec's number, the published number, or "not run"."""
         if (row, column) in self.ours:
             return self.ours[row, column].text(intervals, ".3g" if self.table.measure == _SECONDS else ".2f")
         if any(name.endswith(_PUBLISHED) for name in (*row, *column)):
@@ -105,13 +105,13 @@ class Filled:
 
 
 def fill(table: Table, paper: Paper, measured: Sequence[Measured], missing: Sequence[str] = ()) -> Filled:
-    """A table of a paper from what was measured.
+    """Fill a table of a paper from measurements.
 
     Args:
-        table: of the paper.
-        paper: whose method is compared with baselines.
-        measured: the parts of the table, each on each model.
-        missing: sentences about what was not run.
+        table: table of the paper.
+        paper: paper whose method is compared with baselines.
+        measured: parts of the table, on each model.
+        missing: sentences about parts that were not run.
     """
     values = [one for at, some in enumerate(measured) for one in _values(table, some, at)]
     groups: dict[tuple[Key, Key], list[_Value]] = {}
@@ -135,7 +135,7 @@ def fill(table: Table, paper: Paper, measured: Sequence[Measured], missing: Sequ
 def _paired(
     table: Table, groups: Iterable[Sequence[_Value]], every: Mapping[str, Mapping[tuple[int, str], float]],
 ) -> dict[tuple[str, str, str], list[float]]:
-    """Differences from what the table compares with, by model, budget and policy, for a registered rule."""
+    """Return the differences for a registered rule, by model, budget and policy."""
     found = dict[tuple[str, str, str], list[float]]()
     for group in groups if table.rule else ():
         first, (other,) = group[0], table.versus
@@ -160,7 +160,7 @@ def _values(table: Table, measured: Measured, part: int) -> Iterator[_Value]:
 
 
 def _found(table: Table, row: Row, budgets: Sequence[str]) -> Iterator[tuple[dict[str, str], float, float]]:
-    """What one row of results says: axes that a cell decides, and a figure by both metrics."""
+    """Yield the numbers of one row of results, with the axes of each cell, by both metrics."""
     if table.measure in _UNITS:
         for name, figure in row[table.measure].items():
             if name == "prefill" or name in (table.policies or (name,)):
@@ -175,7 +175,7 @@ def _found(table: Table, row: Row, budgets: Sequence[str]) -> Iterator[tuple[dic
 
 
 def _measured(measure: str, row: Row, cell: Mapping[str, Any]) -> tuple[float, float]:
-    """A figure by the paper's metric, a substring, and by ours, the first number; otherwise twice the same."""
+    """Return a number by the paper's metric (substring) and by kvspec's metric (first number), if both exist."""
     if measure != _SCORE:
         figure = cell["mean_bytes"] / _MIB if measure == _BYTES else float(boxed(cell["answer"]) is None)
         return figure, figure
@@ -186,7 +186,7 @@ def _measured(measure: str, row: Row, cell: Mapping[str, Any]) -> tuple[float, f
 
 
 def _task(task: str) -> str:
-    """A task by name; one of a file by the name of that."""
+    """Return the name of a task, or of its file."""
     return Path(task.partition(":")[2]).stem if ":" in task else task
 
 
@@ -215,14 +215,14 @@ def _mean(values: Sequence[float]) -> Estimate:
 
 
 def _is_baseline(paper: Paper, policy: str) -> bool:
-    """Whether a policy is none of the paper's own forms, and no control."""
+    """Return True if a policy is neither a form of the paper's method nor a control."""
     return policy not in EVERY_CONTROL and policy.partition("(")[0].partition("-without")[0] != paper.method
 
 
 def _best(
     paper: Paper, samples: Sequence[tuple[int, str]], every: Mapping[str, Mapping[tuple[int, str], float]],
 ) -> str:
-    """The baseline with the highest mean on these samples, of those that have all of them; "" for none."""
+    """Return the baseline with the highest mean among the baselines with all of these samples, or ""."""
     means = {
         name: np.mean([own[sample] for sample in samples]) for name, own in every.items()
         if _is_baseline(paper, name) and set(samples) <= own.keys()
@@ -231,7 +231,7 @@ def _best(
 
 
 def _published(table: Table) -> Iterator[tuple[tuple[Key, Key], float]]:
-    """The paper's figures, with its models marked as published."""
+    """Yield the published numbers, with the models marked as published."""
     def marked(key: Key, axes: Sequence[str]) -> Key:
         return tuple(name + _PUBLISHED * (axis == "model") for name, axis in zip(key, axes, strict=True))
 
@@ -243,7 +243,7 @@ def _published(table: Table) -> Iterator[tuple[tuple[Key, Key], float]]:
 
 
 def _expected(axes: Sequence[str], table: Table, measured: Sequence[Measured]) -> Iterator[Key]:
-    """The keys that the rules ask for; the samples alone say which depths and densities there are."""
+    """Yield the keys that the rules give. Depths and densities are known only from samples."""
     for rules, model, rows in measured:
         policies = [name for name in (FULL, *rules.policies) if name != FULL or FULL in rules.controls]
         asked: dict[str, Sequence[str]] = {
@@ -260,7 +260,7 @@ def _expected(axes: Sequence[str], table: Table, measured: Sequence[Measured]) -
 def shaped(
     filled: Filled, *, published: bool = True, intervals: bool = True, differences: bool = True,
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and lines in the shape of the paper; for narrow places ours alone, without intervals or differences."""
+    """Return headings and lines in the paper's layout. A narrow layout has only kvspec's numbers without intervals."""
     def shown(key: Key) -> bool:
         return published or not any(name.endswith(_PUBLISHED) for name in key)
 
@@ -286,7 +286,7 @@ def shaped(
 
 
 def write_tables(filled: Sequence[Filled]) -> Iterator[tuple[str, str]]:
-    """Names and texts of files: all figures as one CSV, a line each, and every table in its shape as LaTeX."""
+    """Yield names and texts of files: all numbers as one CSV file, and every table in the paper's layout as LaTeX."""
     yield "tables.csv", pd.DataFrame([line for one in filled for line in _tidy(one)]).convert_dtypes().to_csv(
         index=False
     )
