@@ -129,19 +129,6 @@ def test_active_means_more_than_half(breath_stages: BreathStages, live: LiveTrun
     assert breath_stages.activation(live, p).tolist() == active_by_force(live, p)
 
 
-@pytest.mark.spec("CC-ETA")
-def test_a_zero_key_is_no_maximum(breath_stages: BreathStages) -> None:
-    """It is above the threshold itself, and leaves the others' eta alone."""
-    norms = np.array([np.inf, 1.0, 0.25])
-    assert breath_stages.activation(table([1, 1, 1], norms), PAPER).tolist() == [True, True, False]
-
-
-@pytest.mark.spec("CC-ETA")
-def test_zero_keys_alone_are_all_active(breath_stages: BreathStages) -> None:
-    """There is no finite value, and no maximum to divide by."""
-    assert breath_stages.activation(table([2, 1], np.full(3, np.inf)), PAPER).tolist() == [True, True]
-
-
 FORMS: list[Callable[[Vector, float, float], Any]] = [
     lambda x, top, theta: x > theta * top, lambda x, top, theta: x * (1 / top) > theta,
     lambda x, top, theta: np.exp(np.log(x) - np.log(top)) > theta,
@@ -165,19 +152,6 @@ def test_a_quotient_is_compared(breath_stages: BreathStages, theta: float, size:
             if told == 3:
                 break
         assert told, "the inputs tell nothing"
-
-
-@pytest.mark.spec("CC-ACTIVATION")
-def test_the_reading_per_trunk_is_rejected(breath_stages: BreathStages) -> None:
-    """eta = (0.2, 0.5) is one of two; its mean of 0.35 would be active. The third token sets the maximum."""
-    live = table([2, 1], np.array([0.2, 0.5, 1.0]))
-    assert breath_stages.activation(live, PAPER).tolist() == [False, True]
-
-
-@pytest.mark.spec("CC-ACTIVATION")
-@given(live=tables())
-def test_nothing_is_active_at_theta_1(breath_stages: BreathStages, live: LiveTrunks) -> None:
-    assert not breath_stages.activation(live, replace(PAPER, theta_act=1.0)).any()
 
 
 @pytest.mark.spec("CC-ACTIVATION")

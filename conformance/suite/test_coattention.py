@@ -148,43 +148,6 @@ def test_salience_does_not_fall_when_a_head_is_added(
     assert (more.run(stages).salience >= inputs.run(stages).salience).all()
 
 
-@pytest.mark.spec("CC-SALIENCE", "CC-CROSS")
-@given(inputs=hot_sets(), data=st.data())
-def test_the_order_of_heads_says_nothing(stages: CrystalStages, inputs: AttentionInputs, data: st.DataObject) -> None:
-    """Permuted heads give the same S1 (to the bit where attention is dyadic)."""
-    order = data.draw(st.permutations(range(len(inputs.q))), label="order")
-    a, b = inputs.run(stages), replace(inputs, q=inputs.q[order]).run(stages)
-    assert a.salience.tolist() == b.salience.tolist()
-    assert a.cross.tolist() == b.cross.tolist()
-    assert a.cross_weight.tolist() == b.cross_weight.tolist()
-
-
-@pytest.mark.spec("CC-SALIENCE")
-def test_salience_counts_queries_of_the_own_chunk_only(stages: CrystalStages) -> None:
-    """With C = 2 and four queries on key 0, S_0 counts two of them."""
-    p = replace(TINY, C=2, M_min=0.0)
-    assert one_head([[0], [0], [0], [0]], p).run(stages).salience.tolist() == [2, 0, 0, 0]
-
-
-@pytest.mark.spec("CC-SALIENCE")
-def test_each_token_has_its_own_best_heads(stages: CrystalStages) -> None:
-    """Top heads are chosen per token, and summed, not averaged."""
-    p = replace(TINY, k_heads=1, M_min=0.0)
-    a, b = one_head([[0], [0], [0]], p), one_head([[0], [1], [1]], p)
-    both = replace(a, q=np.concatenate([a.q, b.q]))
-    assert both.run(stages).salience.tolist() == [3, 2, 0]
-    for k_heads, S in ((3, [4, 2, 0]), (0, [0, 0, 0])):
-        assert replace(both, parameters=replace(p, k_heads=k_heads)).run(stages).salience.tolist() == S
-
-
-@pytest.mark.spec("CC-COATTENTION")
-@given(inputs=attention_inputs())
-def test_one_chunk_has_no_cross_edge(stages: CrystalStages, inputs: AttentionInputs) -> None:
-    """C >= n: E_cross is empty."""
-    wide = replace(inputs, parameters=replace(inputs.parameters, C=len(inputs.positions)))
-    assert (wide.run(stages).cross == -1).all()
-
-
 @pytest.mark.spec("CC-CROSS")
 @given(inputs=attention_inputs())
 def test_k_cross_0_drops_the_cross_edges_and_nothing_else(stages: CrystalStages, inputs: AttentionInputs) -> None:

@@ -19,7 +19,7 @@ from conformance.vectors.codec import fields_of, plain, state_of
 from conformance.vectors.models import WAITING, model_of, results_of, state
 from reference.crystalcache import breath, decode_step, empty_state, extend, live, tail
 from spec.backend import Backend, BreathStages
-from spec.budget import Budget, parse_budget
+from spec.budget import Budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights, check_state
 from spec.parameters import ESSAY, PAPER, TINY, CrystalCacheParameters
 
@@ -170,14 +170,6 @@ def test_two_hundred_breaths_in_which_everything_happens(decoder: Backend) -> No
             tail.append(state, 2, 0.5), D=decoder.require_breath().decay(state.D, state.live.trunk_impact, p)
         )
         assert not list(decode_checks.breath(faded, after, ENDS, p, decoder))
-
-
-@pytest.mark.spec("CC-BREATH")
-@given(situation=situations())
-def test_a_full_budget_evicts_nothing(decoder: Backend, situation: Situation) -> None:
-    state, p = situation
-    after = breath.breath(replace(state, budget=parse_budget(1.0)), ENDS, p, decoder)
-    assert after.stored.tolist() == state.stored.tolist()
 
 
 @pytest.mark.spec("CC-STEP")

@@ -1,12 +1,11 @@
 """The essay's forms and the extensions beyond the paper."""
 
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.checks import stage_checks
@@ -99,39 +98,6 @@ def test_dissolution_in_tiers_equals_the_brute_force(stages: CrystalStages, prob
     """Kept positions, r and D MUST be equal, ties included."""
     p = in_tiers(problem)
     assert not list(stage_checks.eviction(p.run(stages), p))
-
-
-@pytest.mark.spec("CC-TIERS")
-@given(problem=evictions())
-def test_tiers_keep_the_size_bounds(stages: CrystalStages, problem: EvictionProblem) -> None:
-    """n if n <= B; B_prot if that exceeds B; else between B - max(0, N_min - 1) and B. Protected trunks stay whole."""
-    found = in_tiers(problem).run(stages)
-    n, B, sizes = len(problem.impact), problem.budget, problem.trunks.sizes
-    B_prot = int(sizes[problem.protected].sum())
-    if n <= B:
-        assert len(found.kept) == n
-        assert found.D.tolist() == problem.D.tolist()
-    elif B_prot > B:
-        assert len(found.kept) == B_prot
-    else:
-        assert max(B_prot, B - max(0, problem.parameters.N_min - 1)) <= len(found.kept) <= B
-    assert (found.ratio[problem.protected] == 1).all()
-    assert np.diff(np.searchsorted(found.kept, problem.trunks.offsets)).tolist() == np.round(
-        found.ratio * sizes
-    ).tolist()
-
-
-@pytest.mark.spec("CC-TIERS")
-@sparingly
-@given(problem=evictions())
-def test_tiers_and_the_cut_agree_where_nothing_or_everything_goes(
-    stages: CrystalStages, problem: EvictionProblem,
-) -> None:
-    """The forms differ only in Stage 1."""
-    n, B_prot = len(problem.impact), int(problem.trunks.sizes[problem.protected].sum())
-    for B in (n, n + 1, B_prot):
-        a, b = replace(problem, budget=B).run(stages), in_tiers(replace(problem, budget=B)).run(stages)
-        assert (a.kept.tolist(), a.ratio.tolist(), a.D.tolist()) == (b.kept.tolist(), b.ratio.tolist(), b.D.tolist())
 
 
 @pytest.mark.spec(
@@ -241,26 +207,6 @@ def test_where_a_segment_begins_says_nothing(stages: CrystalStages, text: Text, 
 
 
 @pytest.mark.spec("CC-ADAPTIVE-MERGE")
-@given(text=texts())
-def test_the_scale_of_the_weights_says_nothing(stages: CrystalStages, text: Text) -> None:
-    """All weights at a quarter: the same trunks, where a fixed threshold would merge none of 0.3."""
-    S1 = text.coattention
-    weak = replace(S1, intra_weight=S1.intra_weight / 4, cross_weight=S1.cross_weight / 4)
-    a, b = trunks_of(stages, text, "median"), trunks_of(stages, text, "median", weak)
-    assert a.offsets.tolist() == b.offsets.tolist()
-
-
-@pytest.mark.spec("CC-ADAPTIVE-MERGE")
-@given(text=texts())
-def test_without_an_edge_nothing_merges_at_any_threshold(stages: CrystalStages, text: Text) -> None:
-    """tau is 0 then, and CC-MERGE is strict."""
-    S1 = text.coattention
-    bare = replace(S1, intra=np.full_like(S1.intra, -1), cross=np.full_like(S1.cross, -1))
-    a, b = trunks_of(stages, text, "median", bare), trunks_of(stages, text, "fixed", bare)
-    assert a.offsets.tolist() == b.offsets.tolist()
-
-
-@pytest.mark.spec("CC-ADAPTIVE-MERGE")
 def test_the_next_float_exceeds_the_median(stages: CrystalStages) -> None:
     """Three interfaces of one edge each, 1/2, 1/2 and the float above: tau is 1/2 itself, and the last one merges."""
     heavier = float(np.nextafter(0.5, 1))
@@ -290,50 +236,6 @@ def test_coverage_equals_the_brute_force(
     """Kept positions, r and D MUST be equal, with either allocation."""
     problem = covered(problem, share, allocation)
     assert not list(stage_checks.eviction(problem.run(stages), problem))
-
-
-@pytest.mark.spec("CC-COVERAGE")
-@given(problem=evictions(), share=COVERAGES, allocation=st.sampled_from(["cut", "tiers"]))
-def test_the_budget_stays_exact(
-    stages: CrystalStages, problem: EvictionProblem, share: float, allocation: str,
-) -> None:
-    """Never more than max(B, B_prot); everything where it fits; r says what is kept of each trunk; D = r D."""
-    found = covered(problem, share, allocation).run(stages)
-    n, sizes = len(problem.impact), problem.trunks.sizes
-    B_prot = int(sizes[problem.protected].sum())
-    assert len(found.kept) == len(set(found.kept.tolist())) <= max(problem.budget, B_prot)
-    assert n > problem.budget or len(found.kept) == n
-    counts = np.diff(np.searchsorted(found.kept, problem.trunks.offsets))
-    assert found.ratio.tolist() == (counts / sizes).tolist()
-    assert found.D.tolist() == (found.ratio * problem.D).tolist()
-    assert (found.ratio[problem.protected] == 1).all()
-
-
-@pytest.mark.spec("CC-COVERAGE")
-@given(problem=evictions(), share=COVERAGES)
-def test_only_evicted_trunks_are_covered(stages: CrystalStages, problem: EvictionProblem, share: float) -> None:
-    """It is dissolution at B less the reserve, and at most the reserve beside it, all from trunks at r = 0."""
-    B_prot = int(problem.trunks.sizes[problem.protected].sum())
-    assume(len(problem.impact) > problem.budget)
-    k = int(Fraction(repr(share)) * max(0, problem.budget - B_prot))
-    before = covered(replace(problem, budget=problem.budget - k), 0.0).run(stages)
-    found = covered(problem, share).run(stages)
-    gone = np.flatnonzero(np.repeat(before.ratio == 0, problem.trunks.sizes))
-    added = np.setdiff1d(found.kept, before.kept)
-    assert np.setdiff1d(before.kept, found.kept).size == 0
-    assert np.isin(added, gone).all()
-    assert len(added) == min(k, len(gone))
-    if len(added) > 1:
-        gaps = np.diff(np.searchsorted(gone, added))
-        assert gaps.max() - gaps.min() <= 1
-
-
-@pytest.mark.spec("CC-COVERAGE")
-@given(problem=evictions())
-def test_no_share_is_no_change(stages: CrystalStages, problem: EvictionProblem) -> None:
-    """coverage = 0 MUST be a no-op to the bit, where dissolution overshoots too."""
-    found, want = covered(problem, 0.0).run(stages), problem.expected()
-    assert (found.kept.tolist(), found.D.tolist()) == (want.kept, want.D)
 
 
 def of_sizes(sizes: list[int], budget: int, share: float) -> EvictionProblem:

@@ -100,15 +100,6 @@ def test_impact_rises_with_salience_and_never_meets_the_clip(
     assert high.max() <= 15.907
 
 
-@pytest.mark.spec("CC-IMPACT")
-@given(tokens=salient_tokens())
-def test_ablations_of_impact_are_exact(stages: CrystalStages, tokens: tuple[Vector, IntVector]) -> None:
-    """Table 10: uniform M is 1, no Von Restorff is M_i = clip(S_i), both to the bit."""
-    S, ids = tokens
-    assert stages.impact(S, ids, replace(PAPER, impact="uniform")).tolist() == [1.0] * len(S)
-    assert stages.impact(S, ids, replace(PAPER, impact="salience")).tolist() == S.tolist()
-
-
 @pytest.mark.spec("CC-IMPACT", "CC-RARITY", "CC-RARITY-FORMS", "CC-UNIT-IMPACT")
 @given(case=cases(), data=st.data())
 def test_rarity_of_given_counts(

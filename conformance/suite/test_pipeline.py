@@ -16,7 +16,6 @@ from conformance.plugin import sparingly
 from conformance.strategies.prompts import Prompt, prompts, random_prompt
 from conformance.strategies.trunks import record
 from reference.crystalcache import prefill
-from reference.crystalcache.protection import protected_trunks
 from reference.policies import crystalcache, retain
 from reference.policies.selectors import fill_units
 from spec.backend import Backend, CrystalStages
@@ -106,23 +105,6 @@ def test_ids_are_names(backend: Backend, prompt: Prompt, data: st.DataObject) ->
     assert same_records(renamed, run(backend, prompt))
 
 
-@pytest.mark.spec("CC-PREFILL")
-@given(prompt=prompts())
-def test_budget_1_keeps_everything(backend: Backend, prompt: Prompt) -> None:
-    """Beta = 1 MUST keep [0, n), and D as it was."""
-    found = run(backend, prompt, budget=1.0)
-    assert found.kept.tolist() == list(range(len(prompt.token_ids)))
-    assert found.D.tolist() == found.graph.D.tolist()
-
-
-@pytest.mark.spec("CC-PREFILL")
-@given(prompt=prompts(), less=st.integers(1, 99))
-def test_budgets_nest(backend: Backend, prompt: Prompt, less: int) -> None:
-    """A smaller beta keeps a subset."""
-    small = run(backend, prompt, budget=f"{float(prompt.share) * less / 100 + 0.0001:.6f}")
-    assert set(small.kept.tolist()) <= set(run(backend, prompt).kept.tolist())
-
-
 @pytest.mark.spec("CC-BUDGET", "CC-PROTECTED")
 @given(prompt=prompts())
 def test_the_result_says_how_far_it_is_over_budget(backend: Backend, prompt: Prompt) -> None:
@@ -166,22 +148,6 @@ def test_without_D_alpha_says_nothing(backend: Backend, prompt: Prompt, alpha: f
     a, b = varied(backend, prompt, graph="zero", alpha=1.0), varied(backend, prompt, graph="zero", alpha=alpha)
     assert np.array_equal(a.scores * alpha, b.scores, equal_nan=True)
     assert a.kept.tolist() == b.kept.tolist()
-
-
-@pytest.mark.spec("CC-SPLIT")
-@given(prompt=prompts(), tau_merge=st.sampled_from([0.0, 1.0]), N_min=st.integers(0, 5))
-def test_token_level_ignores_sentences_merging_and_N_min(
-    backend: Backend, prompt: Prompt, tau_merge: float, N_min: int,
-) -> None:
-    """Table 10, T_max = 1: trunks are tokens, M-bar is M, |R| = min(n, B)."""
-    a = varied(backend, prompt, T_max=1)
-    p = replace(prompt.inputs.parameters, T_max=1, tau_merge=tau_merge, N_min=N_min)
-    b = run(backend, prompt, parameters=p, sentence_ends=frozenset({3}))
-    n = len(prompt.token_ids)
-    assert a.trunks.offsets.tolist() == list(range(n + 1))
-    assert a.trunks.impact.tolist() == a.impact.tolist()
-    assert a.kept.tolist() == b.kept.tolist()
-    assert len(a.kept) == min(n, a.budget)
 
 
 @pytest.mark.spec("CC-SCORE")
@@ -282,20 +248,6 @@ def test_paper_parameters_on_a_prompt_longer_than_the_floor(backend: Backend, pr
     assert found.budget == 168
     assert 166 <= len(found.kept) <= 168
     assert not list(stage_checks.retention(found, prompt, precision))
-
-
-@pytest.mark.spec("CC-PROTECTED")
-def test_150_tokens_can_all_be_protected(stages: CrystalStages) -> None:
-    """B = 132 at beta = .5, c_0 = 18, and nothing may be evicted: all 150 stay, no error."""
-    offsets = np.array([0, 18, 50, 75, 100, 125, 150])
-    protected = protected_trunks(offsets, 150, PAPER.N_sink, PAPER.W_recent)
-    trunks = Trunks(offsets, np.ones(6))
-    score = stages.score(np.ones(6), trunks.impact, protected, PAPER)
-    found = stages.dissolve(score, trunks, np.ones(150), np.ones(6), protected, 132, PAPER)
-    assert protected.all()
-    assert np.isnan(score).all()
-    assert found.kept.tolist() == list(range(150))
-    assert found.ratio.tolist() == [1.0] * 6
 
 
 @pytest.mark.spec("CC-IMPACT")

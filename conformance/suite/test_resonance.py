@@ -13,7 +13,6 @@ from conformance.oracles import decode
 from conformance.oracles.decode import Model, Trunk
 from conformance.strategies.decoding import csr_of_matrix, decode_parameters, flags, graphs, sixteenths
 from conformance.suite.test_activation import table
-from conformance.vectors.codec import weights_of
 from conformance.vectors.models import csr_of, pairs_of
 from spec.arrays import BoolVector, Vector
 from spec.backend import BreathStages
@@ -65,54 +64,6 @@ def test_products_are_rounded_in_the_stated_order(breath_stages: BreathStages, s
     assert rows(breath_stages.hebbian(case[1], case[2], p)) == csr_of(want, names)
 
 
-@pytest.mark.spec("CC-PULSE")
-@given(case=networks(), p=decode_parameters(), data=st.data())
-def test_a_pulse_can_be_read_from_D(
-    breath_stages: BreathStages, case: Network, p: CrystalCacheParameters, data: st.DataObject,
-) -> None:
-    """From D = 0 at alpha_res = 1, D is the pulse: 1 at the source, bounded, 0 or at least tau_pulse elsewhere."""
-    D, W, _ = case
-    if not len(D):
-        return
-    source = data.draw(st.integers(0, len(D) - 1), label="source")
-    only = np.arange(len(D)) == source
-    found = breath_stages.resonance(np.zeros(len(D)), W, only, replace(p, alpha_res=1.0))
-    arrived = decode.pulses(source, pairs_of(rows(W), list(range(len(D)))), p)
-    assert found.tolist() == [min(1.0, arrived.get(g, 0.0)) for g in range(len(D))]
-    assert found[source] == 1
-    elsewhere = found[~only]
-    assert ((elsewhere == 0) | (elsewhere >= p.tau_pulse)).all()
-    assert (elsewhere <= max(1.0, W.weights.max(initial=0.0) * p.gamma_hop) ** max(1, p.max_hops)).all()
-
-
-@pytest.mark.spec("CC-PULSE")
-def test_a_pulse_goes_no_further_than_max_hops(breath_stages: BreathStages) -> None:
-    """A chain of five at weight 1: two hops at the default."""
-    W = TrunkWeights(np.array([0, 1, 3, 5, 7, 8]), np.array([1, 0, 2, 1, 3, 2, 4, 3]), np.ones(8))
-    first = np.arange(5) == 0
-    p = replace(PAPER, alpha_res=1.0)
-    assert breath_stages.resonance(np.zeros(5), W, first, p).tolist() == [1.0, 0.5, 0.25, 0.0, 0.0]
-    assert breath_stages.resonance(np.zeros(5), W, first, replace(p, max_hops=0)).tolist() == [1.0, 0, 0, 0, 0]
-
-
-@pytest.mark.spec("CC-PULSE")
-def test_an_isolated_source_is_renewed(breath_stages: BreathStages) -> None:
-    """D = 0.2 becomes 0.32."""
-    alone = TrunkWeights(np.array([0, 0]), np.empty(0, dtype=np.int64), np.empty(0))
-    assert breath_stages.resonance(np.array([0.2]), alone, np.array([True]), PAPER).round(12).tolist() == [0.32]
-
-
-@pytest.mark.spec("CC-PULSE")
-def test_the_strongest_way_in_counts(breath_stages: BreathStages) -> None:
-    """s-a 0.8, a-t 0.5; s-b 0.4, b-t 0.9: t receives 0.10, not 0.09 and not 0.19; whichever is found first."""
-    for a, b in ((1, 2), (2, 1)):
-        W = np.zeros((4, 4))
-        for x, y, w in ((0, a, 0.8), (a, 3, 0.5), (0, b, 0.4), (b, 3, 0.9)):
-            W[x, y] = W[y, x] = w
-        found = breath_stages.resonance(np.zeros(4), csr_of_matrix(W), np.arange(4) == 0, replace(PAPER, alpha_res=1.0))
-        assert round(float(found[3]), 12) == 0.1
-
-
 @pytest.mark.spec("CC-PULSE", "CC-RESONANCE")
 @pytest.mark.parametrize("m", [130, 258, 520])
 def test_hundreds_of_trunks_send_and_are_reached(breath_stages: BreathStages, m: int) -> None:
@@ -138,55 +89,6 @@ def test_a_pulse_below_tau_marks_nobody(breath_stages: BreathStages) -> None:
     assert breath_stages.resonance(np.zeros(3), csr_of_matrix(W), np.arange(3) == 0, p).tolist() == [1.0, 0.5, 0.25]
 
 
-@pytest.mark.spec("CC-RAISE")
-@given(D=st.integers(1, 8).flatmap(sixteenths), p=decode_parameters())
-def test_without_edges_a_pulse_is_a_share_of_what_is_missing(
-    breath_stages: BreathStages, D: Vector, p: CrystalCacheParameters,
-) -> None:
-    """D + alpha_res (1 - D), for every active trunk."""
-    m = len(D)
-    alone = TrunkWeights(np.zeros(m + 1, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
-    found = breath_stages.resonance(D, alone, np.ones(m, dtype=np.bool_), p)
-    assert found.tolist() == [decode.raise_D(x, 1.0, p) for x in D.tolist()]
-
-
-@pytest.mark.spec("CC-RAISE")
-@given(case=networks(), p=decode_parameters())
-def test_D_rises_and_stays_below_one(
-    breath_stages: BreathStages, case: Network, p: CrystalCacheParameters,
-) -> None:
-    """D <= D' <= 1; the input is not changed; alpha_res = 0 changes nothing."""
-    before = case[0].copy()
-    found = breath_stages.resonance(*case, p)
-    assert ((found >= before) & (found <= 1)).all()
-    assert case[0].tolist() == before.tolist()
-    assert breath_stages.resonance(*case, replace(p, alpha_res=0.0)).tolist() == before.tolist()
-
-
-@pytest.mark.spec("CC-RESONANCE")
-@given(case=networks(), p=decode_parameters(), data=st.data())
-def test_the_order_of_trunks_says_nothing(
-    breath_stages: BreathStages, case: Network, p: CrystalCacheParameters, data: st.DataObject,
-) -> None:
-    """Permuted trunks have the permuted D, up to the rounding of Eq. 38 in another order."""
-    D, W, active = case
-    m = len(D)
-    places = data.draw(st.permutations(range(m)), label="places")
-    names = list(range(m))
-    pairs = {frozenset({places[a] for a in pair}): w for pair, w in pairs_of(rows(W), names).items()}
-    csr, there = weights_of(csr_of(pairs, names)), np.argsort(places)
-    found = breath_stages.resonance(D[there], csr, active[there], p)
-    assert tolerances.close("CC-STEP", found, breath_stages.resonance(*case, p)[there])
-
-
-@pytest.mark.spec("CC-RESONANCE")
-def test_each_pulse_counts(breath_stages: BreathStages) -> None:
-    """Two sources of p = 0.5 raise D = 0 to 0.1444, the strongest alone would give 0.075."""
-    W = TrunkWeights(np.array([0, 1, 3, 4]), np.array([1, 0, 2, 1]), np.ones(4))
-    found = breath_stages.resonance(np.zeros(3), W, np.array([True, False, True]), replace(PAPER, max_hops=1))
-    assert found.round(6).tolist() == [0.15, 0.144375, 0.15]
-
-
 @pytest.mark.spec("CC-HEBB")
 @given(case=networks(), p=decode_parameters())
 def test_edges_grow_together_and_fade_apart(
@@ -201,23 +103,6 @@ def test_edges_grow_together_and_fade_apart(
     assert rows(found) == csr_of(decode.hebb(pairs_of(before, names), together, p), names)
     assert rows(W) == before
     assert (found.weights > p.tau_edge).all() or p.hebb == "static"
-
-
-@pytest.mark.spec("CC-HEBB")
-@given(case=networks())
-def test_no_growth_and_no_decay_is_the_static_graph(breath_stages: BreathStages, case: Network) -> None:
-    """While no weight exceeds 1; and the static graph is W itself."""
-    _, W, active = case
-    low = W._replace(weights=np.minimum(W.weights, 1.0))
-    still = replace(PAPER, eta_Hebb=0.0, gamma_decay=1.0)
-    assert rows(breath_stages.hebbian(low, active, still)) == rows(low)
-    assert rows(breath_stages.hebbian(W, active, replace(PAPER, hebb="static"))) == rows(W)
-
-
-@pytest.mark.spec("CC-HEBB")
-def test_two_active_trunks_without_an_edge_stay_apart(breath_stages: BreathStages) -> None:
-    alone = TrunkWeights(np.zeros(3, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0))
-    assert not len(breath_stages.hebbian(alone, np.ones(2, dtype=np.bool_), PAPER).weights)
 
 
 @pytest.mark.spec("CC-HEBB")

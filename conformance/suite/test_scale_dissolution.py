@@ -72,16 +72,6 @@ def test_D_after(outcome: Judged) -> None:
     assert tolerances.close("CC-DISSOLVE-D", found.D, want.D)
 
 
-@pytest.mark.spec("CC-CUT")
-def test_what_is_cut(outcome: Judged) -> None:
-    """Tokens that stay: all up to B, the protected ones above it, else B less an overshoot."""
-    problem, found, _ = outcome
-    n, B, held = len(problem.impact), problem.budget, int(problem.trunks.sizes[problem.protected].sum())
-    least = B - max(0, problem.parameters.N_min - 1)
-    low, high = (n, n) if n <= B else (held, held) if held > B else (max(held, least), B)
-    assert low <= len(found.kept) <= high
-
-
 def equal_trunks(m: int, size: int, B: int) -> EvictionProblem:
     """m trunks of one size and one score; M ties too."""
     n = m * size

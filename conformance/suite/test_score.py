@@ -68,15 +68,6 @@ def test_the_score_is_bounded_and_at_least_D(stages: CrystalStages, case: Case) 
     assert (found <= max(1, case.parameters.alpha)).all()
 
 
-@pytest.mark.spec("CC-SCORE")
-@given(case=cases())
-def test_alpha_0_leaves_D(stages: CrystalStages, case: Case) -> None:
-    """Table 10, D only: the score is D to the bit."""
-    alive = ~case.protected
-    found = run(stages, replace(case, parameters=replace(case.parameters, alpha=0.0)))
-    assert found[alive].tolist() == case.D[alive].tolist()
-
-
 @pytest.mark.spec("CC-SCORE", "CC-NORMALISED-IMPACT")
 @given(case=cases())
 def test_uniform_impact_equals_alpha_0(stages: CrystalStages, case: Case) -> None:
