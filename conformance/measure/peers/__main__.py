@@ -105,20 +105,21 @@ def page(reports: list[Report], number: int) -> str:
     return "\n".join([
         "# Comparison with kvpress on random inputs", "",
         f"`python -m conformance.measure.peers --write` wrote this page with kvpress {VERSION}, transformers"
-        f" {version('transformers')} and torch {version('torch')}. Both sides get equal queries, keys and values in"
-        " float64, and remove the same ratio r.", "",
+        f" {version('transformers')} and torch {version('torch')}. Both libraries receive the same queries, keys"
+        " and values in float64, and evict the same ratio r of n tokens.", "",
         "| Inputs for each press | Tokens | KV heads | Query heads of a KV head |", "|---|---|---|---|",
         f"| {number} | 6 to 40 (PyramidKV: to 120) | 1 to 3 | 1 or 2 |", "",
         "| Window | Pool | Chunk | Sinks | Future | Lag |", "|---|---|---|---|---|---|",
         f"| {SMALL.window} | {SMALL.kernel} | {SMALL.chunk} | {SMALL.sinks} | {SMALL.future} | {SMALL.lag} |", "",
-        f"The model for the KVzip presses has {SMALL.layers} layers. This model repeats the prompt in chunks of"
-        f" {SMALL.rehearsed} tokens, each after a template of up to 8 tokens. DMS uses a score threshold instead of the"
-        " ratio.", "",
-        "A *reading* is a named difference between the two implementations. If the kept sets differ on an input, the"
+        f"The model for the KVzip presses has {SMALL.layers} layers. The model repeats the prompt in chunks of"
+        f" {SMALL.rehearsed} tokens. A template of up to 8 tokens precedes each chunk. DMS uses a score threshold"
+        " instead of the ratio.", "",
+        "A *reading* is a named difference between kvpress and kvspec. If the kept sets differ on an input, the"
         " command searches for the fewest readings that make the sets equal. The third column counts the inputs for"
         " each reading. The last column counts the inputs for which no readings make the sets equal. The command also"
         " prints the smallest input for each reading. A separate page has the [defects of kvpress](upstream.md).", "",
-        "| Press | Equal kept sets | Need a reading | Unexplained |", "|---|---|---|---|",
+        "| Press | Inputs with equal kept sets | Inputs for each reading | Inputs without an explanation |",
+        "|---|---|---|---|",
         *map(row, reports), "", "| Reading | kvpress | kvspec |", "|---|---|---|",
         *(f"| {name} | {theirs} | {ours} |" for name, (theirs, ours) in READINGS.items()), "",
     ])

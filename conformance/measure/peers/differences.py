@@ -52,36 +52,42 @@ OF_ALL = "rounded once"
 BY_LAYER = "heads of a layer compete"
 
 READINGS: dict[str, tuple[str, str]] = {
-    FLOORED: ("B is the floor of n (1 - r), at least 1", "B is the ceiling"),
-    TRUNCATED: ("B is int(n * (1 - r)) in floating point, which can be one less than the floor", "B is exact"),
-    AVERAGE: ("an average pool smooths the scores", "a maximum pool smooths the scores"),
-    TIES: ("torch.topk chooses among equal scores in no stated order, also among protected tokens if B is smaller"
-           " than their number", "the lower position is kept, and B is raised to the number of protected tokens"),
-    PINNED: ("the last token cannot be evicted", "the last token competes"),
-    LINE: ("the pyramid divides all tokens of a layer, and each share is rounded separately",
-           "the pyramid divides the tokens beyond the window, and the shares have their exact sum"),
-    FLAT: ("every layer has round(n (1 - r)) tokens unless the share of the last layer holds the window",
-           "there is no fallback"),
-    INNER: ("the score is the pooled score of SnapKV's press, also for tokens of the window",
-            "tokens before the window are scored by the plain sum of their attention"),
-    IN_CHUNKS: ("chunks are ranked by their mean, and max(1, int(chunks (1 - r))) whole chunks are kept",
-                "chunks are ranked by their sum, and B tokens are kept"),
-    QUOTA: ("each head keeps a fifth of its budget, and the best tokens of the layer get the rest",
-            "a fifth of the budget is divided evenly among the heads"),
-    PER_QUERY: ("the attention sum of a key is divided by the number of queries that attend to the key",
-                "the sum is not divided"),
-    IN_FIRST: ("tokens of the window have the largest scores, so they fill the first stage, which selects"
-               " max(1, int(n (1 - r) / 2)) tokens. Window tokens that do not fit compete in the second stage",
-               "the window is kept in addition to both stages"),
-    SAFE_FIRST: ("each head keeps max(1, int(B / 5)) of its best tokens before the best tokens of the layer are"
-                 " counted. Half of the tokens of the head are the first stage, including these and the window",
-                 "the fifth is shared evenly, and the window is kept in addition to both stages"),
-    BEHIND_PREFIX: ("chunks begin after the tokens of the chat template. The sinks in the template are kept, and its"
-                    " remaining tokens score 0. Sinks after the template are repeated too",
-                    "chunks begin after the sinks"),
-    OF_ALL: ("int(N r) of the N competing tokens of all heads are evicted", "each head has the ceiling on average"),
-    BY_LAYER: ("the heads of a layer compete for the tokens of the layer", "each head has equally many tokens"),
-    NO_RECENT: ("recent tokens are not kept", "the newest half of B is kept"),
+    FLOORED: ("The budget B is the floor of n (1 - r), at least 1.", "The budget B is the ceiling of n (1 - r)."),
+    TRUNCATED: ("The budget B is int(n * (1 - r)) in floating point, which can be one less than the floor.",
+                "The budget B is computed without rounding errors."),
+    AVERAGE: ("An average pool smooths the scores.", "A maximum pool smooths the scores."),
+    TIES: ("torch.topk selects among tokens with equal scores in no stated order. If B is smaller than the number of"
+           " protected tokens, torch.topk also selects among the protected tokens.",
+           "The token at the lower position is kept, and B is raised to the number of protected tokens."),
+    PINNED: ("The last token is always kept.", "The last token can be evicted, like every token."),
+    LINE: ("The formula of the pyramid divides the whole budget among the layers, and each share is rounded"
+           " separately.",
+           "The formula of the pyramid divides the budget beyond the window among the layers, and the rounded shares"
+           " have the exact sum."),
+    FLAT: ("If the share of the last layer is smaller than the window, every layer keeps round(n (1 - r)) tokens.",
+           "The budgets follow the formula of the pyramid for every prompt."),
+    INNER: ("A token is scored with the pooled score of SnapKV's press, also inside the window.",
+            "A token before the window is scored with the sum of the attention, without pooling."),
+    IN_CHUNKS: ("Chunks are ranked by the mean score, and max(1, int(chunks (1 - r))) whole chunks are kept.",
+                "Chunks are ranked by the sum of scores, and B tokens are kept."),
+    QUOTA: ("Each head keeps a fifth of the head's budget. The best tokens of the layer use the remaining budget.",
+            "A fifth of the layer's budget is divided evenly among the heads."),
+    PER_QUERY: ("The attention sum of a key is divided by the number of queries that attend to the key.",
+                "The attention sum of a key is not divided."),
+    IN_FIRST: ("Window tokens have the largest scores, so window tokens fill the first stage, which selects"
+               " max(1, int(n (1 - r) / 2)) tokens. Window tokens that do not fit compete in the second stage.",
+               "The window is kept in addition to the tokens of both stages."),
+    SAFE_FIRST: ("Each head first keeps the head's best max(1, int(B / 5)) tokens. The first stage selects half of the"
+                 " head's tokens, including these best tokens and the window.",
+                 "A fifth of the budget is shared evenly, and the window is kept in addition to both stages."),
+    BEHIND_PREFIX: ("Chunks begin after the tokens of the chat template. Sinks in the template are kept, and the other"
+                    " tokens of the template have the score 0. The model also repeats sinks after the template.",
+                    "Chunks begin after the sinks."),
+    OF_ALL: ("Of the N competing tokens of all heads, int(N r) are evicted.",
+             "On average, each head keeps the ceiling of n (1 - r) tokens."),
+    BY_LAYER: ("The heads of a layer compete for the budget of the layer.",
+               "Each head keeps the same number of tokens."),
+    NO_RECENT: ("Recent tokens are not protected.", "The newest tokens use half of the budget B."),
 }
 
 
