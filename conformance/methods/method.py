@@ -203,7 +203,7 @@ def method_of(text: str) -> Method:
     name, bracket, rest = text.partition("(")
     if name not in METHODS:
         check_name(name, "as")
-        raise SpecError("as", name, f"has no brute force; choose one of {', '.join(METHODS)}")
+        raise SpecError("as", name, f"is not a method that kvspec can compare with; choose one of {', '.join(METHODS)}")
     try:
         values = tomllib.loads(f"x = {{{rest[:-1]}}}")["x"]
         assert not bracket or rest.endswith(")")

@@ -132,7 +132,7 @@ def stated_owner(path: Path) -> tuple[object, str | None]:
     try:
         stated = json.loads(header_at(path, HEADER_MOST).metadata["manifest"])
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"its manifest cannot be read: {error}") from error
+        raise Damaged(f"must have a readable manifest: {error}") from error
     if not isinstance(stated, dict):
         raise Damaged("its manifest is none")
     key = stated.get("key")
@@ -205,4 +205,4 @@ def _manifest(header: Header) -> Manifest:
     try:
         return Manifest.from_json(header.metadata["manifest"])
     except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"its manifest cannot be read: {error}") from error
+        raise Damaged(f"must have a readable manifest: {error}") from error

@@ -147,7 +147,7 @@ def reranked(corpus: Mapping[str, str], path: Path) -> Callable[[str, Sequence[s
 
 def _loaded(kind: Any, path: Path) -> tuple[Any, Any]:
     if not Path(path).is_dir():
-        raise SpecError("path", str(path), "must be a folder with a model and its tokenizer")
+        raise SpecError("path", str(path), "must be a folder with a model and a tokenizer")
     model, info = kind.from_pretrained(path, output_loading_info=True, dtype=torch.float32, local_files_only=True)
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:

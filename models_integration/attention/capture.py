@@ -176,7 +176,7 @@ class Recorder:
         for layer in layers:
             if layer not in self.seen or fewer or (needs.values and not own.values):
                 raise SpecError(
-                    "observation", own, f"lacks tensors that the policy reads; call kvspec.observe(..., needs={needs})"
+                    "observation", own, f"lacks tensors that the policy needs; call kvspec.observe(..., needs={needs})"
                 )
             # A session requests the log-sum-exp only if the observed layer alone decides.
             lse = self.seen[layer].lse if needs.layers == "observed" else None

@@ -18,7 +18,7 @@ def check_window_crop(layer: DynamicSlidingWindowLayer, tokens_to_remove: int) -
     """
     first, remaining = _first_kept(layer), int(layer.get_seq_length()) + tokens_to_remove
     if max(0, remaining - layer.sliding_window + 1) < first:
-        reason = f"sliding-window layers have freed tokens before position {first}: process the text with a new cache"
+        reason = f"sliding-window layers have freed the tokens before position {first}: use a new cache"
         raise SpecError("tokens_to_remove", tokens_to_remove, reason)
 
 

@@ -228,7 +228,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         metadata, tensors = read(path)
     except Damaged as error:
-        raise SpecError("path", path.name, "is damaged: the file is not as it was saved") from error
+        raise SpecError("path", path.name, "is damaged: the content differs from the saved content") from error
     if metadata["format"] != FORMAT:
         bound = f"has format {metadata['format']}, not {FORMAT}: read the text again and save the new cache"
         raise SpecError("path", path.name, bound)
@@ -237,7 +237,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if not isinstance(manifest, dict):
             raise ValueError(f"it is a {type(manifest).__name__}")
     except (ValueError, RecursionError) as error:
-        raise SpecError("path", path.name, f"its manifest cannot be read: {error}") from error
+        raise SpecError("path", path.name, f"must have a readable manifest: {error}") from error
     # The tensors are copied, because a view would keep the whole file in memory.
     return manifest, {name: tensor.clone() for name, tensor in tensors.items()}
 

@@ -37,7 +37,7 @@ def with_one_cache(given: Mapping[str, object]) -> dict[str, object]:
     caches = {name: given[name] for name in NAMES if given.get(name) is not None}
     for name, cache in caches.items():
         if arguments.setdefault(NAMES[0], cache) is not cache:
-            reason = f"is not the cache that {NAMES[0]} names: leave one of the two out"
+            reason = f"differs from the cache in {NAMES[0]}: pass only one of the two arguments"
             raise SpecError(name, type(cache).__name__, reason)
     return arguments
 

@@ -103,5 +103,5 @@ def check_call(*stated: Mapping[str, object]) -> None:
     if effective("prefill_chunk_size") is not None and effective("token_healing"):
         raise SpecError(
             "token_healing", True,
-            "cannot be used with prefill_chunk_size, because it changes the prompt: leave out one of the two",
+            "cannot be used with prefill_chunk_size, because token healing changes the prompt: leave out one",
         )

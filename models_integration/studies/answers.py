@@ -39,7 +39,7 @@ def needed(each: Iterable[Needs]) -> Needs:
     if len(rehearsals) > 1:
         raise SpecError(
             "policies", f"{len(rehearsals)} rehearsals",
-            "all policies of a run must use the same template: run them separately",
+            "must all use the same template: run policies with different templates separately",
         )
     places = {one.observed for one in every if one.layers == "observed"}
     return Needs(

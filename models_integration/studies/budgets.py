@@ -33,5 +33,5 @@ def read_budget(text: int | str, argument: str = "budget") -> Budget:
     try:
         eviction_budget(r, 10**9)
     except SpecError as error:
-        raise SpecError(argument, text, f"r {error.bound}, as in 'evict 0.75'") from error
+        raise SpecError(argument, text, f"r {error.bound}, such as 'evict 0.75'") from error
     return _Evicted(parse_budget("1.0").fraction, r=r)

@@ -113,7 +113,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Raise SpecError with the names of the tasks that need rolling likelihoods."""
         tasks = ", ".join(sorted({request.task_name for request in requests}))
-        reason = "use loglikelihood_rolling, which is not supported: these tasks have no context to evict from"
+        reason = "must not use loglikelihood_rolling, because such tasks have no context to evict from"
         raise SpecError("tasks", tasks, reason)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

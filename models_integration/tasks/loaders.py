@@ -220,7 +220,7 @@ def loogle_file(path: Path) -> OfFile:
     prompt, new_tokens = (read_setting(config / f"task2{it}.json", path.stem) for it in ("prompt", "maxlen"))
     before, hole, behind = str(prompt).partition("{input}")
     if not hole or "{Q}" not in behind:
-        raise SpecError("prompt", prompt, "must contain {input}, and {Q} after it")
+        raise SpecError("prompt", prompt, "must contain {input}, followed by {Q}")
     file = open_rows(path, {"input": str, "qa_pairs": object})
     pairs = [_pairs(f"{path}, row {number}", row["qa_pairs"]) for number, row in enumerate(file.rows)]
 

@@ -149,7 +149,7 @@ def draw_value(rng: np.random.Generator, values: Sequence[int], used: Sequence[i
         SpecError: if all values are used.
     """
     if len(set(values) - set(used)) == 0:
-        raise SpecError("values", len(values), f"must have more than the {len(used)} values that are already used")
+        raise SpecError("values", len(values), f"must be more than {len(used)}, the number of values already used")
     while True:
         value = int(values[int(rng.integers(len(values)))])
         if value not in used:

@@ -82,7 +82,7 @@ def marker_id(marker: Marker, vocabulary: Vocabulary) -> int:
     """
     ids = [int(token) for token in vocabulary.encode(marker.text)]
     if len(ids) != 1 or vocabulary.decode(ids) != marker.text:
-        raise SpecError("marker", marker.text, f"must be one token id of this tokenizer, and is {ids}")
+        raise SpecError("marker", marker.text, f"must be one token id of the tokenizer, but is {ids}")
     return ids[0]
 
 

@@ -42,7 +42,7 @@ def caote_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
         SpecError: if the values were not captured.
     """
     if view.v is None:
-        raise SpecError("v", None, "is needed, because CAOTE reads the values")
+        raise SpecError("v", None, "is needed, because CAOTE uses the values")
     return caote_error(group_mean(observed_attention(view, 1)[:, 0], len(view.k)), wide(view.v))
 
 

@@ -81,7 +81,7 @@ class TwoScores:
         """
         scores = check_weighable(self.host(observation, protected))
         if any(view.v is None for view in observation.layers.values()):
-            raise SpecError("v", None, "is needed, because CriticalKV reads the values")
+            raise SpecError("v", None, "is needed, because CriticalKV uses the values")
         size = host_rows([self.size(view.v, self.W_o[layer]) for layer, view in observation.layers.items()])
         return replace(scores, second=(scores.values + EPSILON) * size)
 

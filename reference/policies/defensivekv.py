@@ -136,7 +136,7 @@ class Defensive:
     def __call__(self, observation: Observation, protected: BoolVector, /) -> Scores:
         assert observation.B is not None
         if any(view.v is None for view in observation.layers.values()):
-            raise SpecError("v", None, "is needed, because DefensiveKV reads the values")
+            raise SpecError("v", None, "is needed, because DefensiveKV uses the values")
         return stacked(observation, [
             self.score(view, self.W_o[layer], observation.B, self.W, self.kernel)
             for layer, view in observation.layers.items()

@@ -107,7 +107,7 @@ class ExpectedAttention:
         Implements: PO-EXPECTED-ATTENTION
         """
         if view.v is None:
-            raise SpecError("v", None, "is needed, because Expected Attention reads the values")
+            raise SpecError("v", None, "is needed, because Expected Attention uses the values")
         H_kv, n = view.k.shape[:2]
         scores = np.full((H_kv, n), np.nan)
         if n <= self.N_sink:

@@ -52,10 +52,10 @@ def lagkv_score(view: LayerView, N_sink: int, lag: int) -> Float64[Matrix, "H_kv
         SpecError: if the values were not captured, or if keys or values have only one channel.
     """
     if view.v is None:
-        raise SpecError("v", None, "is needed, because LagKV reads the values")
+        raise SpecError("v", None, "is needed, because LagKV uses the values")
     k, v = wide(view.k), wide(view.v)
     if min(k.shape[2], v.shape[2]) < 2:
-        raise SpecError("d", min(k.shape[2], v.shape[2]), "must be at least 2: one channel has no spread")
+        raise SpecError("d", min(k.shape[2], v.shape[2]), "must be at least 2, because one channel has no spread")
     H_kv, n = k.shape[:2]
     parts = max(1, (n - N_sink) // lag)
     tail = min(n, N_sink + (parts - 1) * lag)

@@ -102,7 +102,7 @@ def check_name(name: str, argument: str = "name") -> str:
         bare, bracket, _ = name.partition("(")
         if bracket and bare in NAMES:
             call = f"policy_from_name({bare!r}, constant=value)"
-            raise SpecError(argument, name, f"must be a name; give constants as arguments, as in {call}")
+            raise SpecError(argument, name, f"must be a name; pass constants as arguments, such as {call}")
         own_policy(name, argument)
     return name
 

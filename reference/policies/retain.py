@@ -31,7 +31,7 @@ class _Absent:
         Raises:
             SpecError: always. The message says how to declare the tensor in `Needs`.
         """
-        raise SpecError(self.what, None, f"is not declared, but the scorer reads it; declare Needs({self.remedy})")
+        raise SpecError(self.what, None, f"is used by the scorer, but not declared; declare Needs({self.remedy})")
 
     def __getattr__(self, name: str) -> NoReturn:
         self.missed()

@@ -74,7 +74,7 @@ def stacked(observation: Observation, rows: Sequence[DeviceArray], carry: object
         SpecError: if `rows` is empty, or if the number of score rows differs from the number of groups.
     """
     if not rows:
-        raise SpecError("layers", len(rows), "must be at least 1: the policy reads the attention inputs of a layer")
+        raise SpecError("layers", len(rows), "must be at least 1, because the policy uses attention inputs")
     values = host_rows(rows)
     if len(values) != observation.groups:
         raise SpecError("groups", observation.groups, f"must be {len(values)}, the number of score rows")

@@ -146,7 +146,7 @@ class Sampled:
         queries, at = records
         views = [replace(view, q=q) for view, q in zip(observation.layers.values(), queries, strict=True)]
         if any(view.v is None for view in views):
-            raise SpecError("v", None, "is needed, because VaSE reads the values")
+            raise SpecError("v", None, "is needed, because VaSE uses the values")
         n, past = at.shape[1], at.shape[1] - views[0].q.shape[1]
         rows = [self.range(view.v)[:, :past] for view in views]
         rows += [self.attend(view, self.W, self.kernel) for view in views]

@@ -76,7 +76,7 @@ class ValueWeighted:
         """
         views = observation.layers.values()
         if any(view.v is None for view in views):
-            raise SpecError("v", None, "is needed, because VATP reads the values")
+            raise SpecError("v", None, "is needed, because VATP uses the values")
         sizes = [self.size(view.v) for view in views]
         if not isinstance(self.host, LayerScorer | HeavyHitters):
             return self.host, host_rows(sizes)

@@ -182,7 +182,7 @@ def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("snapkw", "as = 'snapkw'"), ("crystalcache", "has no brute force"),
+        ("snapkw", "as = 'snapkw'"), ("crystalcache", "is not a method that kvspec can compare"),
         ("snapkv(W=16", "must be a method, such as"),
         ("snapkv(w=16)", "not a constant or reading of snapkv; choose one of W, kernel, pooling, sinks, softmax, ties"),
         ('snapkv(pooling="min")', "must be one of max, average"), ('adakv(safeguard="x")', "must be a fraction"),

@@ -169,7 +169,7 @@ def test_to_protect_nothing_is_no_protection_that_holds() -> None:
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-RETAIN")
 def test_a_policy_that_fails_otherwise_does_not_pass() -> None:
-    with pytest.raises(SpecError, match="the scorer reads it"):
+    with pytest.raises(SpecError, match="is used by the scorer, but not declared"):
         judge("GQA", replace(policy_from_score(value_norm, needs=Needs("all")), promises=ALL))
 
 

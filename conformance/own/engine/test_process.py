@@ -258,7 +258,7 @@ class Options(dict[str, Any]):
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"--backend": "numpy"}, "give one of them"), ({"--kvspec-timeout": 0.0}, "positive number"),
+    ({"--backend": "numpy"}, "give either --backend"), ({"--kvspec-timeout": 0.0}, "positive number"),
     ({"--kvspec-timeout": float("nan")}, "positive number"), ({"--kvspec-command": "false"}, "exit code 1"),
 ])
 def test_options_that_do_not_fit_are_refused_in_one_line(changes: dict[str, Any], words: str) -> None:

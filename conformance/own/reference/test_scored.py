@@ -125,7 +125,7 @@ def test_what_the_needs_do_not_ask_for_is_missed_by_name(read: str) -> None:
     """Although the observation has it: a session would not have captured it."""
     needs, score = READS[read]
     policy = policy_from_score(score, needs=needs)  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=r"but the scorer reads it; declare Needs\(") as caught:
+    with pytest.raises(SpecError, match=r"used by the scorer, but not declared; declare Needs\(") as caught:
         decided(policy, INPUTS, 5)
     assert caught.value.argument == (read if read in ("q", "layers", "token_ids") else "v")
 

@@ -28,7 +28,7 @@ def registered(rules: Rules, path: Path) -> str:
     for file in (path, *([path.parent / rules.calibration] if rules.calibration else [])):
         tracked = _git(file.parent, "ls-files", "--error-unmatch", "--", file.name)
         if tracked is None or _git(file.parent, "status", "--porcelain", "--", file.name) != "":
-            reason = "is not committed as it is: commit rules and calibration before the samples that confirm claims"
+            reason = "has uncommitted changes: commit rules file and calibration before you run confirming samples"
             raise SpecError("rules", str(file), reason)
     return _git(path.parent, "rev-parse", "HEAD") or ""
 

@@ -53,7 +53,7 @@ def test_the_first_session_says_what_it_does_before_it_does_it(
     monkeypatch.setattr(noxfile, "new_environment", lambda *given: said.append("made"))
     noxfile.shared_python(Session())
     assert len(said) == 2
-    assert f"making the environment of all sessions in {tmp_path}" in said[0]
+    assert f"making the shared environment of all sessions in {tmp_path}" in said[0]
 
 
 @pytest.mark.law("as-it-is-described")

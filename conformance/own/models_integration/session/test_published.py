@@ -127,7 +127,7 @@ REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]
     (BY_NAME, ("crystalcache",), {}, "sentence_ends = None"),
     (BY_NAME, ("crystalcache",), {"T": 3}, "T = 3: crystalcache has the constants C, D_c, M_max"),
     (BY_NAME, ("fullcache",), {"N_sink": 4}, "fullcache has the constants none"),
-    (BY_NAME, ("snapkv(W=16)",), {}, r"must be a name; give constants as arguments, .*\('snapkv', constant=value\)"),
+    (BY_NAME, ("snapkv(W=16)",), {}, r"must be a name; pass constants as arguments, .*\('snapkv', constant=value\)"),
     *((Published, (name,), {}, f"name = '{name}': has a separate class; call kvspec.policy_from_name instead")
       for name in CLASSES),
     *((Published, (name,), {}, f"name = '{name}'") for name in ("epicache", "scissorhands", "diverse-h2o")),

@@ -210,7 +210,7 @@ def test_what_is_not_served_is_named() -> None:
     with pytest.raises(SpecError, match="must be all ones, because the policy"):
         observe(model, ids, mask, replace(EVERYTHING, rehearsal=PLAN))
     for other in (EVERYTHING, replace(EVERYTHING, rehearsal=replace(PLAN, chunk=24))):
-        with pytest.raises(SpecError, match="lacks tensors that the policy reads"):
+        with pytest.raises(SpecError, match="lacks tensors that the policy needs"):
             decide(CustomPolicy(POLICY, 0.3).on(model), observe(model, prompt(PROMPT), needs=other))
     with pytest.raises(SpecError, match=f"template = {VOCABULARY}: must lie in"):
         Published("kvzip", 0.3, template=[[1], [VOCABULARY], [2]])(model)

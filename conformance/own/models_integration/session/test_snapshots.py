@@ -181,11 +181,11 @@ def test_a_flipped_byte_is_refused_wherever_it_is(tmp_path: Path) -> None:
             data = bytearray(whole)
             data[place] ^= flip
             path.write_bytes(data)
-            with pytest.raises(SpecError, match="is damaged: the file is not as it was saved"):
+            with pytest.raises(SpecError, match="is damaged: the content differs from the saved content"):
                 load_cache(path, model)
     for torn in (b"", whole[:50], whole[:-1], whole + b" ", whole[: head + 3]):
         path.write_bytes(torn)
-        with pytest.raises(SpecError, match="is damaged: the file is not as it was saved"):
+        with pytest.raises(SpecError, match="is damaged: the content differs from the saved content"):
             load_cache(path, model)
     path.write_bytes(whole)
     same(load_cache(path, model), cache)

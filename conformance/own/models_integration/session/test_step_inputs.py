@@ -242,7 +242,7 @@ def test_another_cache_is_refused_by_each_name(name: str, inside: str) -> None:
     with BLOCKS[inside](model, cache), torch.no_grad():
         with pytest.raises(SpecError, match=f"past_key_values = '{type(foreign).__name__}'"):
             model(ids, **{name: foreign})
-        with pytest.raises(SpecError, match=r"cache = .*: leave one of the two out"):
+        with pytest.raises(SpecError, match=r"cache = .*: pass only one of the two arguments"):
             model.base_model(ids, **{**dict.fromkeys(NAMES, cache), name: foreign})
     assert live_sets(cache) == before
 

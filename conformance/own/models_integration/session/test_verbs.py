@@ -168,11 +168,11 @@ def test_a_small_observation_serves_those_whom_it_is_enough_for() -> None:
     check(model, made("crystalcache", model, 0.3), small)
     check(model, made("StreamingLLM", model, 0.3), small)
     for name in ("snapkv", "knorm"):
-        with pytest.raises(SpecError, match=r"observation = .*lacks tensors that the policy reads"):
+        with pytest.raises(SpecError, match=r"observation = .*lacks tensors that the policy needs"):
             decide(made(name, model, 0.3).on(model), small)
     rows = observe(model, prompt(N), needs=Needs("all", 8, values=True))
     check(model, CustomPolicy(snapkv(W=8), 0.3), rows)
-    with pytest.raises(SpecError, match="lacks tensors that the policy reads"):
+    with pytest.raises(SpecError, match="lacks tensors that the policy needs"):
         decide(CustomPolicy(snapkv(W=9), 0.3).on(model), rows)
 
 

@@ -290,7 +290,7 @@ def test_shipped_papers_name_what_there_is(name: str, quick: bool) -> None:
         ((), ('parts = ["files"]', 'parts = ["file"]'), "table files: parts = 'file': must be one of needle, files"),
         ((), ('title = "Tiny"', ""), "missing or unknown: Paper has title, method"),
         ((), ("contexts = 3", "context = 3"), "missing or unknown: Rules has"),
-        ((), ("evict 0.2", "evict 1.2"), "r must lie in [0, 1), as in 'evict 0.75'"),
+        ((), ("evict 0.2", "evict 1.2"), "r must lie in [0, 1), such as 'evict 0.75'"),
         ((), ("[study]", "study"), "must be a TOML file"),
     ],
 )

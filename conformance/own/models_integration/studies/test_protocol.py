@@ -49,7 +49,7 @@ def change(path: Path) -> None:
 
 @pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize(("before", "part", "said"), [
-    (change, "confirm", "is not committed as it is"), (lambda path: None, "all", "must be dev, and confirm"),
+    (change, "confirm", "has uncommitted changes"), (lambda path: None, "all", "must be dev, and confirm"),
     (lambda path: append_row(path.with_name("study.jsonl"), {
         "part": "confirm", "rules": load_rules(path).digest,
     }), "dev", "must not follow the confirming samples"),
