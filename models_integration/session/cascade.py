@@ -34,7 +34,7 @@ SPARE = 2
 
 @dataclass
 class Cascade:
-    """CAKE while the prompt is read: the cache holds at most the budget of all layers and one full layer.
+    """CAKE while the prompt is read: the cache holds at most the budget and two tokens a head, and one full layer.
 
     The heads of a layer have equal shares, and each head keeps its best ranks. So a slot of the pool holds one rank of
     a layer: one token of each KV head. Before rounding, the share of a layer is min(n, W + x * preference), with one x
@@ -104,12 +104,16 @@ class Cascade:
         sizes = [layer.keys.shape[2] for layer in pool]
         slots = zip(pool, sources.split(sizes, 2), stays.split(sizes, 1), strict=True)  # type: ignore[no-untyped-call]
         for layer, source, stay in list(slots)[first:]:
-            at = source.flatten().to(keys.device, non_blocking=True)
-            same = stay[:, None, :, None].to(keys.device, non_blocking=True)
-            layer.keys, layer.values = (
-                torch.where(same, old, new.flatten(0, 2).index_select(0, at).view_as(old))
-                for old, new in ((layer.keys, keys), (layer.values, values))
-            )
+            change, at = (~stay)[:, None].expand(source.shape).flatten(), source.flatten()
+            # Where the host knows which slots change, it leaves the others alone.
+            to = change.nonzero()[:, 0] if change.is_cpu else None
+            for old, new in ((layer.keys, keys), (layer.values, values)):
+                old, new = old.flatten(0, 2), new.flatten(0, 2)
+                if to is None:
+                    old.copy_(torch.where(change[:, None], new.index_select(0, at), old))
+                else:
+                    there = to.to(new.device, non_blocking=True)
+                    old.index_copy_(0, there, new.index_select(0, at[to].to(new.device, non_blocking=True)))
 
     def read(self, padding: Tensor | None) -> list[Decision]:
         """Evict the tokens beyond the exact shares, and return the decision about each layer of the pool."""
