@@ -350,7 +350,7 @@ def test_a_figure_has_a_curve_for_each_policy(form: str, rows: list[Row], tmp_pa
     (tmp_path / "two").mkdir()
     page_of(tmp_path / "two", study=[*rows, *({**row, "model": "m@0"} for row in compared(**PATTERNS))])
     mixed = CliRunner().invoke(app, ["report", str(tmp_path / "two"), "--figure", str(tmp_path / f"figure.{form}")])
-    assert "runs with different rules, backend, spec_version: write each run to a" in str(mixed.exception)
+    assert "results with different rules, backend, spec_version: write each run to a" in str(mixed.exception)
     page_of(tmp_path, study=rows)
     made = CliRunner().invoke(app, ["report", str(tmp_path), "--figure", str(tmp_path / "new" / f"figure.{form}")])
     assert made.exit_code == 0, made.output
