@@ -55,7 +55,6 @@ BOUNDS: dict[tuple[str, str], Bound] = {
     ("IN-ENTROPY", "float64"): Bound(
         256, "terms of one sign: a logarithm within 4 ulp, a product, and as many roundings as slots, of both sides"
     ),
-    ("IN-SINK-MASS", "float64"): Bound(0, "at most a few sums in a stated order: the same bits"),
     ("CC-DISSOLVE-D", "float64"): Bound(0, "one quotient, correctly rounded, and one product: the same bits"),
 }
 

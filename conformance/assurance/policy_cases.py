@@ -10,27 +10,8 @@ from typing import Any
 import numpy as np
 
 from conformance.methods import brutes, h2o
-from conformance.methods.brute import (
-    BLOCK,
-    HALF,
-    KERNEL,
-    N_SINK,
-    SAFEGUARD,
-    SINK,
-    W,
-    newest,
-    newest_half,
-    plain,
-    shared,
-)
-from conformance.methods.policies import (
-    Score,
-    adaptive_shares,
-    best_blocks,
-    competition_shares,
-    epicache,
-    top,
-)
+from conformance.methods.brute import BLOCK, KERNEL, SAFEGUARD, W, newest, newest_half, plain, shared
+from conformance.methods.policies import Score, adaptive_shares, best_blocks, competition_shares, epicache, top
 from conformance.methods.signatures import signatures
 from conformance.methods.snapkv import snapkv
 from conformance.methods.triattention import rows
@@ -40,22 +21,6 @@ from reference import policies
 from reference.policies.budgets import Above
 from reference.triattention import Mode
 from spec.policy import Policy
-
-__all__ = [
-    "CASES",
-    "HALF",
-    "KERNEL",
-    "LAM",
-    "N_SINK",
-    "SINK",
-    "Case",
-    "W",
-    "alpha_kept",
-    "diversity",
-    "diversity_heads",
-    "plain_values",
-    "triattention",
-]
 
 LAM = 0.5
 

@@ -3,7 +3,6 @@
 import pytest
 
 pytest.importorskip("numba", reason="pip install 'kvspec[numba]'")
-pytest.importorskip("numba", reason="the Numba backend needs it")
 
 import os
 import subprocess

@@ -9,7 +9,6 @@ from conformance import tolerances
 from conformance.assurance.item_vectors.adapters import vocabulary
 from conformance.assurance.oracles import injection as oracle
 from conformance.plugin import sparingly
-from reference.injection.diagnostics import sink_mass
 from reference.injection.quantisers import ARMS, SCHEMES, codes, decoded, quantised_region, scale
 from reference.injection.rotation import TURNS, rebase_angles, shift_angles
 from reference.injection.splicing import most_deviating
@@ -106,17 +105,6 @@ def attentions(draw: st.DrawFn) -> Cube:
     raw[0, 0] = np.eye(n)[0]
     weights: Cube = raw / raw.sum(-1, keepdims=True)
     return weights
-
-
-@pytest.mark.spec("IN-SINK-MASS")
-@sparingly
-@given(weights=attentions(), data=st.data())
-def test_sink_mass_equals_the_brute_force(weights: Cube, data: st.DataObject) -> None:
-    n = weights.shape[2]
-    at = np.array(sorted(data.draw(st.sets(st.integers(0, 12), min_size=n, max_size=n))), dtype=np.int64)
-    found = sink_mass(weights, at)
-    want = [oracle.sink_mass(row, at.tolist(), 4) for head in weights.tolist() for row in head]
-    assert tolerances.close("IN-SINK-MASS", found.ravel(), want)
 
 
 @st.composite

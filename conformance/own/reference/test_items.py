@@ -200,6 +200,10 @@ CASES = [
         new=st.lists(st.integers(0, 12), min_size=1, max_size=6),
     )),
     Case("CC-ETA", of(inverse_norms=st.integers(0, 8).flatmap(inverse_norms).map(plain))),
+    Case("CC-RENEWAL", made(
+        lambda rows, share: {"D": [D for D, _ in rows], "active": [on for _, on in rows], "renewal": share},
+        rows=st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=8), share=st.floats(0, 1),
+    )),
     Case("CC-TAIL", states(token_id=st.integers(0, 8), inverse_norm=st.sampled_from([0.5, float("inf")]))),
     Case("CC-TAIL-D", of(
         decode_parameters(), mu=st.integers(0, 40).map(lambda x: x / 8), sigma=st.integers(1, 40).map(lambda x: x / 8),
@@ -207,6 +211,14 @@ CASES = [
     Case("CC-LIVE", states()),
     Case("CC-LIVE-PROTECTED", states()),
     Case("CC-BREATH-PROTECTED", states()),
+    Case("PO-POOL", of(
+        row=st.lists(st.integers(-8, 8).map(float), max_size=12), kernel=st.sampled_from([1, 3, 5, 7, 9]),
+    )),
+    Case("PO-PYRAMID-BUDGET", made(
+        lambda L, n, W, B, beta: {"L": L, "n": n, "W": min(W, n), "B": max(B, W), "beta": beta},
+        L=st.integers(1, 40), n=st.integers(1, 400), W=st.integers(1, 20), B=st.integers(1, 420),
+        beta=st.integers(1, 30),
+    )),
     Case("PO-TOP-UNITS", scored()),
     Case("PO-FILL-UNITS", scored(c=st.integers(1, 5))),
     Case("PO-WHOLE-SHARES", made(
@@ -277,6 +289,10 @@ CASES = [
         r=st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 1.0]),
     )),
     Case("IN-ENTROPY", of(weights=attentions().map(plain))),
+    Case("IN-SINK-MASS", made(
+        lambda weights, at: {"weights": weights.tolist(), "positions": sorted(at)[: weights.shape[2]], "sinks": 4},
+        weights=attentions(), at=st.sets(st.integers(0, 12), min_size=8),
+    )),
     Case("IN-KEY-COSINE", made(
         alike, seed=seeds, d=st.integers(4, 6), start=st.integers(0, 3000),
         style=st.sampled_from(["half_split", "interleaved"]),

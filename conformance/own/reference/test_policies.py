@@ -125,15 +125,6 @@ def test_observed_attention_is_the_last_rows_of_the_softmax(seed: int, window: i
         assert scores_agree(row, [float(sum(column)) for column in zip(*head, strict=True)])
 
 
-@pytest.mark.spec("PO-POOL")
-@given(row=st.lists(st.integers(-8, 8).map(float), max_size=12), half=st.integers(0, 4))
-def test_pools(row: list[float], half: int) -> None:
-    """A maximum leaves out what lies outside; an average divides by the kernel at the edges too."""
-    x, kernel = np.array([row]), 2 * half + 1
-    assert attention.max_pool(x, kernel)[0].tolist() == oracle.pool(row, kernel, "max")
-    assert scores_agree(attention.average_pool(x, kernel)[0], oracle.pool(row, kernel, "average"))
-
-
 @pytest.mark.spec("PO-CHUNKKV")
 @given(n=st.integers(1, 40), window=st.integers(0, 40), c=st.integers(1, 12))
 def test_chunks_cover_the_tokens_before_the_window(n: int, window: int, c: int) -> None:

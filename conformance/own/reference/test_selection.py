@@ -12,7 +12,7 @@ from conformance.assurance.policy_cases import CASES
 from conformance.methods import policies as oracle
 from conformance.strategies.policy_inputs import decided, drawn, observation, retained
 from reference.policies import keydiff
-from reference.policies.budgets import Adaptive, Competition, Pyramid, adakv_official, pyramidkv_official, winners
+from reference.policies.budgets import Adaptive, Competition, Pyramid, adakv_official, pyramidkv_official
 from reference.policies.protections import Places, SinkAndRecent
 from reference.policies.selectors import top_units
 from spec.errors import SpecError
@@ -38,33 +38,6 @@ def test_units_of_several_sizes_stay_whole(units: list[tuple[int, bool, int]], B
             break
         kept.append(u)
     assert found.positions.tolist() == [i for u in sorted(kept) for i in range(offsets[u], offsets[u + 1])]
-
-
-@pytest.mark.spec("PO-PYRAMID-BUDGET")
-@given(
-    L=st.integers(1, 40), n=st.integers(1, 400), W=st.integers(1, 20), B=st.integers(1, 420), beta=st.integers(1, 30),
-    H=st.integers(1, 3),
-)
-def test_a_pyramid_meets_its_total(L: int, n: int, W: int, B: int, beta: int, H: int) -> None:
-    """MUST hold B tokens on average, none above n, none below the window, and never more in a higher layer."""
-    B, W = max(B, W), min(W, n)
-    scores = Scores(np.zeros((L * H, n)), np.arange(n + 1), heads=H)
-    shares = Pyramid(W, beta)(B * L * H, scores).reshape(L, H)
-    assert shares.sum() == L * H * min(B, n)
-    assert (shares <= n).all()
-    assert (shares >= W).all()
-    assert (np.diff(shares, axis=0) <= 0).all()
-    assert shares.T.tolist() == [oracle.pyramid_shares(Fraction(B), W, L, n, beta)] * H
-
-
-@pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")
-def test_the_lower_head_and_position_wins_a_tie() -> None:
-    """Four scores of 1 compete for two places below a 2; a token without a score has none."""
-    found = winners(np.array([[1.0, 1.0], [2.0, 1.0], [np.nan, 1.0]]), 3)
-    assert found.tolist() == [2, 1, 0]
-    assert found.dtype == np.int64
-    assert winners(np.array([[np.nan, 1.0], [np.nan, 0.0]]), 2).tolist() == [1, 1]
-    assert winners(np.tile([0.0, 1.0], (3, 200)), 450).tolist() == [200, 200, 50]
 
 
 @pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET")

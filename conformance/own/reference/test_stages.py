@@ -13,7 +13,7 @@ from conformance import tolerances
 from conformance.checks.refusals import refused
 from conformance.suite.test_decode import one_trunk
 from conformance.suite.test_segments import ENDS
-from reference.crystalcache import coattention, dissolution, empty_state, extend, live, renewal, tail
+from reference.crystalcache import coattention, dissolution, empty_state, extend, live, tail
 from reference.crystalcache.compaction import compact
 from reference.crystalcache.impact import rarity
 from reference.memory import kv_bytes
@@ -99,19 +99,6 @@ def test_a_form_that_is_not_there_is_refused(change: dict[str, Any]) -> None:
     ((name, value),) = change.items()
     with refused(name, value):
         replace(PAPER, **change)
-
-
-D_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=8)
-
-
-@pytest.mark.spec("CC-RENEWAL")
-@given(D=D_VALUES, share=st.floats(0, 1), data=st.data())
-def test_renewal_moves_active_trunks_towards_1(D: list[float], share: float, data: st.DataObject) -> None:
-    """D + renewal (1 - D) in this order where active; nothing else moves; D stays in [D, 1]."""
-    active = data.draw(st.lists(st.booleans(), min_size=len(D), max_size=len(D)), label="active")
-    found = renewal.renewed_D(np.array(D), np.array(active), share)
-    assert found.tolist() == [d + share * (1.0 - d) if on else d for d, on in zip(D, active, strict=True)]
-    assert ((found >= np.array(D)) & (found <= 1)).all()
 
 
 KIB, GIB = 2**10, 2**30
