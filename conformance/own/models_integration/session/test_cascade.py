@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conformance.own.models_integration.session.families import _GQA, prepare, prompt
+from conformance.own.models_integration.session.families import _GQA, build, prepare, prompt
 from conformance.own.models_integration.session.test_memory import peak_bytes
 from conformance.strategies.numbers import seeds
 from models_integration import CustomPolicy, Session
@@ -141,6 +141,24 @@ def test_the_peak_of_a_deep_model_is_the_budget_and_one_layer() -> None:
 
     deferred, streamed = (peak_bytes(partial(run, block)) for block in (Session.prompt, lambda session: nullcontext()))
     assert deferred - streamed > (layers * 0.875 - 1 - 2) * 2 * 4 * 12 * n * 4
+
+
+@pytest.mark.law("a-cache-like-any-other")
+def test_gradients_are_those_of_a_whole_prompt() -> None:
+    """Through the keys and values of the pool, to the weights of the first layer."""
+    model, policy, found = build("llama", dtype=torch.float64), CustomPolicy(cake(W=4), 0.3), []
+    for block in (Session.prompt, lambda session: nullcontext()):
+        model.zero_grad()
+        with policy(model) as session:
+            with block(session):
+                model(input_ids=prompt(64))
+            model(input_ids=prompt(1), past_key_values=session.cache).logits.square().mean().backward()
+        weights = model.base_model.get_submodule("layers.0.self_attn").parameters()
+        found.append([own.grad.clone() for own in weights if own.grad is not None])
+    assert len(found[0]) >= 4
+    for own, other in zip(*found, strict=True):
+        assert other.abs().max() > 0
+        torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12)
 
 
 def check_cascades() -> None:

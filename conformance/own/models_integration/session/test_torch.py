@@ -24,7 +24,7 @@ N = 40
 SETS: dict[str, Callable[[], RetentionPolicy]] = {
     "one set": METHODS["crystalcache"], "a set for each layer": lambda: method("chunkkv"),
     "a set for each head": lambda: method("adakv"), "heads of one length": lambda: method("snapkv"),
-    "decisions in steps": lambda: method("h2o"), "a pool of layers": lambda: method("cake"),
+    "decisions in steps": lambda: method("h2o"),
 }
 
 
