@@ -85,7 +85,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Attention inputs of one layer, after RoPE, while the model repeats one chunk of the prompt.
+    """Attention inputs of one layer after RoPE, recorded while the model repeats one chunk of the prompt.
 
     The r tokens are the request, the start of the answer, and the repeated chunk.
     """

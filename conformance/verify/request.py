@@ -112,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
     who.add_argument("--command", metavar="TEXT", help="engine in any language: the command that starts the engine")
     who.add_argument("--policy", metavar="NAME", help="policy in Python: module:ATTRIBUTE of a spec.policy.Policy")
     who.add_argument("--cache", metavar="NAME",
-                     help="cache in Python: module:ATTRIBUTE of a function that returns logits after eviction")
+                     help="Python function that evicts tokens and returns logits, as module:ATTRIBUTE")
     made.add_argument("--as", dest="method", action="append", metavar="METHOD",
                       help='published method that must keep the same tokens, such as\n'
                            '"snapkv(W=16, kernel=5)". An engine can be compared with several methods, such as\n'

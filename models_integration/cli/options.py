@@ -18,13 +18,13 @@ _YOURS = "For your own task write 'module:ATTRIBUTE' or the name of an entry poi
 
 Model = Annotated[
     str,
-    typer.Option(help="Model: 'pocket' or 'chat' (both shipped with kvspec), 'smollm2', or the folder, GGUF file or"
-                 " hub name of a transformers model. Before you use 'smollm2', run `kvspec models fetch smollm2`."),
+    typer.Option(help="Model: 'pocket', 'chat', 'smollm2', or a transformers model by its folder, GGUF file or hub"
+                 " name. kvspec ships 'pocket' and 'chat'. Before you use 'smollm2', run `kvspec models fetch smollm2`."),
 ]
 Models = Annotated[
-    str, typer.Option("--models", "--model", help="Comma-separated models: 'pocket' or 'chat' (both shipped with"
-                      " kvspec), 'smollm2', or the folder, GGUF file or hub name of a transformers model. Before you"
-                      " use 'smollm2', run `kvspec models fetch smollm2`."),
+    str, typer.Option("--models", "--model", help="Models, separated by commas: 'pocket', 'chat', 'smollm2', or a"
+                      " transformers model by its folder, GGUF file or hub name. kvspec ships 'pocket' and 'chat'."
+                      " Before you use 'smollm2', run `kvspec models fetch smollm2`."),
 ]
 Tasks = Annotated[
     str, typer.Option(help="Comma-separated tasks (`kvspec tasks` lists the names). Write needle(depth=0.5) to set a"

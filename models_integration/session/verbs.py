@@ -146,7 +146,7 @@ def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
     If no token is evicted, the new cache shares tensors with the full cache. Shared tensors are never changed in place.
 
     Args:
-        cache: full cache, such as `observed.cache` after `observe`.
+        cache: full cache, for example the attribute `cache` of the result of `observe`.
         decision: result of `decide` for this cache.
 
     Raises:

@@ -30,8 +30,8 @@ def anchor_distances(
 
     Implements: PO-REPRESENTATIVES
 
-    Source: KVCrush's official code, steps 1 to 3. A distance uses the bits of all heads of the layer, as in the pull
-    request that adds KVCrush to vLLM.
+    Source: KVCrush's official code, steps 1 to 3. The distance of two blocks counts the
+    differing bits of all heads of the layer, as KVCrush's pull request to vLLM does.
     """
     h, m = len(values), values.shape[1] // b
     free = ~protected[: m * b].reshape(m, b).any(axis=1)

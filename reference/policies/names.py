@@ -95,7 +95,7 @@ def check_name(name: str, argument: str = "name") -> str:
     """Return `name` if it is a built-in name or the name of a user's own policy.
 
     Raises:
-        SpecError: if the name is unknown, and as in `own_policy`. The message contains `argument` and names similar to
+        SpecError: if the name is unknown, or for a reason that `own_policy` lists. The message contains `argument` and names similar to
             `name`.
     """
     if name not in NAMES:
