@@ -60,8 +60,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     option("--kvspec-as", metavar="METHOD", action="append",
            help="published method that must keep the same tokens as the policy, such as 'snapkv(W=16)'. Repeatable")
     option("--kvspec-cache", metavar="NAME",
-           help="Python function to test with conformance.cache_suite, as module:ATTRIBUTE. It evicts tokens and returns"
-                " logits")
+           help="Python function to test with conformance.cache_suite, as module:ATTRIBUTE. It evicts tokens and"
+                " returns logits")
     option("--kvspec-model", metavar="FOLDER",
            help="folder of the transformers model for --kvspec-cache. Default: tiny random models of four families")
     option("--kvspec-positions", choices=POSITIONS,

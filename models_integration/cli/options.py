@@ -19,7 +19,8 @@ _YOURS = "For your own task write 'module:ATTRIBUTE' or the name of an entry poi
 Model = Annotated[
     str,
     typer.Option(help="Model: 'pocket', 'chat', 'smollm2', or a transformers model by its folder, GGUF file or hub"
-                 " name. kvspec ships 'pocket' and 'chat'. Before you use 'smollm2', run `kvspec models fetch smollm2`."),
+                 " name. kvspec ships 'pocket' and 'chat'. Before you use 'smollm2', run"
+                 " `kvspec models fetch smollm2`."),
 ]
 Models = Annotated[
     str, typer.Option("--models", "--model", help="Models, separated by commas: 'pocket', 'chat', 'smollm2', or a"

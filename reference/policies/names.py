@@ -95,8 +95,8 @@ def check_name(name: str, argument: str = "name") -> str:
     """Return `name` if it is a built-in name or the name of a user's own policy.
 
     Raises:
-        SpecError: if the name is unknown, or for a reason that `own_policy` lists. The message contains `argument` and names similar to
-            `name`.
+        SpecError: if the name is unknown, or for a reason that `own_policy` lists. The message contains `argument` and
+            names similar to `name`.
     """
     if name not in NAMES:
         bare, bracket, _ = name.partition("(")
