@@ -28,14 +28,6 @@ pytestmark = pytest.mark.law("eviction-equals-masking")
 N, NEW = 64, 6
 
 
-@pytest.mark.law("the-model-stays-as-it-was")
-def test_the_guarded_generate_keeps_its_name_and_result() -> None:
-    model = build("llama")
-    with METHODS["fullcache"]()(model):
-        assert vars(model)["generate"].__name__ == "generate"
-        assert model.generate(prompt(N), max_new_tokens=2).shape == (1, N + 2)  # type: ignore[operator]
-
-
 def by_decoder(model: Any) -> tuple[Any, Callable[..., Tensor]]:
     return model.model, model.generate
 

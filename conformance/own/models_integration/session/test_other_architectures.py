@@ -268,11 +268,11 @@ def test_a_policy_reads_the_keys_that_the_model_makes_of_latents(name: str) -> N
                 assert torch.equal(torch.as_tensor(view.v), value)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_turns_go_on_from_the_state(name: str) -> None:
+@pytest.mark.parametrize(("name", "make"), [*product(MODELS, [RetainedCache]), ("minimax", DynamicCache)])
+def test_turns_go_on_from_the_state(name: str, make: Any) -> None:
     """Nothing is evicted: pieces equal one forward over all tokens."""
     model, ids = build(name), prompt(N)
-    cache = RetainedCache(model.config)
+    cache = make(config=model.config)
     with METHODS["fullcache"]()(model):
         pieces = [at_once(model, part, cache) for part in torch.split(ids, [20, 9, 1, 10], dim=1)]
     assert relative(torch.cat(pieces, dim=1), in_one_forward(model, ids)) < BOUND
@@ -360,15 +360,6 @@ def test_a_model_that_loses_its_state_takes_steps_and_no_turns() -> None:
             at_once(model, prompt(5), cache)
         ids = prompt(1, seed=9)
         assert relative(at_once(model, ids, cache), masked.read(ids)) < BOUND
-
-
-def test_a_cache_that_the_caller_makes_is_accepted_by_minimax() -> None:
-    model, ids = build("minimax"), prompt(N)
-    cache: Any = DynamicCache(config=model.config)
-    with METHODS["fullcache"]()(model):
-        at_once(model, ids[:, :30], cache)
-        found = at_once(model, ids[:, 30:], cache)
-    assert relative(found, in_one_forward(model, ids)[:, 30:]) < BOUND
 
 
 @pytest.mark.law("refused-before-anything-changes")

@@ -173,27 +173,11 @@ def test_a_repeat_is_taken_back_layer_by_layer(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.law("parts-equal-the-whole")
-@pytest.mark.parametrize("pieces", [[64], [20, 43, 1]])
-def test_one_observation_serves_every_budget_as_a_session_does(pieces: list[int]) -> None:
-    model, ids = build("llama"), prompt(PROMPT)
-    observed = rehearsed(model, ids)
-    for budget in (0.2, 0.5, 40):
-        (expected,) = decide(CustomPolicy(POLICY, budget).on(model), observed).retentions
-        with CustomPolicy(POLICY, budget)(model) as run, run.prompt():
-            cache = RetainedCache(model.config)
-            for piece in torch.split(ids, pieces, dim=1):
-                at_once(model, piece, cache)
-        assert run.retention is not None
-        kept = [own for sets in live_sets(cache).values() for own in sets]
-        assert kept == [expected.group(at).tolist() for at in range(expected.groups)]
-        assert run.timings.keys() >= {"rehearsal"}
-
-
-@pytest.mark.law("parts-equal-the-whole")
 def test_rows_of_a_batch_are_rehearsed_each() -> None:
     model, rows = build("llama"), torch.cat([prompt(PROMPT), prompt(PROMPT, seed=7)])
     with CustomPolicy(POLICY, 0.3)(model) as run, torch.no_grad():
         model(input_ids=rows)
+    assert "rehearsal" in run.timings
     assert isinstance(run.retention, tuple)
     for row, found in enumerate(run.retention):
         (alone,) = decide(CustomPolicy(POLICY, 0.3).on(model), rehearsed(model, rows[row : row + 1])).retentions
