@@ -1,9 +1,8 @@
 """CAKE's cascade keeps what the reference keeps of the whole prompt, and the cache never outgrows budget and layer."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
-from conformance.own.models_integration.session.families import _GQA, build, prepare, prompt
-from conformance.own.models_integration.session.test_memory import peak_bytes
+from conformance.own.models_integration.session.families import build, prompt
 from conformance.strategies.numbers import seeds
 from models_integration import CustomPolicy, Session
 from models_integration.cache.retained_cache import RetainedCache, storage_bytes
@@ -125,22 +123,6 @@ def test_other_selectors_and_several_devices_do_not_cascade() -> None:
     assert can_cascade(cake(), one)  # type: ignore[arg-type]
     assert not can_cascade(cake(), two)  # type: ignore[arg-type]
     assert not any(map(is_cascading, (in_blocks(cake(), 4), diverse(cake()), pyramidkv())))
-
-
-@pytest.mark.law("freed-memory")
-def test_the_peak_of_a_deep_model_is_the_budget_and_one_layer() -> None:
-    """All tensors of the process are counted; two more layers of them are copies for a moment."""
-    layers, n = 24, 512
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**_GQA, "num_hidden_layers": layers, "num_key_value_heads": 4}))
-    base, policy = prepare(model).base_model, CustomPolicy(cake(), 0.125)
-
-    def run(block: Callable[[Session], AbstractContextManager[None]]) -> None:
-        with torch.no_grad(), policy(model) as session, block(session):
-            base(input_ids=prompt(n))
-
-    deferred, streamed = (peak_bytes(partial(run, block)) for block in (Session.prompt, lambda session: nullcontext()))
-    assert deferred - streamed > (layers * 0.875 - 1 - 2) * 2 * 4 * 12 * n * 4
 
 
 @pytest.mark.law("a-cache-like-any-other")

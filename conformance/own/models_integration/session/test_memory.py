@@ -3,6 +3,8 @@
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -26,11 +28,20 @@ from conformance.own.models_integration.session.families import (
 )
 from conformance.own.models_integration.session.saved import same
 from conformance.own.models_integration.session.sessions import method, published, sets
-from models_integration import FullCache, RetainedCache, RetentionPolicy, Session, StreamingLLM, prefill
+from models_integration import (
+    CustomPolicy,
+    FullCache,
+    RetainedCache,
+    RetentionPolicy,
+    Session,
+    StreamingLLM,
+    prefill,
+)
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.model.architecture import describe
+from reference.policies import cake
 from reference.policies.describe import describe_policy, list_policies
 from spec.errors import SpecError
 
@@ -293,24 +304,20 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return peak
 
 
-def test_the_peak_of_a_deep_model_is_that_of_one_whole_layer() -> None:
-    layers, n = 24, 512
-    model = prepared("Llama", **{**_GQA, "num_hidden_layers": layers, "num_key_value_heads": 4})
-    base, kept, ids, method = model.base_model, n // 8, prompt(n), StreamingLLM(0.125)
-    one = 2 * 4 * 12 * n * 4
+@pytest.mark.parametrize(
+    ("policy", "least"), [(StreamingLLM(0.125), 0.95 * 22 * 0.875), (CustomPolicy(cake(), 0.125), 24 * 0.875 - 1 - 2)],
+)
+def test_the_peak_of_a_deep_model_is_what_it_keeps_and_one_layer(policy: RetentionPolicy, least: float) -> None:
+    """All tensors of the process are counted, and compared with those of a whole prompt, in layers.
 
-    def reading(*, streamed: bool) -> Callable[[], None]:
-        def run() -> None:
-            with torch.no_grad():
-                if streamed:
-                    with method(model):
-                        base(input_ids=ids)
-                else:
-                    with method(model) as session, session.prompt():
-                        base(input_ids=ids)
+    Of CAKE's cascade two more layers are copies for a moment.
+    """
+    model = prepared("Llama", **{**_GQA, "num_hidden_layers": 24, "num_key_value_heads": 4})
 
-        return run
+    def run(block: Callable[[Session], AbstractContextManager[None]]) -> None:
+        with torch.no_grad(), policy(model) as session, block(session):
+            model.base_model(input_ids=prompt(512))
 
-    streamed, deferred = (peak_bytes(reading(streamed=way)) for way in (True, False))
-    assert deferred - streamed > 0.95 * (layers - 2) * one * (1 - kept / n)
+    deferred, streamed = (peak_bytes(partial(run, block)) for block in (Session.prompt, lambda session: nullcontext()))
+    assert deferred - streamed > least * 2 * 4 * 12 * 512 * 4
     assert streamed < deferred / 3
