@@ -59,6 +59,7 @@ def written(table: Mapping[str, Any]) -> str:
 
 
 SCHEMA = 2
+"""Schema 1 is of specifications before 0.4.0."""
 CERTIFIED, PARTIAL, NOT_CERTIFIED = "certified", "partial", "not certified"
 KEEPS, QUICK, NOT_QUICK = "keeps its promises", "passes the quick profile", "does not pass the quick profile"
 PASSED = (CERTIFIED, KEEPS, QUICK)
@@ -206,18 +207,7 @@ def read(path: Path) -> dict[str, Any]:
         raise SpecError(
             "check", str(path), "must be the certificate of a complete run, without --quick and --fail-fast"
         )
-    return found if found["schema"] == SCHEMA else converted(found)
-
-
-def converted(made: Mapping[str, Any]) -> dict[str, Any]:
-    """A certificate of schema 1 in the words of this one. The digest of a command's files was another one then."""
-    kind, passed = made["subject"]["kind"], made.get("verdict") == CERTIFIED
-    rows = {item: {**row, "not_run": row["tests"] if row["verdict"] == "not run" else 0}
-            for item, row in made["items"].items()}
-    verdict = {"verdict": KEEPS} if passed and kind == "policy" else {}
-    return {
-        **made, **verdict, "schema": SCHEMA, "judged": judged_by(kind), "unproven": [], "items": rows,
-    }
+    return found
 
 
 def of_another_version(made: Mapping[str, Any]) -> str:

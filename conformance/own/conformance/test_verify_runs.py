@@ -1,6 +1,5 @@
 """`kvspec verify` from its options to its exit code; `--check`: which differences are named, what is asked first."""
 
-import json
 import re
 import sys
 import tomllib
@@ -13,7 +12,7 @@ import pytest
 
 import kvspec
 from conformance.own.conformance.test_verify import EXCEPTION, RIGHT, WRONG, made
-from conformance.paths import ROOT, SPEC
+from conformance.paths import ROOT
 from conformance.verify import __main__ as verify_main
 from conformance.verify import certificate, runs
 from conformance.verify.certificate import write
@@ -299,7 +298,7 @@ def test_what_a_certificate_runs_is_shown_and_asked_for(
     assert stranger({}) == 2
     said = capsys.readouterr()
     assert "kvspec verify --command 'sh -c '\"'\"'touch ran; ./engine'\"'\"'' --precision float64 --seed 7" in said.out
-    assert ("add --yes" if answer is None else "nothing was run") in said.err
+    assert ("add --yes" if answer is None else "was not run") in said.err
 
 
 @pytest.mark.law("an-identity-tells-apart")
@@ -317,7 +316,7 @@ def test_with_yes_nobody_is_asked(stranger: Callable[..., int], capsys: pytest.C
 def test_another_version_of_the_specification_is_named_before_anything_runs(
     stranger: Callable[..., int], capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert stranger({"spec": "0.0.9", "kvspec": "0.0.9"}) == 1
+    assert stranger({"schema": 1, "spec": "0.0.9", "kvspec": "0.0.9"}) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("the certificate is of specification 0.0.9, this is ")
     assert "nothing was run: check it with kvspec 0.0.9, or make a new one" in line
@@ -332,24 +331,7 @@ def test_what_is_no_certificate_of_a_whole_run_is_refused(
     change: dict[str, Any], stranger: Callable[..., int], capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert stranger(change, "--yes") == 2
-    assert "must be the certificate of " in capsys.readouterr().err
-
-
-@pytest.mark.law("an-identity-tells-apart")
-@pytest.mark.parametrize(("kind", "verdict"), [("policy", "keeps its promises"), ("backend", "certified")])
-def test_a_certificate_of_schema_1_is_read_in_the_words_of_this_one(kind: str, verdict: str, tmp_path: Path) -> None:
-    told = made(RIGHT)
-    old = {**told, "schema": 1, "subject": {**told["subject"], "kind": kind}}
-    for name in ("judged", "unproven"):
-        del old[name]
-    old["items"] = {item: {name: value for name, value in row.items() if name != "not_run"}
-                    for item, row in told["items"].items()}
-    write(old, tmp_path / "old.toml")
-    found = certificate.read(tmp_path / "old.toml")
-    assert (found["schema"], found["verdict"]) == (2, verdict)
-    assert [line for line in certificate.differences(found, told) if kind == "backend"] == []
-    schema = json.loads((SPEC / "certificate.schema.json").read_text(encoding="utf-8"))
-    pytest.importorskip("jsonschema").validate(found, schema)
+    assert " certificate of " in capsys.readouterr().err
 
 
 @pytest.mark.law("one-line-with-the-way-out")
