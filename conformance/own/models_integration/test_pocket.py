@@ -15,6 +15,8 @@ from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket, load_poc
 from models_integration.tasks import DEFAULT_FILLER, TASKS, Sample, draw_sample, score
 from models_integration.tasks.assembly import decode
 
+pytestmark = pytest.mark.law("as-it-is-described")
+
 Pocket = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 
 MEBIBYTE = 2**20
@@ -34,14 +36,12 @@ def pocket() -> Pocket:
     return load_pocket()
 
 
-@pytest.mark.law("as-it-is-described")
 def test_the_shipped_files_are_small() -> None:
     assert sum(path.stat().st_size for path in ASSETS.iterdir()) < 10 * MEBIBYTE
     needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "MODEL_CARD.md"}
     assert needed <= {path.name for path in ASSETS.iterdir()}
 
 
-@pytest.mark.law("as-it-is-described")
 def test_the_model_is_a_small_llama_with_grouped_heads(pocket: Pocket) -> None:
     model, tokenizer = pocket
     assert isinstance(model, LlamaForCausalLM)
@@ -53,7 +53,6 @@ def test_the_model_is_a_small_llama_with_grouped_heads(pocket: Pocket) -> None:
     assert model.config.vocab_size == len(tokenizer)
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("text", TEXTS)
 def test_any_text_round_trips(pocket: Pocket, text: str) -> None:
     tokenizer = pocket[1]
@@ -62,7 +61,6 @@ def test_any_text_round_trips(pocket: Pocket, text: str) -> None:
     assert tokenizer.encode(text) == [tokenizer.bos_token_id, *ids]
 
 
-@pytest.mark.law("as-it-is-described")
 def test_digits_and_punctuation_are_tokens_of_their_own(pocket: Pocket) -> None:
     tokenizer = pocket[1]
     for value in (1000, 7492, 9999):
@@ -88,7 +86,6 @@ def drawn(pocket: Pocket, task: str, length: int, index: int = 0, distractors: i
     return draw_sample(task, pocket[1], length, index, 42, filler=DEFAULT_FILLER, distractors=distractors)
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("distractors", [0, 3])
 def test_it_answers_with_its_full_cache(pocket: Pocket, task: str, distractors: int) -> None:
@@ -97,7 +94,6 @@ def test_it_answers_with_its_full_cache(pocket: Pocket, task: str, distractors: 
         assert score(pocket[1], answer(pocket[0], sample), sample)
 
 
-@pytest.mark.law("as-it-is-described")
 def test_the_answer_is_a_full_sentence_that_ends(pocket: Pocket) -> None:
     model, tokenizer = pocket
     sample = drawn(pocket, "needle", 256)
@@ -108,7 +104,6 @@ def test_the_answer_is_a_full_sentence_that_ends(pocket: Pocket) -> None:
     assert decode(tokenizer, found).strip() == fact
 
 
-@pytest.mark.law("as-it-is-described")
 def test_a_model_that_has_not_seen_the_value_does_not_know_it(pocket: Pocket) -> None:
     sample = drawn(pocket, "needle", 512, distractors=3)
     start, stop = sample.needle
@@ -129,7 +124,6 @@ def test_the_card_states_the_measured_figures() -> None:
     assert f"{cost['step']} steps, {cost['tokens'] / 1e6:.1f} million tokens, {cost['seconds'] / 60:.0f} min" in card
 
 
-@pytest.mark.law("as-it-is-described")
 def test_the_sibling_is_small_and_keeps_the_pocket_model_s_ids() -> None:
     assert sum(path.stat().st_size for path in CHAT_ASSETS.iterdir()) < 2.5 * MEBIBYTE
     model, chat = load_pocket(CHAT_ASSETS)
@@ -142,7 +136,6 @@ def test_the_sibling_is_small_and_keeps_the_pocket_model_s_ids() -> None:
     assert chat.decode(ids) == "<|im_start|>user\nThe panel met.<|im_end|>\n"
 
 
-@pytest.mark.law("as-it-is-described")
 def test_the_sibling_answers_in_a_conversation() -> None:
     model, tokenizer = load_pocket(CHAT_ASSETS)
     turns = ("The panel noted Project Fox. Its total distance is 3019.", "The total distance for Project Opal is 5264.")

@@ -32,6 +32,8 @@ from models_integration.cache.atomic_file import TEMPORARY, erase
 from models_integration.cache.tensor_file import Damaged
 from models_integration.cli.app import app
 
+pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
+
 
 def fifo(path: Path) -> None:
     os.mkfifo(path)
@@ -144,7 +146,6 @@ def interrupted(work: Callable[[], object], at: int, other: Callable[[], object]
     return calls >= at
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_put_beside_a_quarantining_reader_that_is_killed_is_not_lost(tmp_path: Path) -> None:
     """The chunk is put before each call of the reader, which is killed before any of the next ones."""
     with Archive(tmp_path) as archive:
@@ -191,7 +192,6 @@ def test_keys_that_are_no_folder_are_refused_in_a_sentence(tmp_path: Path) -> No
     assert result.exit_code != 0
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_replaced_object_that_cannot_be_looked_at_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lstat = os.lstat
 
@@ -231,7 +231,6 @@ def survive(folder: Path, *sought: list[bytes]) -> list[bytes]:
     return [needle for one in sought for needle in one if any(needle in blob for blob in found)]
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 @both
 def test_neither_quarantine_nor_temporary_files_nor_an_old_list_keep_anything(
     quick_path: Path, encrypted: bool,
@@ -264,7 +263,6 @@ def test_neither_quarantine_nor_temporary_files_nor_an_old_list_keep_anything(
         assert {entry.key for entry in archive.entries()} == set(bobs)
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 @both
 def test_what_gc_removes_is_erased(quick_path: Path, encrypted: bool) -> None:
     """Also what was left of it unfinished, and a damaged copy of before; not what stays."""
@@ -290,7 +288,6 @@ def test_what_gc_removes_is_erased(quick_path: Path, encrypted: bool) -> None:
     assert survive(quick_path, *everything) == []
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_what_is_half_erased_is_no_object(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes are gone, and the file cannot be removed: it is neither listed nor damaged, and is erased later."""
     with Archive(quick_path, limit=1 << 20) as archive:
@@ -308,7 +305,6 @@ def test_what_is_half_erased_is_no_object(quick_path: Path, monkeypatch: pytest.
     assert survive(quick_path, needles(0, key)) == []
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 @pytest.mark.parametrize("kind", ["symlink", "hard link", "linked folder", "linked quarantine"])
 def test_erasing_never_follows_a_link(quick_path: Path, kind: str) -> None:
     outside = quick_path / "outside"
@@ -332,7 +328,6 @@ def test_erasing_never_follows_a_link(quick_path: Path, kind: str) -> None:
         assert not path.exists() or kind == "linked folder"
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_erasing_a_sparse_file_takes_no_room(quick_path: Path) -> None:
     path = quick_path / "sparse"
     path.write_bytes(b"secret")
@@ -343,7 +338,6 @@ def test_erasing_a_sparse_file_takes_no_room(quick_path: Path) -> None:
         assert os.fstat(held.fileno()).st_blocks < 1000
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_forget_beside_readers_of_damaged_objects(quick_path: Path) -> None:
     """A reader puts damaged objects away while they are forgotten: none is left, whoever is first."""
     for at in range(3):

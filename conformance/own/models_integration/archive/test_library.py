@@ -26,6 +26,8 @@ from reference.injection.quantisers import ARMS
 from reference.injection.wrappers import FORMS, wrap
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("as-it-is-described")
+
 VOCABULARY = vocabulary({
     "<|im_start|>": [127], "<|im_end|>": [128], "<|end|>": [129], "<｜User｜>": [3, 4, 5], "\n": [4], "user\n": [5, 4],
     "system\nYou are a helpful assistant.": [6, 7, 8],
@@ -33,7 +35,6 @@ VOCABULARY = vocabulary({
 PARTS = [ids(7, 3), ids(6, 5)]
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize(("markers", "form"), [
     ({"<|im_start|>": [7], "<|im_end|>": [8], "<|end|>": [9]}, "markers"),
     ({"<|im_end|>": [8], "<|end|>": [9]}, "markers_phi3"),
@@ -169,7 +170,6 @@ def saved(folder: Path, kind: type) -> Path:
     return folder
 
 
-@pytest.mark.law("as-it-is-described")
 def test_bm25_finds_the_words() -> None:
     pytest.importorskip("bm25s")
     rank = lexical(CORPUS)
@@ -179,7 +179,6 @@ def test_bm25_finds_the_words() -> None:
     assert sorted(rank("zzz")) == rank("zzz") == sorted(CORPUS)
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("query", ["", "  ", "?!", "\u0301"])
 def test_bm25_copes_with_nothing(query: str) -> None:
     """An empty query, an empty corpus, and one without a word."""
@@ -190,7 +189,6 @@ def test_bm25_copes_with_nothing(query: str) -> None:
     assert lexical({"a": "", "b": "door"})("door") == ["b", "a"]
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize(
     ("text", "query"),
     [
@@ -207,7 +205,6 @@ def test_bm25_finds_words_of_every_script(text: str, query: str) -> None:
     assert lexical({**others, "z": text})(query)[0] == "z"
 
 
-@pytest.mark.law("as-it-is-described")
 def test_bm25_takes_an_accent_however_it_is_written() -> None:
     pytest.importorskip("bm25s")
     pairs = [("café", "cafe\u0301"), ("Ångström", "A\u030angstro\u0308m"), ("ﬁnal", "FINAL"), ("STRASSE", "straße")]
@@ -216,15 +213,6 @@ def test_bm25_takes_an_accent_however_it_is_written() -> None:
             assert lexical(corpus)(one)[0] == lexical(corpus)(other)[0] == "z"
 
 
-@pytest.mark.law("as-it-is-described")
-def test_no_corpus_and_no_text_are_ranked_by_every_encoder(tmp_path: Path) -> None:
-    folder = saved(tmp_path, BertModel)
-    assert dense({}, folder)("x") == []
-    assert dense(CORPUS, folder)("") == sorted(CORPUS)
-    assert sorted(dense({"a": "", "b": "password"}, folder)("password")) == ["a", "b"]
-
-
-@pytest.mark.law("as-it-is-described")
 def test_an_encoder_without_a_download_knows_synonyms(monkeypatch: pytest.MonkeyPatch) -> None:
     """BM25 sees no common word; WordLlama's weights are in its wheel, and no name server is asked. It adds no log."""
     pytest.importorskip("wordllama")
@@ -239,14 +227,15 @@ def test_an_encoder_without_a_download_knows_synonyms(monkeypatch: pytest.Monkey
     assert logging.root.handlers == []
 
 
-@pytest.mark.law("as-it-is-described")
 def test_an_encoder_ranks_every_chunk(tmp_path: Path) -> None:
-    rank = dense(CORPUS, saved(tmp_path, BertModel))
+    """Also none, and one without text; a query without text ranks by name."""
+    rank = dense(CORPUS, folder := saved(tmp_path, BertModel))
     assert all(rank(text)[0] == name for name, text in CORPUS.items())
-    assert sorted(rank("password")) == sorted(CORPUS)
+    assert sorted(rank("password")) == rank("") == sorted(CORPUS)
+    assert dense({}, folder)("x") == []
+    assert sorted(dense({"a": "", "b": "password"}, folder)("password")) == ["a", "b"]
 
 
-@pytest.mark.law("as-it-is-described")
 def test_a_cross_encoder_orders_what_it_is_given(tmp_path: Path) -> None:
     order = reranked(CORPUS, saved(tmp_path, BertForSequenceClassification))
     assert sorted(order("password", ["c", "a"])) == ["a", "c"]
@@ -278,11 +267,6 @@ def test_measures_count_before_and_after_reranking() -> None:
     assert before == {"r@1": 0.5, "r@3": 1.0, "r@5": 1.0, "gt_in_top3": 1.0}
     assert after["r@1"] == 1.0
     assert after["gt_in_top3"] == before["gt_in_top3"]
-
-
-@pytest.mark.law("as-it-is-described")
-@pytest.mark.law("refused-before-anything-changes")
-def test_measures_of_nothing_are_refused() -> None:
     with pytest.raises(SpecError, match="truth = 0"):
         measured({}, {})
     with pytest.raises(SpecError, match="selections = 'q'"):

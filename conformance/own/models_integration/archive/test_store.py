@@ -108,34 +108,25 @@ def test_another_model_is_refused_by_name(tmp_path: Path, change: dict[str, str]
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_foreign_version_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("models_integration.archive.objects.FORMAT", "kvarc/2")
-        with Archive(tmp_path) as archive:
-            key = archive.put(*chunk(1))
-    (path,) = objects(tmp_path)
-    with Archive(tmp_path) as archive:
-        with pytest.raises(ForeignVersion, match="kvarc/2"):
-            archive.get(key, "alice")
-        assert archive.verify().foreign == [key]
-    assert path.exists()
-
-
-@pytest.mark.law("refused-before-anything-changes")
-def test_another_specification_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another meaning has another key, too: a chunk put again is stored beside it. A clarification is no other."""
-    keys = []
-    for version in ("0.99.0", f"{meaning(SPEC_VERSION)}.77"):
+    """Another format; or another meaning of the specification, which has another key, too: a chunk put again is stored
+    beside it. A clarification is no other meaning.
+    """
+    keys, names = [], ("manifest.SPEC_VERSION", "objects.SPEC_VERSION")
+    for version, own, seed in (
+        ("kvarc/2", ("objects.FORMAT",), 2), ("0.99.0", names, 1), (f"{meaning(SPEC_VERSION)}.77", names, 1),
+    ):
         with monkeypatch.context() as patch, Archive(tmp_path) as archive:
-            for module in ("manifest", "objects"):
-                patch.setattr(f"models_integration.archive.{module}.SPEC_VERSION", version)
-            keys.append(archive.put(*chunk(1)))
+            for name in own:
+                patch.setattr(f"models_integration.archive.{name}", version)
+            keys.append(archive.put(*chunk(seed)))
     with Archive(tmp_path) as archive:
-        with pytest.raises(ForeignVersion, match=r"specification 0\.99\.0"):
-            archive.get(keys[0], "alice")
-        assert archive.get(keys[1], "alice", MODEL) is not None
-        assert archive.put(*chunk(1)) == keys[1] != keys[0]
-        assert archive.verify().foreign == [keys[0]]
-    assert len(objects(tmp_path)) == 2
+        for key, words in zip(keys[:2], ("kvarc/2", r"specification 0\.99\.0"), strict=True):
+            with pytest.raises(ForeignVersion, match=words):
+                archive.get(key, "alice")
+        assert archive.get(keys[2], "alice", MODEL) is not None
+        assert archive.put(*chunk(1)) == keys[2] != keys[1]
+        assert archive.verify().foreign == sorted(keys[:2])
+    assert len(objects(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(

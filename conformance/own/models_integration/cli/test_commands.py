@@ -20,6 +20,8 @@ from models_integration.cli.app import app
 from models_integration.cli.verify import run
 from spec.errors import BackendUnavailable, SpecError
 
+pytestmark = pytest.mark.law("one-line-with-the-way-out")
+
 START = """
 import sys
 sys.modules.update(dict.fromkeys({missing!r}))
@@ -100,7 +102,6 @@ def test_what_is_missing_is_named_with_its_extra(command: str, missing: str, ext
     assert found.stderr.endswith(f"kvspec: {missing} is missing; pip install 'kvspec[{extra}]'\n")
 
 
-@pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.parametrize(
     ("command", "missing", "extra"),
     [
@@ -140,9 +141,9 @@ FACTS = (" The secret code for Project Aurora is 7492.", " The secret code for P
 QUESTION = " Question: What is the secret code for Project Aurora? Answer:"
 
 
-def archived(*arguments: str) -> str:
+def archived(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, ["archive", *arguments])
-    assert result.exit_code == 0, (result.output, result.exception)
+    assert result.exit_code == code, (result.output, result.exception)
     return result.output
 
 
@@ -167,7 +168,7 @@ def test_a_fact_is_put_listed_got_and_answered(keys: list[str], tmp_path: Path) 
     here = ("--archive", str(tmp_path / "a"))
     assert all(re.fullmatch("[0-9a-f]{64}", key) for key in keys)
     assert [line.split()[0] for line in archived("list", *here).splitlines()] == keys
-    assert "whole\n The secret code for Project Aurora is 7492." in archived("get", keys[0], *here)
+    assert "undamaged\n The secret code for Project Aurora is 7492." in archived("get", keys[0], *here)
     session = "The following report summarizes recent activity."
     asked = ("--ask", QUESTION, "--session", session)
     assert archived("inject", *keys, *here, *asked) == f"{FACTS[0].strip()}\n"
@@ -198,9 +199,7 @@ def test_damage_is_said(keys: list[str], tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-9] ^= 4
     path.write_bytes(bytes(data))
-    result = CliRunner().invoke(app, ["archive", "verify", *here])
-    assert result.exit_code == 1
-    assert f"{keys[0]}  damaged, now in quarantine" in result.output
+    assert f"{keys[0]}  damaged, now in quarantine" in archived("verify", *here, code=1)
     assert isinstance(refused("inject", keys[0], *here, "--ask", "x"), NoSuchChunk)
     assert isinstance(refused("get", keys[0], *here), NoSuchChunk)
 
@@ -237,7 +236,7 @@ def test_the_model_is_loaded_as_it_is_told(tmp_path: Path) -> None:
     key = archived("put", str(tmp_path / "note.txt"), "--backend", "numpy", *loading, *here).strip()
     (path,) = (tmp_path / "a").glob("objects/*/*")
     assert '"dtype":"F64","shape":[2,' in path.read_bytes()[:4000].decode("latin-1")
-    assert "whole\n The secret code for Project Aurora is 7492." in archived("get", key, *loading, *here)
+    assert "undamaged\n The secret code for Project Aurora is 7492." in archived("get", key, *loading, *here)
     assert archived("inject", key, "--ask", QUESTION, *loading, *here) == f"{FACTS[0].strip()}\n"
     assert isinstance(refused("get", key, *here), WrongModel)
 
@@ -258,7 +257,6 @@ def test_an_encrypted_chunk_needs_its_key(tmp_path: Path) -> None:
     assert isinstance(refused("get", key, *locked), KeyUnavailable | NoSuchChunk)
 
 
-@pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.parametrize("device", ["/dev/urandom", "a FIFO", "a long file"])
 def test_a_master_key_is_read_from_a_regular_file_of_32_bytes(tmp_path: Path, device: str) -> None:
     """And no more than 33 bytes are read."""
@@ -274,7 +272,6 @@ def test_a_master_key_is_read_from_a_regular_file_of_32_bytes(tmp_path: Path, de
     assert words in str(refused("list", "--archive", str(folder.parent), "--master-key", str(path)))
 
 
-@pytest.mark.law("one-line-with-the-way-out")
 def test_an_empty_text_and_a_budget_of_no_policy_are_refused(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("", encoding="utf-8")
     here = ("put", str(tmp_path / "note.txt"), "--archive", str(tmp_path / "a"))
@@ -285,26 +282,22 @@ def test_an_empty_text_and_a_budget_of_no_policy_are_refused(tmp_path: Path) -> 
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.law("one-line-with-the-way-out")
 def test_a_folder_whose_name_is_no_utf_8_is_verified(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"\xff")
     with Archive(folder) as archive:
         archive.put(*chunk(1))
     assert archived("verify", "--archive", str(folder)) == "1 objects read\n"
     (folder / "objects" / os.fsdecode(b"\xff")).touch()
-    result = CliRunner().invoke(app, ["archive", "verify", "--archive", str(folder)])
     said = "1 objects read\n'objects/\\udcff'  does not belong to the archive\n"
-    assert (result.exit_code, result.output) == (1, said)
+    assert archived("verify", "--archive", str(folder), code=1) == said
 
 
-@pytest.mark.law("one-line-with-the-way-out")
 def test_a_tenant_s_name_is_shown_as_it_was_typed(tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     error = refused("list", "--archive", str(tmp_path), "--tenant", "a\nb")
     assert str(error).startswith(r"tenant = 'a\nb': must be 1 to 256 printable characters")
 
 
-@pytest.mark.law("one-line-with-the-way-out")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

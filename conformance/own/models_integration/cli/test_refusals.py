@@ -65,7 +65,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
             ("--policies", "triattention", "--calibration", "nowhere.npz"),
             ("nowhere.npz", "must be a file that kvspec calibrate wrote"),
         ),
-        (("--budgets", "64"), ("budgets = '64': is 64 of 200 tokens, and crystalcache keeps at least 132", "for 132")),
+        (("--budgets", "64"), ("budgets = '64': is 64 of 200", "keeps at least 132: use a budget of at least 132")),
         (("--length", "0"), ("lengths = 0: must be at least 1",)), (("--length", "long"), ("lengths = 'long'",)),
         (("--budgets", "1.5"), ("budgets = '1.5'",)),
         (("--length", "20000"), ("lengths = 20000: tokens are more than the 8192 positions of the model; give",)),

@@ -247,7 +247,6 @@ def test_the_first_layer_decides_as_a_session(
         assert kept(tmp_path, policy, prompt(n, seed)) == sessions(model, policy, prompt(n, seed))
 
 
-@pytest.mark.law("refused-before-anything-changes")
 def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -268,7 +267,6 @@ def test_files_in_several_parts_and_policies_that_need_nothing(tmp_path: Path) -
         assert kept(tmp_path, policy, ids) == sessions(model, policy, ids)
 
 
-@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
@@ -285,7 +283,6 @@ def test_a_policy_with_other_needs_says_them(policy: RetentionPolicy, words: str
         kept(tmp_path, policy, prompt(20))
 
 
-@pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("family", SLIDING)
 def test_a_first_layer_with_a_window_is_named(family: str, tmp_path: Path) -> None:
     build(family).save_pretrained(tmp_path)
@@ -293,7 +290,6 @@ def test_a_first_layer_with_a_window_is_named(family: str, tmp_path: Path) -> No
         kept(tmp_path, CRYSTAL, prompt(20))
 
 
-@pytest.mark.law("refused-before-anything-changes")
 def test_a_folder_without_tensors_and_ids_that_are_none_are_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"folder with model\.safetensors"):
         kept(tmp_path, CRYSTAL, prompt(20))

@@ -31,10 +31,9 @@ from models_integration.tasks import Placement
 
 
 class Answer(NamedTuple):
-    """What a policy let the model say, slots of a layer and head that it kept of the prompt, and stored meanwhile."""
+    """What a policy let the model say, and slots of a layer and head that were stored meanwhile."""
 
     token_ids: list[int]
-    kept: int
     mean_cache: float
     peak_cache: int
 
@@ -74,7 +73,7 @@ def answer(
             said.append(int(logits[0, -1].argmax()))
     mean = sum(stored) / len(stored) if stored else float(kept)
     peak = max([len(placement.prompt_ids), *map(ceil, stored)])
-    return Answer(said, kept, mean, peak), [retention.group(at).tolist() for at in range(retention.groups)]
+    return Answer(said, mean, peak), [retention.group(at).tolist() for at in range(retention.groups)]
 
 
 def commit_all(folder: Path) -> str:

@@ -46,6 +46,8 @@ from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
+pytestmark = pytest.mark.law("figures-are-counted-right")
+
 NAMES = (
     "crystalcache", "streamingllm", "snapkv", "adakv", "pyramidkv", "keydiff", "knorm", "expected-attention",
     "nestedkv", "chunkkv", "kvzip(chunk=300)", 'crystalcache(observed_layer=-1, impact="salience")',
@@ -133,7 +135,6 @@ def dense_answer(
     return logits[0, -len(sample.answer_ids) :].double().log_softmax(dim=-1)
 
 
-@pytest.mark.law("figures-are-counted-right")
 def test_attention_on_evicted_keys_is_what_eager_attention_returns(subject: Subject, measured: Any) -> None:
     sample, placement, prompt, cells = measured[0]
     context = placement.prompt_ids[: len(placement.prompt_ids) - placement.dropped_slots]
@@ -189,7 +190,6 @@ def test_cells_that_keep_the_same_are_read_once(subject: Subject, monkeypatch: p
     assert sum(reading) == 2 + len(BUDGETS) * (len(NAMES) + len(DRAWN) - 1)
 
 
-@pytest.mark.law("figures-are-counted-right")
 def test_what_a_row_says_is_what_double_precision_says() -> None:
     torch.manual_seed(3)
     logits, other, gold = 9 * torch.randn(7, 500), 9 * torch.randn(7, 500), torch.randint(500, (7,))
@@ -238,7 +238,6 @@ def test_the_prompt_serves_again_as_it_was(subject: Subject, samples: list[Sampl
     assert same(tuple(map(str, measure(subject, samples[0], prompt, WANTED, 4)["cells"])), tuple(map(str, first)))
 
 
-@pytest.mark.law("figures-are-counted-right")
 def test_blind_is_the_question_alone(subject: Subject, measured: Any) -> None:
     sample, _, _, cells = measured[0]
     ids = torch.tensor([[*sample.question_ids, *sample.answer_ids[:-1]]])
@@ -292,7 +291,6 @@ def test_other_rows_are_refused(subject: Subject, samples: list[Sample]) -> None
         side_by_side(side_by_side(cache, 2), 2)
 
 
-@pytest.mark.law("figures-are-counted-right")
 def test_random_trunks_are_whole_and_know_nothing_of_scores(subject: Subject, samples: list[Sample]) -> None:
     """All but one of CrystalCache's own trunks are kept whole or not at all, and two prompts agree by chance alone."""
     crystal = subject.policy("crystalcache", "0.5").on(subject.model)
@@ -315,6 +313,5 @@ def test_random_trunks_are_whole_and_know_nothing_of_scores(subject: Subject, sa
     ("chunkkv", "layer", "random-layers"), ("snapkv", "layer and KV head", "random"),
     ("kvzip-heads", "layer and KV head", "random-heads"), ("h2o@prompt", "layer and KV head", "random"),
 ])
-@pytest.mark.law("figures-are-counted-right")
 def test_a_policy_has_the_control_of_its_granularity(policy: str, granularity: str, control: str) -> None:
     assert control_of(policy, granularity) == control

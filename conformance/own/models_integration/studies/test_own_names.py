@@ -27,6 +27,8 @@ from models_integration.tasks.samples import part_of
 from reference.calibration import Calibration, Identity, load_calibration, save_calibration
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("an-identity-tells-apart")
+
 GUIDE = "docs/guide/own-policy.md"
 TASK = """
 from models_integration.tasks import draw_sample
@@ -82,7 +84,6 @@ def test_the_guide_s_own_policy_is_compared_and_measured_anew_once_it_is_changed
     assert compared() == [*first, *first]
 
 
-@pytest.mark.law("an-identity-tells-apart")
 def test_rules_and_options_tell_versions_apart(mine: Path) -> None:
     text = RULES.replace('["streamingllm"]\nb', '["streamingllm", "mine:POLICY"]\nb')
     text = text.replace('"prose_continuation"]', '"mine:NEEDLE"]')
@@ -111,7 +112,6 @@ def test_a_task_that_is_right_in_part_or_has_no_evidence_has_no_bounded_control(
         assert (refused.exception.argument, refused.exception.value) == ("task", task)
 
 
-@pytest.mark.law("an-identity-tells-apart")
 def test_equal_rows_of_two_task_files_are_rows_of_their_own(tmp_path: Path, one_thread: None) -> None:
     """Two names of one text, and one file under two metrics."""
     line = json.dumps({"input": "Tom went to the river.\nQuestion: Who?", "outputs": ["Tom", "He"]})
@@ -143,7 +143,6 @@ OTHER_ITEMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.law("an-identity-tells-apart")
 def test_whatever_an_item_is_of_makes_another_unit(tmp_path: Path) -> None:
     subject, rules = Loading("pocket", "numpy").subject(), load_rules(rules_file(tmp_path))
     assert ITEM.unit(rules, subject) == replace(ITEM).unit(rules, subject)
@@ -151,7 +150,6 @@ def test_whatever_an_item_is_of_makes_another_unit(tmp_path: Path) -> None:
     assert len({ITEM.unit(rules, subject), *units.values()}) == len(units) + 1, units
 
 
-@pytest.mark.law("an-identity-tells-apart")
 def test_whatever_a_study_is_of_makes_another_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules, model, statistics, backend, specification."""
     subject, rules = Loading("pocket", "numpy").subject(), load_rules(rules_file(tmp_path))

@@ -42,12 +42,13 @@ from reference.policies.describe import list_policies
 from reference.policies.names import DIVERSE, NAMES
 from spec.errors import SpecError
 
+pytestmark = pytest.mark.law("as-it-is-described")
+
 
 def change(path: Path) -> None:
     path.write_text(f"{path.read_text(encoding='utf-8')}# changed\n", encoding="utf-8")
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize(("before", "part", "said"), [
     (change, "confirm", "has uncommitted changes"), (lambda path: None, "all", "must be dev, and confirm"),
     (lambda path: append_row(path.with_name("study.jsonl"), {
@@ -61,7 +62,6 @@ def test_what_breaks_the_order_is_refused(before: Any, part: str, said: str, tmp
     assert said in str(refused.exception)
 
 
-@pytest.mark.law("as-it-is-described")
 def test_a_claim_about_a_control_of_another_granularity_is_refused(tmp_path: Path, one_thread: None) -> None:
     text = RULES.replace('first = "evidence"', 'first = "streamingllm"', 1).replace(
         'second = "streamingllm"', 'second = "random"', 1
@@ -71,7 +71,6 @@ def test_a_claim_about_a_control_of_another_granularity_is_refused(tmp_path: Pat
     assert "must be random-shared for streamingllm" in str(refused.exception)
 
 
-@pytest.mark.law("as-it-is-described")
 def test_rows_name_the_commit_of_their_rules(tmp_path: Path) -> None:
     path = rules_file(tmp_path)
     commit = commit_all(tmp_path)
@@ -85,7 +84,6 @@ def write_rows(path: Path, *rows: Row) -> None:
     path.write_bytes(lzma.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
 
 
-@pytest.mark.law("as-it-is-described")
 def test_the_audit_reads_the_history(tmp_path: Path) -> None:
     """One study for each finding."""
     texts = {name: f"{RULES}# {name}\n" for name in ("named", "old", "same", "forged", "other")}
@@ -118,7 +116,6 @@ def test_the_audit_reads_the_history(tmp_path: Path) -> None:
     assert first[:8] in printed.output
 
 
-@pytest.mark.law("as-it-is-described")
 def test_a_folder_outside_git_has_no_audit(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="git repository"):
         audit(tmp_path)
@@ -137,7 +134,6 @@ def gated(**right: int) -> Samples:
     ])
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize(("right", "failed"), [
     ({"fullcache": 7, "blind": 0, "evidence": 9}, ""), ({"fullcache": 6, "blind": 0, "evidence": 9}, "fullcache"),
     ({"fullcache": 7, "blind": 1, "evidence": 9}, "blind"), ({"fullcache": 7, "blind": 0, "evidence": 8}, "evidence"),
@@ -147,7 +143,6 @@ def test_a_task_that_fails_its_controls_on_dev_carries_no_claim(right: dict[str,
     assert said.startswith(f"needle_in_prose at 64: {failed} answers") if failed else said == ""
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("value", ["number", "word"])
 def test_facts_are_in_three_texts_each_split_before_any_run(value: str) -> None:
     """No window is read twice; the fact is where it is said to be; dev and confirm have different stretches."""

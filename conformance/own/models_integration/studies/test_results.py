@@ -29,6 +29,8 @@ from models_integration.studies.results import Row, append_row, load_rows
 from spec.errors import SpecError
 from spec.tables import result_table
 
+pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
+
 
 def write_rows(path: Path, writer: int, rows: int, together: Barrier) -> None:
     """Add this writer's rows, once all others are ready."""
@@ -71,7 +73,6 @@ def test_a_line_that_is_no_row_is_named(line: str, tmp_path: Path) -> None:
         load_rows(path)
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_cut_last_line_is_set_aside_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing stops: readers leave it out, the next row follows the last whole one. Long rows too."""
     path = tmp_path / "results.jsonl"
@@ -88,7 +89,6 @@ def test_a_cut_last_line_is_set_aside_and_said_once(tmp_path: Path, caplog: pyte
     assert "results.jsonl.cut" in said
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_whole_row_without_its_end_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_bytes(b'{"n": 1}\n{"n": 2}')
@@ -98,7 +98,6 @@ def test_a_whole_row_without_its_end_is_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "results.jsonl.cut").exists()
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_four_processes_lose_no_row_and_double_none(tmp_path: Path) -> None:
     path, together = tmp_path / "results.jsonl", get_context("forkserver").Barrier(4)
     writers = [started(write_rows, path, writer, 50, together) for writer in range(4)]
@@ -110,7 +109,6 @@ def test_four_processes_lose_no_row_and_double_none(tmp_path: Path) -> None:
     assert not (tmp_path / "results.jsonl.cut").exists()
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 @pytest.mark.parametrize("room", [1, 9, 5000, 100_000])
 def test_a_row_that_its_writer_died_in_is_set_aside(room: int, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
@@ -133,7 +131,6 @@ def units_stored(path: Path) -> Counter[str]:
     return Counter(row["unit"] for row in load_rows(path))
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_who_lost_a_unit_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that slept for too long finds its unit taken over."""
     monkeypatch.setattr(leases, "_PATIENCE", 0.1)
@@ -149,7 +146,6 @@ def test_who_lost_a_unit_stores_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert load_rows(path) == [{"unit": "a", "who": "other"}]
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_lease_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A touch in each 40 seconds of the other's clock, which this test sets."""
     monkeypatch.setattr(leases, "_BEAT", 0.01)
@@ -166,7 +162,6 @@ def test_a_lease_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pyte
                 time.sleep(0.01)
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_lease_that_another_worker_removes_stays_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that finds all units stored removes all leases, between a look of the holder's and what follows."""
     monkeypatch.setattr(leases, "_BEAT", 0.01)
@@ -192,7 +187,6 @@ def test_a_lease_that_another_worker_removes_stays_removed(tmp_path: Path, monke
     assert removals == []
 
 
-@pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_a_row_of_a_holder_that_died_before_it_let_go_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -273,9 +267,8 @@ def test_figures_in_sentences_are_those_of_the_rows() -> None:
         n = sum(row["part"] == "confirm" for row in rows_of(study))
         of_policies = [right(study, "after", one, budget) for one in policies]
         counts = [n, right(study, "after", "fullcache", "1.0"), *of_policies]
-        assert f"| {size} tokens, {budget} | {' | '.join(map(str, counts))} |" in guide
-    chunks, snap = (right("rules", "in_prompt", name, "0.3") for name in ("chunkkv", "snapkv"))
-    said = " ".join(guide.split())
-    assert f"answered {chunks} of 243 questions right with ChunkKV at budget 0.3." in said
-    full = right("rules", "in_prompt", "fullcache", "1.0")
-    assert f"With SnapKV the model answered {snap} of these questions right, and with the full cache {full}." in said
+        assert f"| text of {size} tokens, budget {budget} | {' | '.join(map(str, counts))} |" in guide
+    cells = ("chunkkv", "0.3"), ("snapkv", "0.3"), ("fullcache", "1.0")
+    chunks, snap, full = (right("rules", "in_prompt", *cell) for cell in cells)
+    said = f"{chunks} right answers with ChunkKV, {snap} right answers with SnapKV, and {full} right answers with the"
+    assert f"The model gave {said} full cache." in " ".join(guide.split())

@@ -3,6 +3,7 @@
 import string
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from models_integration.tasks.metrics import METRICS, judge
 from models_integration.tasks.prose import Prose
 from models_integration.tasks.samples import DEFAULT_FILLER, NEEDLE_TEMPLATES, TOPIC_TEMPLATES, mentions_of
 from spec.errors import SpecError
+
+pytestmark = pytest.mark.law("as-it-is-described")
 
 
 def _texts() -> list[str]:
@@ -115,24 +118,16 @@ def _template_of(sample: Sample) -> str:
     return str(sample.metadata["template"])
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [1024, 1025, 1031, 2048, 4096])
-def test_a_sample_has_exactly_the_tokens_asked_for(tokenizer: PreTrainedTokenizerFast, task: str, length: int) -> None:
-    for index in range(5):
-        sample = draw_sample(task, tokenizer, length, index, seed=3)
-        assert sample.length == length
-        assert len(sample.context_ids) == length
-
-
-@pytest.mark.law("as-it-is-described")
-@pytest.mark.parametrize("task", TASKS)
 def test_the_needle_span_decodes_to_the_fact_and_the_fact_stands_once(
-    tokenizer: PreTrainedTokenizerFast, task: str
+    tokenizer: PreTrainedTokenizerFast, task: str, length: int
 ) -> None:
+    """In a context of exactly so many tokens, with and without distractors."""
     templates = {t.name: t for t in (*NEEDLE_TEMPLATES, *(topic.fact for topic in TOPIC_TEMPLATES))}
-    for index in range(10):
-        sample = draw_sample(task, tokenizer, 1500, index, seed=5, distractors=3)
+    for index, distractors in product(range(5), (0, 3)):
+        sample = draw_sample(task, tokenizer, length, index, seed=5, distractors=distractors)
+        assert sample.length == len(sample.context_ids) == length
         template = templates[_template_of(sample)]
         fact = template.state(sample.expected)
         assert _decoded(tokenizer, sample, sample.needle) == fact
@@ -141,13 +136,12 @@ def test_the_needle_span_decodes_to_the_fact_and_the_fact_stands_once(
         assert text.count(sample.expected) == 1
         assert "  " not in text
         others = [_decoded(tokenizer, sample, span) for span in sample.distractors]
-        assert len(set(others)) == 3
+        assert len(set(others)) == distractors
         assert all(other != fact for other in others)
         question = str(tokenizer.decode(list(sample.question_ids))).strip()
         assert question == f"Question: {template.ask()} Answer:"
 
 
-@pytest.mark.law("as-it-is-described")
 def test_the_same_seed_gives_the_same_sample_and_another_seed_another(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -158,7 +152,6 @@ def test_the_same_seed_gives_the_same_sample_and_another_seed_another(
         assert first != draw_sample(task, tokenizer, 1200, 3, seed=42)
 
 
-@pytest.mark.law("as-it-is-described")
 def test_the_depth_is_kept_to_within_a_sentence(tokenizer: PreTrainedTokenizerFast) -> None:
     longest = max(len(tokenizer.encode(" " + text, add_special_tokens=False)) for text in DEFAULT_FILLER)
     for depth in DEPTHS:
@@ -167,16 +160,10 @@ def test_the_depth_is_kept_to_within_a_sentence(tokenizer: PreTrainedTokenizerFa
         start, stop = sample.needle
         room = sample.length - opening - (stop - start)
         assert abs((start - opening) - depth * room) <= longest
+        assert depth > 0 or start == opening
+        assert depth < 1 or stop == 4096
 
 
-@pytest.mark.law("as-it-is-described")
-def test_the_needle_touches_both_ends(tokenizer: PreTrainedTokenizerFast) -> None:
-    first = needle_sample(tokenizer, 1024, 0.0, seed=1)
-    assert first.needle[0] == len(opening_ids(tokenizer))
-    assert needle_sample(tokenizer, 1024, 1.0, seed=1).needle[1] == 1024
-
-
-@pytest.mark.law("as-it-is-described")
 def test_long_contexts_are_made_of_whole_sentences(tokenizer: PreTrainedTokenizerFast) -> None:
     known = set(DEFAULT_FILLER)
     for index in range(5):
@@ -187,7 +174,6 @@ def test_long_contexts_are_made_of_whole_sentences(tokenizer: PreTrainedTokenize
         assert {sentence.strip() + "." for sentence in text.split(".") if sentence.strip()} <= known
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("density", DENSITIES)
 def test_mentions_are_spaced_uniformly_and_follow_the_fact(density: str) -> None:
     tokenizer = merged_tokenizer()
@@ -204,7 +190,6 @@ def test_mentions_are_spaced_uniformly_and_follow_the_fact(density: str) -> None
         assert gaps.max() - gaps.min() < 0.15 * len(text)
 
 
-@pytest.mark.law("as-it-is-described")
 def test_values_are_uniform_over_the_four_digit_numbers() -> None:
     tokenizer = merged_tokenizer()
     values = [int(needle_sample(tokenizer, 60, 0.0, seed).expected) for seed in range(900)]
@@ -215,7 +200,6 @@ def test_values_are_uniform_over_the_four_digit_numbers() -> None:
     assert ((counts - 100) ** 2 / 100).sum() < 26.1
 
 
-@pytest.mark.law("as-it-is-described")
 def test_values_and_filler_are_pluggable() -> None:
     tokenizer = merged_tokenizer()
     sample = needle_sample(tokenizer, 200, 0.5, 0, filler=("Nothing happened.",), values=(4321,))
@@ -223,7 +207,6 @@ def test_values_and_filler_are_pluggable() -> None:
     assert str(tokenizer.decode(list(sample.context_ids))).count("Nothing happened.") > 3
 
 
-@pytest.mark.law("as-it-is-described")
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("task", TASKS)
 def test_placements_partition_the_tokens(name: str, task: str) -> None:
