@@ -102,12 +102,16 @@ def _missing(shown: Samples, rules: Rules | None) -> Iterator[Html]:
     elif shown.contexts < _FEW:
         yield note(f"{shown.contexts} contexts are few: such bootstrap intervals are too narrow.", "warning")
     measured = {name for name, _ in shown.cells}
-    absent = [f"{name} ({without})" for name, without in _WITHOUT.items() if measured and name not in measured]
+    absent = [f"{name} ({lost})" for name, lost in _WITHOUT.items() if measured and name not in measured]
+    without = dict[str, dict[str, None]]()
     for policy, budget in shown.cells:
         control = shown.control((policy, budget))
         if policy not in EVERY_CONTROL and control not in measured:
-            absent.append(f"{control} (the random control of {policy})")
-    if absent := list(dict.fromkeys(absent)):
+            without.setdefault(control, {})[policy] = None
+    for control, (first, *others) in without.items():
+        more = f" and {len(others)} more" if others else ""
+        absent.append(f"{control} (the random control of {first}{more})")
+    if absent:
         yield note(f"Controls that are missing: {'; '.join(absent)}.", "warning")
     if rules is None:
         yield note("No claims and no stages: the rules of these rows were not given (--rules).", "warning")

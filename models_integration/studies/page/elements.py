@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 _HOME = Path(__file__).parent
-_FIGURE = re.compile(r"[-+]?\d")
+_FIGURE = re.compile(r"([<≤] )?[-+]?\d")
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>

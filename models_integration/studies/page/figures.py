@@ -51,7 +51,7 @@ def _drawn(panels: Mapping[str, Samples], names: Sequence[str]) -> Figure:
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     across = _PAGE if columns > 1 else _COLUMN
-    beside = max(1, int(across / (0.6 + 0.06 * max(map(len, names)))))
+    beside = max(1, int(across / (0.6 + 0.053 * max(map(len, names)))))
     below = 0.16 * -(-len(names) // beside)
     figure = Figure(figsize=(across, lines * _HEIGHT + below), layout="constrained")
     axes = [figure.add_subplot(lines, columns, at + 1) for at in range(len(panels))]
@@ -90,4 +90,4 @@ def _panel(axes: Axes, title: str, samples: Samples, names: Sequence[str]) -> No
         axes.errorbar(x, y, yerr=ends, label=name, markersize=3, linewidth=1, elinewidth=0.5, **curve_style(at, name))
     axes.set_title(f"{title}\nn = {len(samples.rows)}", fontsize=8)
     axes.set_xlabel("prompt tokens kept")
-    axes.set_ylabel("recovery" if recovery else "accuracy")
+    axes.set_ylabel("recovery (full cache = 1)" if recovery else "accuracy (share of answers)")
