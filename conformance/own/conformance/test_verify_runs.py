@@ -280,10 +280,10 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
         told["subject"] |= {"kind": "command", "named": STRANGER}
         write(told | change, tmp_path / "c.toml")
         monkeypatch.setattr("sys.argv", ["verify", "--check", "c.toml", *words])
+        monkeypatch.setattr("conformance.verify.runs.subprocess.Popen", None)
         return verify_main.main()
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("conformance.verify.runs.subprocess.Popen", None)
     return asked
 
 
