@@ -98,7 +98,7 @@ def test_a_crop_that_a_window_has_passed_changes_no_layer(recorded: int | None) 
         for one in (cache, expected):
             at_once(model, prompt(recorded, seed=4), one)
     before = held(cache)
-    with pytest.raises(SpecError, match="tokens_to_remove = -3: sliding-window layers have freed tokens before"):
+    with pytest.raises(SpecError, match="tokens_to_remove = -3: sliding-window layers have freed the tokens before"):
         cache.crop(-3)
     cache.crop(0)
     for (seen, keys), (after, now) in zip(before, held(cache), strict=True):
@@ -136,7 +136,7 @@ def test_a_window_with_gaps_gives_back_what_it_has_read() -> None:
     for index in (0, 1):
         cache.update(read[:, :, :6], read[:, :, :6], index)
     assert layer.positions.tolist() == list(range(6, 13))
-    with pytest.raises(SpecError, match="freed tokens before position 6"):
+    with pytest.raises(SpecError, match="freed the tokens before position 6"):
         cache.crop(-1)
 
 
