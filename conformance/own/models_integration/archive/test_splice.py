@@ -233,5 +233,5 @@ def test_a_row_with_padding_is_refused() -> None:
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_model_that_only_slides_is_refused() -> None:
     model = build("Mistral", sliding_window=16)
-    with pytest.raises(SpecError, match="no full-attention layer"):
+    with pytest.raises(SpecError, match="must have a full-attention layer"):
         computed(model, SYSTEM, recognise(model))

@@ -41,8 +41,8 @@ def test_the_study_of_injection_counts_its_rows_and_continues(tmp_path: Path, mo
     for words in ("2 questions in 2 sessions each", "prompt tokens", "memory: weights", "processor hours"):
         assert words in done.output
     for options, words in (
-        (("--model", "pocket"), "needs <|im_start|>"), (("--model", "chat", "--part", "table-3"), "part"),
-        (("--workers", "2"), "one worker"),
+        (("--model", "pocket"), "have the tokens <|im_start|>"), (("--model", "chat", "--part", "table-3"), "part"),
+        (("--workers", "2"), "needs --workers 1"),
     ):
         with pytest.raises(SpecError, match=re.escape(words)):
             raise CliRunner().invoke(app, [*asked, *options]).exception or AssertionError

@@ -76,7 +76,7 @@ def test_rows_name_the_commit_of_their_rules(tmp_path: Path) -> None:
     commit = commit_all(tmp_path)
     assert registered(load_rules(path), path) == commit
     (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(SpecError, match="not committed"):
+    with pytest.raises(SpecError, match="uncommitted changes"):
         registered(load_rules(path), tmp_path / "elsewhere" / "rules.toml")
 
 
