@@ -219,9 +219,9 @@ def test_the_paper_counts_these_tokens(name: str, around: int) -> None:
 @pytest.mark.spec("IN-MARKER")
 @pytest.mark.parametrize("text", ["<|unknown|>", "<|many|>"])
 def test_a_marker_that_is_not_one_id_is_refused(text: str) -> None:
-    with pytest.raises(SpecError, match="must be one token id of this tokenizer"):
+    with pytest.raises(SpecError, match="must be one token id of the tokenizer"):
         marker_id(Marker(text), TOKENIZER)
-    with pytest.raises(SpecError, match="must be one token id of this tokenizer"):
+    with pytest.raises(SpecError, match="must be one token id of the tokenizer"):
         wrap(Form((Marker(text),)), [50], TOKENIZER)
 
 
