@@ -37,7 +37,7 @@ PROFILES = ("few", "dev", "ci", "nightly")
 FEW_EXAMPLES, CI_EXAMPLES = 12, 150
 FEW_OF_A_LOOP = 20
 NOT_OFFERED = "has no stage family"
-"""In the reason of every skip that an absent family is the cause of."""
+"""Part of the reason of every skip that is caused by a missing stage family."""
 
 _exceptions = pytest.StashKey[list[exceptions.Exemption]]()
 _engine = pytest.StashKey["Engine | None"]()
@@ -71,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def profile_of(config: pytest.Config) -> str:
-    """The option, else the environment, else dev."""
+    """Return the profile from the option or from the environment. Default: ci if CI=true, otherwise dev."""
     chosen = config.getoption("--kvspec-profile") or os.environ.get("KVSPEC_PROFILE")
     if chosen is None:
         return "ci" if os.environ.get("CI") == "true" else "dev"
@@ -81,36 +81,36 @@ def profile_of(config: pytest.Config) -> str:
 
 
 def _register_profiles() -> None:
-    # The first call of a shape pays for imports and compilation, so a limit on time would fail at random.
+    # The first call with a shape includes imports and compilation, so a time limit would fail at random.
     slow = [HealthCheck.too_slow]
     settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=slow)
-    # The same cases on every run; nothing is stored; a failure prints what reproduces it.
+    # Every run has the same cases and stores nothing. A failure prints how to reproduce the failure.
     settings.register_profile(
         "ci", max_examples=CI_EXAMPLES, derandomize=True, database=None, deadline=None, print_blob=True,
         phases=(Phase.explicit, Phase.generate, Phase.shrink), suppress_health_check=slow,
     )
-    # The same, cut to what kernels can afford.
+    # The profile "few" is the profile "ci" with fewer examples, because interpreted kernels are slow.
     settings.register_profile("few", settings.get_profile("ci"), max_examples=FEW_EXAMPLES)
-    # Fresh cases, many of them; failures stay in the database.
+    # Every run has many new cases. Failures are stored in the database of Hypothesis.
     settings.register_profile(
         "nightly", max_examples=20_000, deadline=None, print_blob=True, suppress_health_check=slow,
     )
 
 
 def sparingly(test: Callable[..., None]) -> Callable[..., None]:
-    """A quarter of the profile's examples: for a property that is drawn for each of many policies."""
+    """Reduce the number of examples to a quarter, for a property that is tested with each of many policies."""
     profile = settings.default
     assert profile is not None
     return settings(max_examples=max(1, profile.max_examples // 4))(test)
 
 
 def with_rejections(test: Callable[..., None]) -> Callable[..., None]:
-    """For tests that reject many examples, or need long for one."""
+    """Turn off the health checks, for tests that reject many examples or need a long time for an example."""
     return settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])(test)
 
 
 def known_vectors() -> frozenset[str]:
-    """Ids of the vectors of stages, as test_vectors.py names its cases."""
+    """Return the ids of the test vectors of stages. The cases of test_vectors.py have the same ids."""
     from conformance.vectors.files import published
 
     return frozenset(f"{stage}-{test['tcId']}" for stage, group, test in published() if group["operation"].islower())
@@ -137,7 +137,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse markers of unknown items; leave out what says nothing here, or is for the night; mark the exceptions."""
+    """Check the markers `spec`, deselect tests that do not apply to the backend or the profile, and apply exceptions.
+
+    Raises:
+        pytest.UsageError: if a marker names an unknown item of the specification, or has a wrong form.
+    """
     known = known_items()
     for item in items:
         for mark in item.iter_markers("spec"):
@@ -156,12 +160,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Draw from the constants of the modules that are here now.
+    """Let Hypothesis use only constants of the modules that are imported now.
 
-    Hypothesis draws from those of all imported modules, so that one that a test imports would change all later draws,
-    and two workers, or two runs, would see other examples of one seed.
+    Hypothesis draws constants from all imported modules. If a test imported a module, all later draws would change.
+    Then two workers, or two runs, would have different examples for the same seed.
     """
-    # Private, and in no older version.
+    # This function is private, and older versions of Hypothesis do not have it.
     providers: Any = sys.modules.get("hypothesis.internal.conjecture.providers")
     if hasattr(providers, "_get_local_constants"):
         found = providers._get_local_constants()
@@ -169,7 +173,7 @@ def pytest_collection_finish() -> None:
 
 
 def judges(item: pytest.Item, backend: str) -> bool:
-    """Whether a test says anything about this backend; the reference is what all the others are about."""
+    """Return True if a test applies to a backend. All tests without the marker `beyond` apply to numpy."""
     fixtures = set(getattr(item, "fixturenames", ()))
     mine = ("judged" in fixtures and "reference_items" not in fixtures) or "keeps" in fixtures
     named = {name for mark in item.iter_markers("judges") for name in mark.args}
@@ -179,15 +183,16 @@ def judges(item: pytest.Item, backend: str) -> bool:
 
 
 def subject_of(config: pytest.Config) -> str:
-    """What is judged, as it was asked for: a command, or the name of a backend."""
+    """Return the command of the tested engine, or the name of the tested backend."""
     return str(config.getoption("--kvspec-command") or config.getoption("--backend") or "numpy")
 
 
 def engine_of(config: pytest.Config) -> "Engine | None":
-    """The engine of --kvspec-command, started.
+    """Start the engine of --kvspec-command, and return the engine. Without --kvspec-command, return None.
 
     Raises:
-        pytest.UsageError: where there is a backend as well, or the engine does not say hello.
+        pytest.UsageError: if --backend is also given, if the timeout is not a positive number, or if the engine does
+            not answer the request `hello`.
     """
     from conformance.engine.process import Engine
     from spec.errors import SpecError
@@ -206,7 +211,7 @@ def engine_of(config: pytest.Config) -> "Engine | None":
 
 
 def _end_with(engine: "Engine", number: int) -> None:
-    """End by a signal, and the engine first: it runs in a session of its own."""
+    """Stop the engine, which runs in a separate session, and then end this process by the signal `number`."""
     engine.stop()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
@@ -239,20 +244,20 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def precision_of(config: pytest.Config) -> str:
-    """What the judged S1 computes in."""
+    """Return the precision of the tested stage S1: float64 or float32."""
     engine = config.stash[_engine]
     default = engine.hello.precision if engine else "float64" if subject_of(config) == "numpy" else "float32"
     return str(config.getoption("--kvspec-precision") or default)
 
 
 def spec_of(config: pytest.Config) -> str:
-    """The version of the specification that an engine names in its hello; nothing of a backend."""
+    """Return the version of the specification that an engine reports. For a backend, return an empty string."""
     engine = config.stash[_engine]
     return engine.hello.spec if engine else ""
 
 
 def skip_without(judged: "Backend", *families: str) -> None:
-    """Skip, by name, what asks for a stage family that the judged backend does not have: each is optional."""
+    """Skip the test if the tested backend does not have a stage family. Every stage family is optional."""
     for family in families:
         if getattr(judged, family) is None:
             pytest.skip(f"backend {judged.name!r} {NOT_OFFERED} {family!r}")
@@ -260,7 +265,7 @@ def skip_without(judged: "Backend", *families: str) -> None:
 
 @pytest.fixture(scope="session")
 def subject(request: pytest.FixtureRequest) -> "Backend":
-    """The implementation that is judged, called with the arrays of the test themselves."""
+    """Tested backend. The backend receives the arrays of the test without copies."""
     from conformance.checks.refusals import guarded
     from conformance.engine.process import backend_of
     from spec.backend import FAMILIES, resolve
@@ -275,22 +280,22 @@ def subject(request: pytest.FixtureRequest) -> "Backend":
 
 @pytest.fixture(scope="session")
 def method_engine(request: pytest.FixtureRequest) -> "Engine | None":
-    """The engine of --kvspec-command, if there is one."""
+    """Engine of --kvspec-command, or None."""
     return request.config.stash[_engine]
 
 
 @pytest.fixture(scope="session")
 def together(request: pytest.FixtureRequest) -> bool:
-    """Whether two threads can be inside a stage.
+    """True if two threads can call stages at the same time.
 
-    A process answers one request at a time, and Triton's interpreter patches its own modules while it runs.
+    An engine answers one request at a time. Triton's interpreter changes modules of Triton during a call.
     """
     return request.config.stash[_engine] is None and os.environ.get("TRITON_INTERPRET", "0") in ("", "0")
 
 
 @pytest.fixture(scope="session")
 def judged(subject: "Backend", together: bool) -> "Backend":
-    """The implementation that is judged, on the families that it has; one without any fails every test."""
+    """Tested backend, with checks of the rules that apply to every call."""
     from conformance.calls import held_to_rules
 
     return held_to_rules(subject, together)
@@ -298,64 +303,64 @@ def judged(subject: "Backend", together: bool) -> "Backend":
 
 @pytest.fixture(scope="session")
 def backend(judged: "Backend") -> "Backend":
-    """The implementation that is judged, if it can read a prompt."""
+    """Tested backend. Skips the test if the backend has no CrystalCache stages."""
     skip_without(judged, "crystal")
     return judged
 
 
 @pytest.fixture(scope="session")
 def stages(backend: "Backend") -> "CrystalStages":
-    """Its stages of CrystalCache."""
+    """CrystalCache stages of the tested backend."""
     return backend.require_crystal()
 
 
 @pytest.fixture(scope="session")
 def decoder(judged: "Backend") -> "Backend":
-    """The implementation that is judged, if it can read a prompt and decode."""
+    """Tested backend. Skips the test if the backend has no CrystalCache stages or no stages of decoding."""
     skip_without(judged, "crystal", "breath")
     return judged
 
 
 @pytest.fixture(scope="session")
 def breath_stages(judged: "Backend") -> "BreathStages":
-    """Its stages of decode."""
+    """Stages of decode-time eviction of the tested backend."""
     skip_without(judged, "breath")
     return judged.require_breath()
 
 
 @pytest.fixture(scope="session")
 def nestedkv_stages(judged: "Backend") -> "NestedKVStages":
-    """Its score of NestedKV."""
+    """NestedKV stages of the tested backend."""
     skip_without(judged, "nestedkv")
     return judged.require_nestedkv()
 
 
 @pytest.fixture(scope="session")
 def selector(judged: "Backend") -> "DiversityStages":
-    """Its set-conditioned selection."""
+    """Stages of set-conditioned selection of the tested backend."""
     skip_without(judged, "diversity")
     return judged.require_diversity()
 
 
 @pytest.fixture(scope="session")
 def policy_stages(judged: "Backend") -> "PolicyStages":
-    """Its stages of the published policies."""
+    """Stages of the published policies of the tested backend."""
     skip_without(judged, "policies")
     return judged.require_policies()
 
 
 @pytest.fixture(scope="session")
 def precision(request: pytest.FixtureRequest) -> str:
-    """What its S1 computes in."""
+    """Precision of the tested stage S1: float64 or float32."""
     return precision_of(request.config)
 
 
 @pytest.fixture(scope="session")
 def every(request: pytest.FixtureRequest) -> int:
-    """Which cases of a long loop run: each one, or with the profile "few" every twentieth."""
+    """Step width of long loops: 1, or 20 for the profile "few", which runs only every twentieth case."""
     return FEW_OF_A_LOOP if profile_of(request.config) == "few" else 1
 
 
 @pytest.fixture(scope="session")
 def reference_items() -> None:
-    """For tests of the reference's own functions, item by item: they say nothing about another backend."""
+    """Mark a test of functions of the reference. The test does not apply to a different backend."""

@@ -38,7 +38,7 @@ def main() -> None:
     except (SpecError, BackendUnavailable, ArchiveError, UnknownModel, OSError) as error:
         _refuse(str(error))
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
+        if type(error).__name__ != "OutOfMemoryError":  # torch's error class; torch is not imported here
             raise
         _refuse(f"the device has no memory left; use a smaller --batch-size or --length: {error}")
 
@@ -47,7 +47,7 @@ def _ran(app: Callable[..., Any]) -> Any:
     """Run a command and return the exit code. For a wrong option or argument, print one line and exit."""
     import typer
 
-    usage: type[Any] = typer.BadParameter.__mro__[1]  # click's UsageError, which newer versions of typer bring along
+    usage: type[Any] = typer.BadParameter.__mro__[1]  # click's UsageError; newer versions of typer contain click
     try:
         return app(prog_name="kvspec", standalone_mode=False)
     except usage as error:

@@ -1,4 +1,4 @@
-"""`python -m models_integration.cli`."""
+"""Start of the command `kvspec` as `python -m models_integration.cli`."""
 
 from models_integration.cli import main
 

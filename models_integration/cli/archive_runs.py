@@ -1,4 +1,4 @@
-"""What the commands of `kvspec archive` do."""
+"""Implementation of the commands of `kvspec archive`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,13 +26,13 @@ from spec.errors import SpecError
 __all__ = ["run_find", "run_forget", "run_gc", "run_get", "run_inject", "run_list", "run_put", "run_verify"]
 
 _CANDIDATES = 50
-"""Chunks of each ranking that are fused."""
+"""Number of best chunks of each ranking that are fused."""
 
 def run_put(
     text: Path, wrapper: str, codec: str, upper: bool, policy: str | None, budget: str | None,
     calibration: Path | None, loading: Loading, tenant: str, folder: Path, master_key: Path | None,
 ) -> None:
-    """Store one text file."""
+    """Store one text file as a chunk, and print the key of the chunk."""
     try:
         chunk = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -53,7 +53,7 @@ def run_put(
 
 
 def run_get(key: str, loading: Loading, tenant: str, folder: Path, master_key: Path | None) -> None:
-    """Check one chunk and print a description."""
+    """Check one chunk, and print a description and the text of the chunk."""
     subject = loading.subject()
     with _existing(folder, master_key) as archive:
         library = _library(archive, subject, tenant)
@@ -71,7 +71,7 @@ def run_get(key: str, loading: Loading, tenant: str, folder: Path, master_key: P
 
 
 def run_list(tenant: str | None, folder: Path, master_key: Path | None) -> None:
-    """Print the list."""
+    """Print one line for each chunk."""
     with _existing(folder, master_key) as archive:
         for entry in archive.entries(tenant):
             about = "encrypted" if entry.tenant is None else f"{entry.tokens} tokens  {entry.tenant}"
@@ -82,7 +82,7 @@ def run_find(
     query: str, top: int, encoder: str, rerank: Path | None, loading: Loading, tenant: str, folder: Path,
     master_key: Path | None,
 ) -> None:
-    """Print the best chunks."""
+    """Print the keys and texts of the chunks that match a query best."""
     if top < 1:
         raise SpecError("top", top, "must be at least 1")
     subject = loading.subject()
@@ -99,7 +99,7 @@ def run_find(
 
 
 def _texts(archive: Archive, subject: Subject, tenant: str) -> Iterator[tuple[str, str]]:
-    """Keys and texts of the tenant's chunks that the model can read."""
+    """Yield the keys and texts of the tenant's chunks that fit the model."""
     for entry in archive.entries(tenant):
         try:
             stored = archive.get(entry.key, tenant, subject.identity, use=False)
@@ -114,7 +114,7 @@ def run_inject(
     keys: list[str], ask: str, session: str, new_tokens: int, text: bool, loading: Loading, tenant: str, folder: Path,
     master_key: Path | None,
 ) -> None:
-    """Print the answer after inserted chunks. With `text`, also print the answer to the chunks as text."""
+    """Print the answer of the model after inserted chunks. If `text` is True, also print the answer after the texts."""
     if new_tokens < 1:
         raise SpecError("new_tokens", new_tokens, "must be at least 1")
     subject = loading.subject()
@@ -139,7 +139,7 @@ def run_inject(
 class _Answer(NamedTuple):
     text: str
     seconds: float
-    """To the first token."""
+    """Seconds until the first token of the answer."""
 
 
 def _session(subject: Subject, ids: Sequence[int]) -> RetainedCache:
@@ -150,7 +150,7 @@ def _session(subject: Subject, ids: Sequence[int]) -> RetainedCache:
 
 
 def _answer(subject: Subject, cache: RetainedCache, ids: Sequence[int], new_tokens: int, start: float) -> _Answer:
-    """The greedy answer after `ids`; the clock began at `start`."""
+    """Return the greedy answer after `ids`. The time is measured from `start`."""
     with layer_masks(subject.model, cache):
         answer, seconds = answered(partial(_next_token, subject, cache), ids, subject.stop_ids, new_tokens, start)
     return _Answer(str(subject.tokenizer.decode(answer)).strip(), seconds)
@@ -175,20 +175,20 @@ def run_verify(folder: Path, master_key: Path | None) -> None:
 
 
 def run_gc(limit: int, folder: Path) -> None:
-    """Print what was removed."""
+    """Remove files until the archive fits into `limit` bytes, and print the names of the removed files."""
     with _existing(folder, limit=limit) as archive:
         gone = archive.gc()
     print("".join(f"{_printable(name)}  removed\n" for name in gone), end="")
 
 
 def run_forget(tenant: str, folder: Path, master_key: Path | None) -> None:
-    """Print how much was erased."""
+    """Erase the chunks of a tenant, and print the number of erased objects."""
     with _existing(folder, master_key) as archive:
         print(f"{archive.forget(tenant)} objects of {tenant} erased")
 
 
 def _printable(name: str) -> str:
-    """A name of a file, which may hold anything, on one line of any terminal."""
+    """Return a file name with unprintable characters escaped, so that every terminal prints one line."""
     return name if name.isprintable() else ascii(name)
 
 
@@ -197,7 +197,7 @@ def _library(archive: Archive, subject: Subject, tenant: str) -> Library:
 
 
 def _plain_ids(subject: Subject, text: str) -> list[int]:
-    """No BOS: it stands once, where the session starts."""
+    """Return the token ids of a text without a BOS token. Only the start of a session has a BOS token."""
     ids: list[int] = subject.tokenizer(text, add_special_tokens=False).input_ids
     return ids
 

@@ -1,4 +1,4 @@
-"""`kvspec calibrate`."""
+"""Implementation of `kvspec calibrate`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,13 +23,14 @@ __all__ = ["run"]
 
 
 def run(text: Path, out: Path, tokens: int, loading: Loading, threshold: float | None = None) -> None:
-    """Write the calibration of a model: measured on a text, or read from a file of another project.
+    """Write the calibration of a model, measured on a text or converted from TriAttention or DuoAttention.
 
-    The rules of a study stand for its first dev context, which the file then names. `out` is unchanged if anything
-    raises; a file with the suffix .pt has the format of TriAttention's repository.
+    If `text` is the rules file of a study, the first dev context of the study is the text. The calibration file then
+    stores a hash of this context. If `out` ends in .pt, the file has the format of TriAttention's repository. If an
+    error is raised, `out` is not changed.
 
     Raises:
-        SpecError: for a text without a token, a file that cannot be written, or what the model cannot serve.
+        SpecError: if the text has no token, if a file cannot be read or written, or if the model is not supported.
     """
     if tokens < 1:
         raise SpecError("tokens", tokens, "must be at least 1")
@@ -72,7 +73,7 @@ def _tokens(text: Path, read: str, subject: Subject) -> Sequence[int]:
 
 
 def _dev_context(rules: Rules, subject: Subject) -> tuple[Sequence[int], tuple[str]]:
-    """The first context of a study on which anything may be tried, and its digest."""
+    """Return the token ids and the digest of the first dev context of a study."""
     for item in items(rules, subject, PARTS[:1]):
         return item.sample.context_ids, (item.sample.context_digest,)
     raise SpecError("TEXT", rules.title, "must be the rules file of a study with at least one dev context")

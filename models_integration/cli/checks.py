@@ -1,4 +1,4 @@
-"""What the commands refuse before they do any work."""
+"""Checks of options and files that commands make before the work begins."""
 
 import errno
 import os
@@ -17,15 +17,17 @@ __all__ = ["calibration_of", "check_counts", "check_defaults", "check_file", "ch
 
 
 def check_folder(option: str, folder: Path, *results: str) -> None:
-    """A folder is there or can be made, and files in it. Nothing is made: workers of one sweep look at the same time.
+    """Check that a folder exists or can be created, and that files can be written to the folder.
+
+    The check creates nothing, because all workers of a sweep check the folder at the same time.
 
     Args:
-        option: that names it.
-        folder: it is made with the first file in it.
-        results: names of files in it that will be added to.
+        option: name of the option that contains the folder.
+        folder: folder to check. The first file that is written creates the folder.
+        results: names of result files in the folder to which a run appends rows.
 
     Raises:
-        SpecError: where it cannot be made or written; for a file of results that cannot be read.
+        SpecError: if the folder cannot be created or written, or if a result file cannot be read or written.
     """
     try:
         nearest = _nearest_folder(folder.absolute())
@@ -41,10 +43,10 @@ def check_folder(option: str, folder: Path, *results: str) -> None:
 
 
 def _nearest_folder(folder: Path) -> Path:
-    """The folder, or the first above it that is there.
+    """Return the folder if the folder exists, else the nearest parent folder that exists.
 
     Raises:
-        OSError: for what is no folder, a link to nothing and a name that no folder can have.
+        OSError: if the path is a file or a broken link, or if the name of the folder is invalid.
     """
     try:
         mode = folder.stat().st_mode
@@ -58,10 +60,10 @@ def _nearest_folder(folder: Path) -> Path:
 
 
 def check_file(option: str, path: Path) -> None:
-    """A file that will be written can be.
+    """Check that a file can be written.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if the path is a folder, or if the file cannot be written.
     """
     if path.is_dir():
         raise SpecError(option, str(path), "must be a file, but is a folder")
@@ -72,10 +74,10 @@ def check_file(option: str, path: Path) -> None:
 
 
 def read_text(argument: str, path: Path) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Raises:
-        SpecError: where it cannot be read, or holds none.
+        SpecError: if the file cannot be read, or has no text.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -87,10 +89,10 @@ def read_text(argument: str, path: Path) -> str:
 
 
 def check_counts(**counts: int) -> None:
-    """Each is at least 1.
+    """Check that each number is at least 1.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if a number is smaller than 1. The error names the argument.
     """
     for name, count in counts.items():
         if count < 1:
@@ -98,10 +100,10 @@ def check_counts(**counts: int) -> None:
 
 
 def check_defaults(context: typer.Context, names: Iterable[str], rules: Path) -> None:
-    """These options have their defaults: rules say by themselves what the options would.
+    """Check that options have their default values, because the rules file contains the same settings.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if an option was given.
     """
     for name in names:
         if getattr(context.get_parameter_source(name), "name", None) != "DEFAULT":
@@ -110,10 +112,10 @@ def check_defaults(context: typer.Context, names: Iterable[str], rules: Path) ->
 
 
 def calibration_of(policies: Iterable[str], path: Path | None) -> Calibration | None:
-    """The statistics in a file, where one is given.
+    """Return the calibration in a file. Without a file, return None.
 
     Raises:
-        SpecError: for a policy that needs one where none is given; for a file that is none.
+        SpecError: if a policy needs a calibration and no file is given, or if the file is not a calibration file.
     """
     if path is not None:
         return load_calibration(path)

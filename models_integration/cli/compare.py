@@ -1,4 +1,4 @@
-"""The options of `kvspec compare`, `kvspec sweep` and `kvspec demo` as rules."""
+"""Functions that convert the options of `kvspec compare`, `kvspec sweep` and `kvspec demo` to a rules file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ def _constants(**changed: object) -> str:
 
 GRIDS: dict[str, tuple[str, ...]] = {
     name: ("crystalcache", *(f"crystalcache({constants})" for constants in each)) for name, each in {
-        # The values that Appendix A says were swept.
+        # Values that the paper varies, according to Appendix A.
         "appendix-a": (
             *(_constants(T_max=value) for value in (16, 24, 48)), *(_constants(s=value) for value in (2.0, 10.0)),
             *(_constants(alpha=value) for value in (0.25, 0.5, 2.0, 8.0)),
@@ -35,17 +35,17 @@ GRIDS: dict[str, tuple[str, ...]] = {
         ),
     }.items()
 }
-"""CrystalCache with the paper's parameters, and with one of them varied at a time."""
+"""Policies of each grid: CrystalCache with the parameters of the paper, then CrystalCache with changed parameters."""
 
 
 def study_of(
     title: str, policies: Sequence[str], budgets: str, tasks: str, lengths: str, samples: int, seeds: str,
     placements: str, models: str, *, controls: bool, bare: bool, calibration: str = "",
 ) -> dict[str, Any]:
-    """The entries of [study] that options stand for.
+    """Return the entries of the table [study] of a rules file that has the same meaning as the options.
 
     Raises:
-        SpecError: for a list of none, or what is no number.
+        SpecError: if a list is empty, or if a seed or length is not a whole number.
     """
     checked = tuple(CONTROL_BOUNDS) if controls else ()
     return {
@@ -66,10 +66,10 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def save_rules(study: Mapping[str, Any], path: Path) -> None:
-    """Write what options stand for as a rules file, and say what runs it.
+    """Write a study as a rules file, and print the command that runs the rules file.
 
     Raises:
-        SpecError: for what `Rules` refuses, or a file that cannot be written.
+        SpecError: if `Rules` does not accept an entry, or if the file cannot be written.
     """
     rules_of(**study)
     check_file("write_rules", path)

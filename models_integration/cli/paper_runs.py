@@ -1,4 +1,4 @@
-"""The run of `kvspec paper`: the parts of a paper as studies in one folder, then its tables."""
+"""Implementation of `kvspec paper`: run each part of a paper as a study, then fill in the tables of the paper."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,22 +37,24 @@ __all__ = ["PAGE", "Asked", "plan", "run"]
 
 PAGE = "paper.html"
 _CALIBRATED = 1024
-"""Tokens of the shipped text that a calibration reads."""
+"""Number of tokens of the shipped text that a calibration uses."""
 _BEHIND = 4 * MAX_NEW_TOKENS
-"""Positions that a question and its answer may need."""
+"""Number of positions that are reserved for a question and an answer."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of the command.
+    """Options of `kvspec paper`.
 
     Attributes:
-        paper, part: names.
-        models: each has its own figures in every table.
-        quick: whether parts have their quick lengths and contexts.
-        files: of benchmarks.
-        out: the folder of rows and tables.
-        batch_size, again: as in `Running`.
+        paper: name of the paper, or path of a .toml file.
+        models: models. Every table has separate results for each model.
+        part: name of the table to fill in. Empty: all tables.
+        quick: if True, use the short contexts and the few samples of a quick run.
+        files: benchmark files.
+        out: folder for the rows and tables.
+        batch_size: number of compacted caches that share a forward pass.
+        again: if True, run failed samples again.
     """
 
     paper: str
@@ -66,21 +68,21 @@ class Asked:
 
 
 class _Study(NamedTuple):
-    """A part on one model: its rules as the paper has them, and the work if the model can do some of it."""
+    """Part of a paper on one model: the rules from the paper, and the work that the model can do (None: no work)."""
 
     part: Part
     rules: Rules
     work: Work | Costs | None
     said: str
-    """What the model cannot do."""
+    """Sentence about the lengths that the model does not support. Empty if all lengths are supported."""
 
 
 def run(asked: Asked, loading: Loading) -> None:
-    """Measure what is not stored, then print and write the tables.
+    """Measure the samples without a stored result, then print and write the tables.
 
     Raises:
-        SpecError: before any sample is measured, for what cannot be.
-        Exit: with 130, when it is interrupted; what was measured is stored. With 1, if a sample failed.
+        SpecError: if an option, a file or a model is invalid. The error is raised before a sample is measured.
+        Exit: with exit code 130 if the run is interrupted, or with exit code 1 if a sample failed. Results are kept.
     """
     console, paper = Console(), _checked(asked)
     found, missing, stopped, failed = list[tuple[Part, Measured]](), _missing(paper, asked), False, False
@@ -119,7 +121,7 @@ def _checked(asked: Asked) -> Paper:
 
 
 def _missing(paper: Paper, asked: Asked) -> dict[str, list[str]]:
-    """By part, the files that were not given, as a sentence."""
+    """Return a sentence about the missing benchmark files of each part, by the name of the part."""
     given, found = {path.stem for path in asked.files}, dict[str, list[str]]()
     for part in paper.parts:
         if part.needs_files and (absent := [name for name in part.files if name not in given]):
@@ -128,7 +130,7 @@ def _missing(paper: Paper, asked: Asked) -> dict[str, list[str]]:
 
 
 def _subject(paper: Paper, asked: Asked, loading: Loading, *, save: bool) -> Subject:
-    """The model, with a calibration of running text if a policy needs one; the folder keeps it for the next run."""
+    """Load the model, and a calibration if a policy needs one. If `save` is True, store a new calibration."""
     subject = loading.subject()
     policies = [name for part in paper.parts for name in part.study.get("policies", paper.study.get("policies", ()))]
     if not any("calibration" in constants_of(spelled(name)[0]) for name in policies):
@@ -171,7 +173,7 @@ def _has_positions(subject: Subject, length: int) -> bool:
 
 
 def _print(filled: Filled, console: Console) -> None:
-    """A table in the widest form that the terminal shows."""
+    """Print a table with as many columns as fit the terminal."""
     if not filled.ours:
         console.print(f"{filled.table.title}: not run. {filled.note}\n", highlight=False, markup=False)
         return
@@ -210,10 +212,10 @@ def _write(paper: Paper, filled: Sequence[Filled], asked: Asked, console: Consol
 
 
 def plan(asked: Asked, loading: Loading) -> None:
-    """Print what a run would do; one sample of each part is measured, and nothing is stored.
+    """Print the samples, tokens, memory and hours of a run. Measure one sample of each part, and store nothing.
 
     Raises:
-        SpecError: as `run`.
+        SpecError: as in `run`.
     """
     console, paper = Console(), _checked(asked)
     for model in asked.models:
@@ -237,7 +239,7 @@ def plan(asked: Asked, loading: Loading) -> None:
 
 
 def _planned(work: Work | Costs | None, again: bool) -> tuple[Sequence[int], tuple[float, float, float]]:
-    """Samples, cells, tokens of prompts and of answers and the longest prompt of a part; then what `_cost` finds."""
+    """Return the numbers of samples, cells, prompt tokens, answer tokens and longest-prompt tokens, and the cost."""
     if work is None:
         return (0,) * 5, (0.0, 0.0, 0.0)
     if isinstance(work, Costs):
@@ -257,10 +259,10 @@ def _planned(work: Work | Costs | None, again: bool) -> tuple[Sequence[int], tup
 def _cost(
     device: torch.device, sizes: Sequence[int], measured: Callable[[int], float], again: bool,
 ) -> tuple[float, float, float]:
-    """Seconds of a part if they grow with the tokens, and with their square; bytes of the longest prompt's cache.
+    """Return the linear and the quadratic estimate of the seconds of a part, and the bytes of the largest cache.
 
-    `measured` runs the sample at a place, and returns the bytes of its prompt's cache. `again`: run it twice, because
-    the first one pays for what is compiled.
+    `sizes` are the prompt lengths of the samples. `measured` runs the sample with a given index, and returns the bytes
+    of the prompt's cache. If `again` is True, the sample runs twice, because the first run includes compilation.
     """
     at = min(range(len(sizes)), key=sizes.__getitem__)
     if again:
@@ -271,7 +273,7 @@ def _cost(
 
 
 def _cached(work: Work, item: Item) -> float:
-    """Measure a sample, and return the bytes of its prompt's cache."""
+    """Measure a sample, and return the bytes of the full cache of the prompt."""
     placement, cells = place(item.sample, item.placement), item.cells(work.rules)
     prompt = read_prompt(work.subject, work.policies, work.rules.budgets, placement)
     row = measure(work.subject, item.sample, prompt, cells, work.running.batch_size)

@@ -1,4 +1,4 @@
-"""The commands `kvspec policies` and `kvspec tasks`."""
+"""Implementation of the commands `kvspec policies` and `kvspec tasks`."""
 
 from collections.abc import Iterator
 

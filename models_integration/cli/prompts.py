@@ -1,4 +1,4 @@
-"""`kvspec compress` and `kvspec keep`: what is kept of one prompt."""
+"""Implementation of `kvspec compress` and `kvspec keep`, which evict tokens of one prompt."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ __all__ = ["run_compress", "run_keep"]
 
 
 def run_compress(prompt: Path, budget: str, loading: Loading) -> None:
-    """Compact one prompt with CrystalCache, and say what was kept."""
+    """Evict tokens of one prompt with CrystalCache, and print the number of kept tokens and the freed memory."""
     text = read_text("PROMPT", prompt)
     check_budget("budget", budget)
     subject = loading.subject()
@@ -42,7 +42,7 @@ def run_compress(prompt: Path, budget: str, loading: Loading) -> None:
 
 
 def run_keep(prompt: Path, budget: str, policy: str, form: str, model: str, backend: str, dtype: str) -> None:
-    """Decide about one prompt from the first layer's queries and keys, and print what is kept."""
+    """Select the kept tokens of a prompt from the queries and keys of the first layer, and print the positions."""
     text = read_text("PROMPT", prompt)
     check_budget("budget", budget)
     check_choices("format", (form,), ("ranges", "json"))

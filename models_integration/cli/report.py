@@ -1,4 +1,4 @@
-"""`kvspec report`, and what every run ends with: its page, and the table and figure that were asked for."""
+"""Implementation of `kvspec report`, and functions that write the report, table and figure at the end of each run."""
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -22,15 +22,15 @@ __all__ = ["PAGE", "check_outputs", "run", "write_outputs", "write_page"]
 
 PAGE = "report.html"
 FIGURES = (".svg", ".pdf", ".png")
-"""How the name of a figure's file ends."""
+"""Suffixes that the file of a figure can have."""
 
 
 def run(folder: Path, rules: list[Path], out: Path | None, table: Path | None, figure: Path | None) -> None:
-    """Write the page of a folder.
+    """Write the report, the table and the figure of the results in a folder.
 
     Raises:
-        SpecError: where there is nothing to show, for rules that no row was run under, and for a file that cannot be
-            read or written.
+        SpecError: if the folder has no results, if no result was measured with a given rules file, or if a file cannot
+            be read or written.
     """
     if out is not None:
         check_file("out", out)
@@ -40,10 +40,10 @@ def run(folder: Path, rules: list[Path], out: Path | None, table: Path | None, f
 
 
 def check_outputs(table: Path | None, figure: Path | None) -> None:
-    """The files can be written, and say by their names in which form.
+    """Check that the files of the table and the figure have a known suffix and can be written.
 
     Raises:
-        SpecError: otherwise, or where a figure's library is not installed.
+        SpecError: if a suffix is unknown, if a file cannot be written, or if a figure needs matplotlib.
     """
     for option, path, forms in (("table", table, TABLES), ("figure", figure, FIGURES)):
         if path is not None:
@@ -55,10 +55,10 @@ def check_outputs(table: Path | None, figure: Path | None) -> None:
 
 
 def write_outputs(rows: Sequence[Row], table: Path | None, figure: Path | None) -> None:
-    """Write the table and the figure of rows, where they are asked for, and print where.
+    """Write the table and the figure of rows to the given paths, and print the paths. Skip a path that is None.
 
     Raises:
-        SpecError: for rows of several runs, which would be counted together.
+        SpecError: if the rows belong to different runs, because rows of different runs must not be averaged.
     """
     models = {row["model"] for row in rows}
     kinds = {name: {(row["model"], repr(row.get(name))) for row in rows} for name in ONE_STUDY}
@@ -81,7 +81,7 @@ def _print_path(path: Path) -> None:
 
 
 def write_page(folder: Path, rules: list[Rules], out: Path | None = None) -> None:
-    """Write the page of all results in a folder, by default beside them, and say where."""
+    """Write the report of all results in a folder, and print the path. Default path: report.html in the folder."""
     path, sections = out or folder / PAGE, list(filter(None, _sections(folder, {one.digest: one for one in rules})))
     if not sections:
         raise SpecError("FOLDER", str(folder), f"must contain results in {STUDY}")

@@ -1,4 +1,4 @@
-"""The one runner of `kvspec study`, `kvspec sweep`, `kvspec compare` and `kvspec demo`: rules, to rows and a page."""
+"""Implementation of `kvspec study`, `kvspec sweep`, `kvspec compare` and `kvspec demo`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,16 +40,17 @@ STOPPED = 130
 
 @dataclass(frozen=True)
 class Running:
-    """How rules are run.
+    """Settings for a run of a rules file.
 
     Attributes:
-        out: the folder of rows and page.
-        part: one of PARTS, or ALL.
-        batch_size: cells of one sample that are read side by side.
-        again: whether samples that failed are made again.
-        file: the rules file, whose claims and stages the page shows; None for options of a command. The calibration is
-            beside it.
-        table, figure: files to write beside the page.
+        out: folder for the results and the report.
+        part: samples to run: a name in PARTS, or ALL.
+        batch_size: number of compacted caches of one sample that share a forward pass.
+        again: if True, run failed samples again.
+        file: rules file whose claims the report shows. None if the rules come from the options of a command. The path
+            of the calibration file is relative to the folder of the rules file.
+        table: file for the table of results. None: no table.
+        figure: file for the figure. None: no figure.
     """
 
     out: Path
@@ -62,11 +63,12 @@ class Running:
 
 
 def run(rules: Rules, loading: Loading, running: Running) -> None:
-    """Measure the samples that are not stored yet, of each model; then print tables and write the page.
+    """Measure the samples of each model without a stored result, then print the tables and write the report.
 
     Raises:
-        SpecError: before any sample is measured, for what cannot be.
-        Exit: with 130, when it is interrupted; what was measured is stored. With 1, where a sample or control failed.
+        SpecError: if the rules, an option or a model is invalid. The error is raised before a sample is measured.
+        Exit: with exit code 130 if the run is interrupted, or with exit code 1 if a sample or a control failed. Stored
+            results are kept.
     """
     console, results = Console(), running.out / STUDY
     check_choices("part", (running.part,), (*PARTS, ALL))
@@ -78,7 +80,7 @@ def run(rules: Rules, loading: Loading, running: Running) -> None:
     def work_on(model: str) -> Work:
         return Work(rules, replace(replace(loading, model=model).subject(), calibration=calibration), running)
 
-    for model in rules.models[1:]:  # the first is loaded once, and checked then
+    for model in rules.models[1:]:  # the loop below checks the first model
         work_on(model)
     rows, failed, stopped = list[Row](), False, False
     for model in rules.models:
@@ -101,17 +103,17 @@ def run(rules: Rules, loading: Loading, running: Running) -> None:
 
 
 def print_audit(folder: Path) -> None:
-    """Print for each study of a folder what the history says.
+    """Print for each study of a folder whether the git history has the rules before the results.
 
     Raises:
-        SpecError: as `audit`.
+        SpecError: as in `audit`.
     """
     lines = [[one.study, one.rules[:8], one.rows[:8], one.finding] for one in audit(folder)]
     Console().print(table_of("Rules before rows", ["study", "rules", "rows", "finding"], lines, texts=4))
 
 
 def _in_order(rules: Rules, running: Running) -> Rules:
-    """The rules with their commit, if this run confirms claims."""
+    """Check the order of the parts. If the run confirms claims, return the rules with the commit of the rules file."""
     parts = _parts(running)
     check_order(rules, load_rows(running.out / STUDY), parts)
     if not rules.claims or CONFIRM not in parts or running.file is None:
@@ -124,7 +126,7 @@ def _parts(running: Running) -> Sequence[str]:
 
 
 def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running) -> bool:
-    """Print the tables and write the files; whether a control fails."""
+    """Print the tables and write the report, table and figure. Return True if a control fails."""
     counted = summary(rows)
     measured, controls = ([row for row in counted if row["control"] is kind] for kind in (False, True))
     for table in [*summary_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
@@ -139,10 +141,10 @@ def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running)
 
 
 class Work:
-    """Rules on one model, once everything that can be wrong has been looked at.
+    """Samples of a rules file on one model. The constructor checks the policies, the controls and the samples.
 
     Raises:
-        SpecError: for what cannot be measured.
+        SpecError: if a policy, a control or a sample cannot be measured.
     """
 
     def __init__(self, rules: Rules, subject: Subject, running: Running) -> None:
@@ -154,7 +156,7 @@ class Work:
         self.failed = False
 
     def measure(self, console: Console) -> bool:
-        """Measure what is not stored; whether somebody has stopped it."""
+        """Measure the samples without a stored result. Return True if Ctrl-C stopped the run."""
         rules, subject, results = self.rules, self.subject, self.running.out / STUDY
         every: dict[str, tuple[Item, tuple[Cell, ...]]] = {
             item.unit(rules, subject): (item, item.cells(rules)) for item in self.items
@@ -183,12 +185,12 @@ class Work:
         return False
 
     def rows(self) -> list[Row]:
-        """The stored rows of its samples."""
+        """Return the stored rows of the samples."""
         return rows_of(self.running.out / STUDY, self.rules, self.subject, self.items)
 
 
 def _calibration(rules: Rules, where: Path) -> Calibration | None:
-    """The statistics that the rules name, which some policies need."""
+    """Return the calibration that the rules name, or None. Raise an error if a policy needs a missing calibration."""
     if not rules.calibration:
         calibration_of((policy.removesuffix(AT_PROMPT) for policy in rules.policies), None)
     return rules.calibrated(where)

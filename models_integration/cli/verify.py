@@ -1,4 +1,4 @@
-"""The commands whose arguments another process reads: `kvspec verify`, which is not imported here, and `lm-eval`."""
+"""Commands `kvspec verify` and `kvspec lm-eval`, which pass all arguments on without parsing."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ OURS = ("spec", "reference", "accelerated", "conformance", "models_integration")
 
 
 class PassedOn(TyperCommand):
-    """A command whose whole line is read by another process, `--` and `--help` included."""
+    """Command that passes all arguments on without parsing, including `--` and `--help`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = list(args)
@@ -43,11 +43,11 @@ def lm_eval(context: typer.Context) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Judge a subject, which may lie in the present folder; the exit code.
+    """Run `python -m conformance.verify` in the current folder, and return the exit code.
 
     Raises:
-        ModuleNotFoundError: for what the suite needs and is not installed.
-        SpecError: where a package of the present folder hides one of kvspec's.
+        ModuleNotFoundError: if pytest or hypothesis is not installed.
+        SpecError: if a file or package in the current folder hides a package of kvspec.
     """
     for name in ("pytest", "hypothesis"):
         if find_spec(name) is None:
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def judge(command: Sequence[str]) -> int:
-    """The exit code of the process, which ends by the signals that end this one."""
+    """Run a process and return the exit code. SIGTERM to this process also terminates the new process."""
     with subprocess.Popen(command) as process:
         before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:

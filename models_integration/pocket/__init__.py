@@ -1,4 +1,4 @@
-"""The pocket model: a small Llama model and its tokenizer, which come with the package and need no download."""
+"""Two small Llama models with tokenizers: the pocket model and the chat model. Both are part of the package."""
 
 from models_integration.pocket.shipped import ASSETS, CHAT_ASSETS, load_pocket, load_pocket_tokenizer
 

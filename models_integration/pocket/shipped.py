@@ -1,4 +1,4 @@
-"""The shipped models and their tokenizers, from the packaged files."""
+"""Functions that load the models and tokenizers that are part of the package."""
 
 from pathlib import Path
 
@@ -8,19 +8,19 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 __all__ = ["ASSETS", "CHAT_ASSETS", "load_pocket", "load_pocket_tokenizer"]
 
 ASSETS = Path(__file__).parent / "assets"
-"""The folder of the pocket model."""
+"""Folder of the pocket model."""
 CHAT_ASSETS = Path(__file__).parent / "chat_assets"
-"""The folder of its sibling that has seen conversations."""
+"""Folder of the chat model, which was also trained on conversations."""
 
 
 def load_pocket_tokenizer(folder: Path = ASSETS) -> PreTrainedTokenizerFast:
-    """The tokenizer alone."""
+    """Return the tokenizer in a folder, without the model."""
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
     return tokenizer
 
 
 def load_pocket(folder: Path = ASSETS) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The model (float32, on the CPU, in evaluation mode) and its tokenizer."""
+    """Return the model (float32, on the CPU, in evaluation mode) and the tokenizer."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train(False)
     return model, load_pocket_tokenizer(folder)

@@ -1,1 +1,1 @@
-"""The methods that users call, by class and by name."""
+"""Policies with a budget and a backend, as classes and by name."""

@@ -94,7 +94,7 @@ def calibrate(
 
 
 def _statistics(architecture: Architecture, served: Identity, input_ids: Tensor) -> Calibration:
-    """What the queries of a text are like; nothing where the served model's rotation cannot be taken off."""
+    """Return statistics of the queries of a text. If the rotation is not supported, the statistics are empty."""
     if not len(served.inv_freq):
         H = of_layer(architecture.config, "num_attention_heads", architecture.full_layers[0])
         nothing = np.empty((len(architecture.full_layers), H, 0))
@@ -117,7 +117,7 @@ def _head_scores(model: PreTrainedModel, input_ids: Tensor, host: Policy) -> Flo
 
 @dataclass
 class _Statistics:
-    """Watches attention; of each layer only means are kept."""
+    """Compute the means of the queries of each layer during attention, without storing the queries."""
 
     identity: Identity
     layers: dict[int, list[tuple[Matrix, Matrix]]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""`backend="auto"`: the first backend that can run here and has the stages, on a device after a check."""
+"""Choice of `backend="auto"`: the first backend that can run on this machine and has the needed stages."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -16,19 +16,19 @@ from spec.parameters import NESTEDKV, PAPER
 __all__ = ["fastest", "stage_that_differs"]
 
 ON_DEVICE = ("torch", "triton")
-"""torch first, but for CrystalCache: of our kernels, S1's is the one that was measured to be faster than torch."""
+"""Order of the backends on a device. For CrystalCache triton is first, because only its S1 was faster than torch."""
 ON_HOST = ("numba", "numpy")
 CLOSE = 1e-3
 
 
 def fastest(*families: str) -> Backend:
-    """The first backend with these stage families; with an accelerator, one that computes there.
+    """Return the first backend with the given stage families. With an accelerator, try torch and triton first.
 
-    Kernels run only where a small input gave what the reference gives, once a process; a warning names one that did
-    not.
+    triton is used only if it agrees with the reference on small inputs. This check runs once per process. If a kernel
+    of triton differs from the reference, a warning names the kernel.
 
     Raises:
-        BackendUnavailable: if there is none.
+        BackendUnavailable: if no backend has the stage families and can run on this machine.
     """
     on_device = sorted(ON_DEVICE, reverse="crystal" in families) if torch.accelerator.is_available() else ()
     order = (*on_device, *ON_HOST)
@@ -52,7 +52,7 @@ def _trusted(found: Backend) -> bool:
 
 
 def stage_that_differs(found: Backend) -> str | None:
-    """The first stage of attention inputs that fails or differs from the reference on a small input, or None."""
+    """Return the first stage that fails or differs from the reference on a small input. If all agree, return None."""
     for stage, run in _RUNS.items():
         if getattr(found, stage.partition(".")[0]) is None:
             continue

@@ -254,7 +254,7 @@ class Published(RetentionPolicy):
                 model.
         """
         engine = resolve(self.constants.get("backend", "numpy"))
-        reads_tensors = engine.takes is not None and not names.families_of(self.name)  # KVzip+ weighs on the host
+        reads_tensors = engine.takes is not None and not names.families_of(self.name)  # KVzip+ runs on the host
         learned = _learned(self.name, model, self.identity, reads_tensors)
         policy = names.make_policy(self.name, {**learned, **self.constants})
         used = names.families_of(self.name) or with_twins(policy, engine) is not policy

@@ -1,4 +1,4 @@
-"""What a few policies read of a model beside attention inputs: the rotation of its queries, and output projections."""
+"""Values of a model that a few policies need besides attention inputs: RoPE frequencies and output projections."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -30,7 +30,7 @@ __all__ = ["output_projections", "read_rotation"]
 _PROJECTIONS = ("o_proj", "dense", "out_proj", "wo", "c_proj")
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-# What was found out, by decoder.
+# Name of the buffer with the frequencies, by decoder.
 _FOUND: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -51,9 +51,10 @@ def read_rotation(architecture: Architecture) -> dict[str, Any]:
 
 
 def _shared_buffer(architecture: Architecture) -> str:
-    """The name of the frequencies by which every full-attention layer rotates its keys.
+    """Return the name of the buffer with the frequencies by which every full-attention layer rotates keys.
 
-    A single token is read at two positions: attention has no choice, so that only the rotation makes keys differ.
+    The model processes a single token at two positions. A single token can attend only to itself, so the keys differ
+    only by the rotation.
     """
     name, decoder = architecture.name, architecture.decoder
     frequencies = {key: buffer.detach().clone() for key, buffer in rotary_buffers(decoder)}
@@ -78,7 +79,7 @@ def _shared_buffer(architecture: Architecture) -> str:
 
 
 def _probe(architecture: Architecture) -> list[list[Mapping[str, Tensor]]]:
-    """What the full-attention layers store of a token at position 0, and at a later one."""
+    """Return the keys and values that the full-attention layers store for a token at position 0 and at PROBE_START."""
     caches = {start: RetainedCache(architecture.config) for start in (0, PROBE_START)}
     with trial_forward(architecture, f"a token at position {PROBE_START}"):
         for start, cache in caches.items():

@@ -1,4 +1,4 @@
-"""Calibration files of other projects: TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv)."""
+"""Functions for calibration files of TriAttention (.pt, statistics) and DuoAttention (.tsv, head patterns)."""
 
 import pickle
 from collections.abc import Mapping
@@ -28,22 +28,22 @@ INSTEAD = "run `kvspec calibrate some-text.txt` with the same --model instead"
 def read_statistics(
     path: str | PathLike[str], model: PreTrainedModel, identity: ModelIdentity | None = None,
 ) -> Calibration:
-    """Read statistics in the format of TriAttention's repository, which TensorRT-LLM reads too.
+    """Read statistics in the format of TriAttention's repository. TensorRT-LLM also reads this format.
 
         found = read_statistics("stats.pt", model)
         policy = kvspec.policy_from_name("triattention", 0.3, calibration=found)
 
-    The file has shapes but no hash of weights and no frequencies. Whether it was made with this model is not checked.
-    Nothing in the file is executed. Statistics of layers with a sliding window are not used.
+    The file has neither a hash of the weights nor frequencies. Therefore kvspec cannot check whether the file was made
+    with the given model. Code in the file is not executed. Statistics of layers with a sliding window are not used.
 
     Args:
-        path: the file.
-        model: model that the statistics are of.
-        identity: identity of the model, if known. Default: computed from all parameters.
+        path: path of the .pt file.
+        model: model that the statistics were measured on.
+        identity: identity of the model, if known. Default: the identity is computed from all parameters of the model.
 
     Raises:
-        SpecError: if the file is not such a file, or its heads, shapes or rotary style are not those of the model; if
-            the model has no supported rotation.
+        SpecError: if the file has a different format, if the heads, shapes or rotary style of the file differ from the
+            model, or if the rotation of the model is not supported.
     """
     architecture, name = describe(model), str(path)
     metadata, stats = _payload(path)
@@ -60,14 +60,14 @@ def read_statistics(
 
 
 def write_statistics(calibration: Calibration, file: str | PathLike[str] | IO[bytes]) -> None:
-    """Write statistics in the format of TriAttention's repository: float32, without the model's hash.
+    """Write statistics in the format of TriAttention's repository: float32, without the hash of the model.
 
     Args:
-        calibration: statistics of queries; its head scores are not written.
-        file: path, or a file that is open for writing bytes.
+        calibration: calibration with statistics of queries. Head scores are not written.
+        file: path, or file object that is open for writing bytes.
 
     Raises:
-        SpecError: if the calibration has head scores only.
+        SpecError: if the calibration has only head scores.
     """
     L, H, d = calibration.mean.shape
     if not d:
@@ -95,17 +95,20 @@ def read_head_pattern(
         found = read_head_pattern("full_attention_heads.tsv", model)
         policy = kvspec.policy_from_name("kvzip-heads", 0.5, calibration=found, N_sink=64, N_recent=256)
 
-    The budget decides how many heads are full, from the highest value on. `config.json` beside the file has the
-    numbers of sinks and recent tokens.
+    The heads with the highest values keep all tokens. The budget determines the number of these heads. DuoAttention
+    stores the numbers of sinks and recent tokens in `config.json`, in the folder of the .tsv file.
 
     Args:
-        path: the file: a line for each layer, with a number for each KV head, separated by tabs.
-        model: model that the pattern is of.
-        threshold: in [0, 1]. Values from the threshold on count as 1, others as 0. Default: values are kept.
-        identity: identity of the model, if known. Default: computed from all parameters.
+        path: path of the .tsv file, which has one line for each layer. A line has one number for each KV head,
+            separated by tabs.
+        model: model that the pattern was measured on.
+        threshold: number in [0, 1]. Smaller values become 0, and all other values become 1. Default: values are not
+            changed.
+        identity: identity of the model, if known. Default: the identity is computed from all parameters of the model.
 
     Raises:
-        SpecError: if the file has other lines or numbers, or the threshold is not in [0, 1].
+        SpecError: if the file does not have one finite number for each layer and KV head, or if the threshold is not in
+            [0, 1].
     """
     if threshold is not None and not 0 <= threshold <= 1:
         raise SpecError("threshold", threshold, "must be between 0 and 1")
@@ -139,7 +142,7 @@ def _payload(path: str | PathLike[str]) -> tuple[Mapping[str, Any], Mapping[str,
 
 
 def _head(stats: Mapping[str, Any], key: str, half: int, name: str) -> list[Float64[Matrix, " half"]]:
-    """Return the three rows of a head."""
+    """Return the three rows of a head (see PARTS)."""
     rows, head = [], stats.get(key)
     for part in PARTS:
         row = head.get(part) if isinstance(head, dict) else None

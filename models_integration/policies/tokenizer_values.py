@@ -13,7 +13,7 @@ __all__ = ["repeat_template", "sentence_ends"]
 _MARKS = (".", "!", "?")
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with "
-"""The wording of KVzip's code."""
+"""Requests to repeat the prompt, in the wording of KVzip's code."""
 
 
 def repeat_template(tokenizer: Any) -> tuple[tuple[int, ...], ...]:
@@ -60,7 +60,7 @@ def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    # Cleaning up would drop the spaces and marks that this is about.
+    # Clean-up would remove spaces before punctuation marks.
     text = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
     return text if isinstance(text, str) else "".join(text)
 

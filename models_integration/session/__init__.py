@@ -1,1 +1,1 @@
-"""A policy at work on a model: observe, decide, compact, go on."""
+"""Session that applies a policy to a model, and the functions observe, decide, compact and read."""

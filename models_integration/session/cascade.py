@@ -1,4 +1,4 @@
-"""A cascade: while the model reads a prompt, each layer takes its share of one budget from the layers before it."""
+"""CAKE's cascade: while the model processes a prompt, each new layer takes a share of the budget of earlier layers."""
 
 from dataclasses import dataclass, field
 from itertools import chain
@@ -34,33 +34,36 @@ SPARE = 2
 
 @dataclass
 class Cascade:
-    """CAKE while the prompt is read: the cache holds at most the budget and two tokens a head, and one full layer.
+    """Evict with CAKE while the model processes a prompt.
 
-    The heads of a layer have equal shares, and each head keeps its best ranks. So a slot of the pool holds one rank of
-    a layer: one token of each KV head. Before rounding, the share of a layer is min(n, W + x * preference), with one x
-    for all layers. So the kept ranks of all layers are those of the lowest cost, except for rounding. The cost of a
-    rank is log(rank - W - 1) - log(preference). A later layer does not change this cost, so a rank that leaves the pool
-    is never kept. Rounding adds at most one rank to a share, and the cost has a margin of one rank. The number of slots
-    does not depend on scores. So the host reads scores once, at the end, and then computes the exact shares.
+    The cache contains at most one full layer, and in every layer the budget plus two tokens per KV head.
+
+    The heads of a layer have equal shares, and each head keeps the tokens with the best ranks. Therefore a slot of the
+    pool contains one rank of a layer, which means one token of each KV head. Before rounding, the share of a layer is
+    min(n, W + x * preference), with one x for all layers. Therefore the kept ranks are, except for rounding, the ranks
+    with the lowest costs. The cost of a rank is log(rank - W - 1) - log(preference). A later layer does not change the
+    cost, so a rank that was evicted from the pool cannot belong to a share. Rounding adds at most one rank to a share,
+    and the cost has a margin of one rank. The number of slots does not depend on the scores. Therefore the host reads
+    the scores once, at the end, and then computes the exact shares.
     """
 
     method: Method
     cache: RetainedCache
     copies: int
-    """Rows of the batch that stand for one prompt."""
+    """Number of rows of the batch for each prompt."""
     pooled: list[int] = field(default_factory=list)
-    """Layers in the pool. The slots of the pool are their keys and values, (rows, H, slots of the layer, d)."""
+    """Layers in the pool. The keys and values of a layer are slots of the pool, (rows, H, slots of the layer, d)."""
     preferences: list[Tensor] = field(default_factory=list)
-    """Of each layer in the pool, (rows,)."""
+    """Preference of each layer in the pool, (rows,)."""
     tokens: list[int] = field(default_factory=list)
-    """Tokens of each row."""
+    """Number of tokens of each row."""
     cost: Tensor = torch.empty(0, device="cpu")
-    """Of each slot, (rows, slots); infinity for a free slot."""
+    """Cost of each slot, (rows, slots). A free slot has the cost infinity."""
     code: Tensor = torch.empty(0, device="cpu")
-    """Of each token in the pool (layer * columns + rank) * columns + column, (rows, H, slots); -1 in a free slot."""
+    """Code (layer * columns + rank) * columns + column of each token in the pool, (rows, H, slots). Free slots: -1."""
 
     def take(self, layer: int, policy: Policy, observed: ObservedRows) -> bool:
-        """Move a layer to the pool, which evicts the slots of the highest costs. Always returns True."""
+        """Move a layer to the pool, and evict the ranks with the highest costs. Always return True."""
         prompts = [observed.prompt(row, policy.granularity) for row in observed.prompts]
         ranked = [[rank_tokens(policy, one, observed.columns)] * self.copies for one in prompts]
         order, cost, preferences = map(torch.stack, zip(*chain.from_iterable(ranked), strict=True))
@@ -77,7 +80,7 @@ class Cascade:
         return True
 
     def _absorb(self, index: int, order: Tensor, cost: Tensor, fresh: int) -> None:
-        """Add `fresh` free slots to the pool, and give slots of high cost to the ranks of a layer."""
+        """Add `fresh` free slots to the pool. Then overwrite the slots of high cost with ranks of a layer."""
         layer, (rows, H, columns) = self.cache.layers[index], order.shape
         assert isinstance(layer, DenseLayer)
         keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
@@ -93,11 +96,11 @@ class Cascade:
         self.cost = torch.where(stays, old_cost, cost.gather(1, rank))
         self.code = torch.where(stays[:, None], old_code, code.gather(2, rank[:, None].expand(-1, H, -1)))
         self.pooled.append(index)
-        # A pool that grows by a whole layer evicts nothing.
+        # If the pool grows by a whole layer, no slot is overwritten.
         self._write(keys, values, stays, len(self.pooled) - 1 if fresh == columns else 0)
 
     def _write(self, keys: Tensor, values: Tensor, stays: Tensor, first: int) -> None:
-        """Write tokens of a layer (rows, H, columns, d) to slots of the pool, from its `first` layer on."""
+        """Write tokens of a layer (rows, H, columns, d) to slots of the pool. Skip pool layers before index `first`."""
         rows, H, columns, _ = keys.shape
         heads = torch.arange(rows * H, device=self.code.device).view(rows, H, 1)
         pool, sources = self._pool(), heads * columns + self.code % columns
@@ -105,7 +108,7 @@ class Cascade:
         slots = zip(pool, sources.split(sizes, 2), stays.split(sizes, 1), strict=True)  # type: ignore[no-untyped-call]
         for layer, source, stay in list(slots)[first:]:
             change, at = (~stay)[:, None].expand(source.shape).flatten(), source.flatten()
-            # Where the host knows which slots change, it leaves the others alone.
+            # On the CPU the indices are known without a wait, so only the changed slots are written.
             to = change.nonzero()[:, 0] if change.is_cpu else None
             for old, new in ((layer.keys, keys), (layer.values, values)):
                 old, new = old.flatten(0, 2), new.flatten(0, 2)
@@ -131,7 +134,7 @@ class Cascade:
         return decisions
 
     def _parts(self) -> list[list[Part]]:
-        """Take the kept tokens of each layer out of the pool. The slots of a layer are freed when they are read."""
+        """Return the kept tokens of each layer, in parts. The slots of a pool layer are freed once they were read."""
         labels, start, found = self._labels(), 0, [list[Part]() for _ in self.pooled]
         places = len(labels) * self.cache.get_seq_length()
         for layer in self._pool():
@@ -145,11 +148,11 @@ class Cascade:
         return found
 
     def _pool(self) -> list[Any]:
-        """The layers whose keys and values are the slots of the pool."""
+        """Return the layers whose keys and values are the slots of the pool."""
         return [self.cache.layers[index] for index in self.pooled]
 
     def _labels(self) -> IntMatrix:
-        """Read the pool: for each slot ((layer * rows + row) * H + head) * columns + column, or -1 if evicted."""
+        """Return a label for each slot: ((layer * rows + row) * H + head) * columns + column, or -1 if evicted."""
         code, preferences = self.code.flatten(0, 1), torch.stack(self.preferences, dim=1)
         flat = torch.cat([code.flatten(), preferences.view(torch.int64).flatten()]).cpu().numpy()
         slots, weights = np.split(flat, [code.numel()])
@@ -161,7 +164,7 @@ class Cascade:
         return np.where(kept, (layer * len(slots) + sets) * columns + slots % columns, -1)
 
     def _shares(self, n: int, preferences: Vector) -> IntMatrix:
-        """Shares of a row of n tokens, (H, layers), by the policy's budgets."""
+        """Return the shares of a row of n tokens, (H, layers), from the budgets of the policy."""
         policy, H, L = self.method.policy, self.code.shape[1], len(preferences)
         unread = np.broadcast_to(np.nan, (L * H, n))
         scores = Scores(unread, np.arange(n + 1), heads=H, preferences=preferences)
@@ -169,7 +172,7 @@ class Cascade:
         return shares
 
     def _retentions(self, labels: IntVector) -> list[Retention]:
-        """Kept sets of each row, from the labels of a layer, ascending."""
+        """Return the retention of each row, from the ascending labels of a layer."""
         columns, H = self.cache.get_seq_length(), self.code.shape[1]
         sizes = np.bincount(labels // columns, minlength=len(self.tokens) * H).reshape(-1, H)
         rows = np.split(labels % columns, np.cumsum(sizes.sum(axis=1))[:-1])
@@ -180,12 +183,12 @@ class Cascade:
 
 
 def can_cascade(policy: Policy, architecture: Architecture) -> bool:
-    """Whether a policy cascades, and the weights of the decoder are on one device, as the pool is."""
+    """Return True if the policy cascades and all weights of the decoder are on one device."""
     return is_cascading(policy) and len({weights.device for weights in architecture.decoder.parameters()}) == 1
 
 
 def rank_tokens(policy: Policy, prompt: Observation, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of one layer the columns by rank (H, columns), the cost of each rank (columns,), and the preference ()."""
+    """Return the columns by rank (H, columns), the cost of each rank (columns,), and the preference () of a layer."""
     (view,), n, protected = prompt.layers.values(), prompt.seen, policy.protection(prompt.seen)
     scorer = cast(Cake, policy.scorer)
     found = scorer.layer(view, scorer.W, scorer.kernel, scorer.gamma, scorer.tau1, scorer.tau2)
@@ -200,7 +203,7 @@ def rank_tokens(policy: Policy, prompt: Observation, columns: int) -> tuple[Tens
 
 
 def merge(parts: list[Part]) -> Part:
-    """Join the parts of a layer in the order of labels. The list is then empty."""
+    """Join the parts of a layer, sorted by label, and empty the list `parts`."""
     keys, values, labels = zip(*parts, strict=True)
     parts.clear()
     joined = np.concatenate(labels)

@@ -1,4 +1,4 @@
-"""Kept positions of layers, chosen where the layers' tensors are: the host waits once, for those of all layers."""
+"""Selection of kept positions on the device of the layers. The host waits once, for the positions of all layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -50,21 +50,21 @@ SELECTORS = (
 
 @dataclass
 class DeviceChoices:
-    """Layers of a first prompt that were compacted before the host knows what they keep."""
+    """Layers of a first prompt that were compacted before the host has read the kept positions."""
 
     method: Method
     cache: RetainedCache
     copies: int
-    """Rows of the batch that stand for one prompt."""
+    """Number of rows of the batch for each prompt."""
     layers: dict[int, list[Chosen]] = field(default_factory=dict)
     records: dict[int, list[object]] = field(default_factory=dict)
-    """Of each layer and prompt, a scorer's own, of all tokens."""
+    """Records of the scorer about all tokens, for each layer and prompt."""
 
     def take(self, layer: int, policy: Policy, observed: ObservedRows) -> bool:
-        """Compact a layer, if the policy of this layer can choose on the device; whether that is so.
+        """Compact a layer and return True, if the policy of the layer can select on the device. Else return False.
 
         Raises:
-            SpecError: if the budget does not hold the protected tokens.
+            SpecError: if the budget is smaller than the number of protected tokens.
         """
         engine, found, records = self.method.engine, list[Chosen](), list[object]()
         if engine is None or policy_on_device(policy, engine) is None:
@@ -81,10 +81,10 @@ class DeviceChoices:
         return True
 
     def read(self, padding: Tensor | None) -> list[Decision]:
-        """The decisions about the layers that were taken, in their order.
+        """Return the decisions about the layers that `take` compacted, in the order of the calls.
 
         Raises:
-            SpecError: for a token without a score.
+            SpecError: if an unprotected token has no score.
         """
         policy, parts = self.method.policy, list[Decision]()
         each = read_retentions(self.layers.values(), policy.granularity) if self.layers else []
@@ -106,7 +106,7 @@ def _running(scorer: Scorer, retention: Retention, sums: Matrix, records: object
 
 
 def policy_on_device(policy: Policy, engine: Backend) -> Policy | None:
-    """A layerwise policy with scores on the device, if the most tokens that it keeps depend on no score."""
+    """Return the policy with scores on the device, or None. The maximum of kept tokens must not depend on scores."""
     twin = with_twins(policy, replace(engine, scores=engine.tensors))
     (select, _), scorer = _selector(policy), _host(twin.scorer)
     known = isinstance(scorer, HeavyHitters if isinstance(twin.scorer, ValueWeighted) else SCORERS)
@@ -119,10 +119,10 @@ def policy_on_device(policy: Policy, engine: Backend) -> Policy | None:
 
 
 def choose(policy: Policy, engine: Backend, budget: Budget, one: Observation) -> Chosen | None:
-    """What a policy of one layer keeps of a prompt, if it can choose on the device.
+    """Return the tokens of a prompt that the policy of one layer keeps, or None if the device cannot select.
 
     Raises:
-        SpecError: if the budget does not hold the protected tokens.
+        SpecError: if the budget is smaller than the number of protected tokens.
     """
     ((layer, view),), twin = one.layers.items(), policy_on_device(policy, engine)
     if twin is None or not isinstance(view.k, Tensor):
@@ -148,14 +148,14 @@ def choose(policy: Policy, engine: Backend, budget: Budget, one: Observation) ->
 
 
 def _by_value(policy: Policy) -> bool:
-    """Whether scores decide how many tokens stay: whole blocks in shares that are compared."""
+    """Return True if the number of kept tokens depends on scores: adaptive or competing budgets with whole blocks."""
     return isinstance(policy.budgets, Adaptive | Competition) and _selector(policy)[1] > 0
 
 
 def _marks(
     policy: Policy, engine: Backend, one: Observation, values: Tensor, shares: Tensor, protected: BoolVector,
 ) -> Tensor:
-    """Of each kept set (g, n) the tokens that stay, by a selector of tokens or of blocks."""
+    """Return masks (g, n) of the kept tokens of each kept set, from a selector of tokens or of blocks."""
     select, b = _selector(policy)
     given, pinned = getattr(select, "keywords", {}), int(protected.sum())
     held = torch.from_numpy(protected).to(values.device, non_blocking=True).expand(values.shape)
@@ -178,7 +178,7 @@ def _marks(
 
 
 def _second(scorer: Scorer, one: Observation, values: Tensor) -> Tensor:
-    """The scores of a second stage."""
+    """Return the scores of the second stage of a selector."""
     ((layer, view),) = one.layers.items()
     if isinstance(scorer, TwoScores):
         return (values + EPSILON) * cast(Tensor, scorer.size(cast(Tensor, view.v), scorer.W_o[layer]))
@@ -198,20 +198,20 @@ def _function(part: Any) -> Any:
 
 
 def _selector(policy: Policy) -> tuple[Any, int]:
-    """The selector, and the tokens of its blocks, or 0."""
+    """Return the selector, and the number of tokens in a block (0 if the policy selects single tokens)."""
     if isinstance(policy.selector, InBlocks):
         return policy.selector.select, cast("partial[Selection]", policy.selector.choose).keywords["b"]
     return policy.selector, getattr(policy.selector, "keywords", {}).get("b", 0)
 
 
 def _touched(protected: BoolVector, b: int) -> BoolVector:
-    """Whole blocks of b tokens that hold a protected one."""
+    """Return a mask of the whole blocks of b tokens that contain a protected token."""
     touched: BoolVector = np.logical_or.reduce(protected[: len(protected) // b * b].reshape(-1, b), axis=1)
     return touched
 
 
 def _scores(scorer: Scorer, layer: int, view: LayerView, B: int, seen: int) -> Tensor:
-    """Of a layer, by a scorer whose functions return tensors."""
+    """Return the scores of a layer. The functions of the scorer must return tensors."""
     scorer = _host(scorer)
     if isinstance(scorer, Defensive):
         return cast(Tensor, scorer.score(view, scorer.W_o[layer], B, scorer.W, scorer.kernel))
@@ -238,10 +238,10 @@ def _scores(scorer: Scorer, layer: int, view: LayerView, B: int, seen: int) -> T
 
 
 def _shares(policy: Policy, engine: Backend, B: int, values: Tensor, protected: BoolVector) -> tuple[Tensor, int]:
-    """Of each kept set (g,), on the device; and how many tokens stay in all of them, at most.
+    """Return the shares of the kept sets (g,) on the device, and the maximum number of kept tokens of all sets.
 
     Raises:
-        SpecError: if the budget does not hold the protected tokens.
+        SpecError: if the budget is smaller than the number of protected tokens.
     """
     (g, n), pinned = values.shape, int(protected.sum())
     free = min(B, n) * g - pinned * g

@@ -17,12 +17,12 @@ __all__ = ["after_eviction"]
 def after_eviction(
     prompt_ids: list[int], kept: Mapping[int, Sequence[Sequence[int]]], next_ids: list[int], model: str,
 ) -> Tensor:
-    """Return the logits of tokens that a model reads after the eviction of prompt tokens.
+    """Return the logits of tokens that a model processes after the eviction of prompt tokens.
 
     Args:
         prompt_ids: n token ids of the prompt.
         kept: kept positions, ascending, for each full-attention layer and KV head.
-        next_ids: ids of the tokens after the prompt, at the positions from n on.
+        next_ids: ids of the tokens after the prompt. The first of these tokens has the position n.
         model: folder or name of a transformers model. The model is loaded in float32.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Forwards that are no segment: decode steps, and texts that are only read."""
+"""Forward passes outside segments: decode steps, and text inside `reading()`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,24 +19,24 @@ __all__ = ["Forward", "end_step", "reading", "step", "unusable_after_failure"]
 
 @dataclass
 class Forward:
-    """A forward of the model that is under way."""
+    """Forward pass of the model that has not finished."""
 
     cache: RetainedCache
     watcher: ObservedSegment | Segment | None
-    """Who is told what the layers attend with."""
+    """Object that receives the attention inputs of the layers. None: no object."""
     arguments: Arguments
     defaults: Mapping[str, Tensor]
-    """Inputs that it needs, where its caller leaves them out."""
+    """Inputs that the forward pass needs if the caller leaves them out."""
     finish: Callable[[], None]
-    """What follows once it has come to its end."""
+    """Function to call after the forward pass."""
     undo: ExitStack = field(default_factory=ExitStack)
     freed_before: int = 0
-    """Bytes that compactions of the cache had freed when it began."""
+    """Value of `cache.bytes_freed` before the forward pass."""
 
 
 @contextmanager
 def unusable_after_failure(cache: RetainedCache, reason: str) -> Iterator[None]:
-    """Let a cache refuse any further use after an error."""
+    """Context manager: if the block raises an error, every later use of the cache raises an error."""
     try:
         yield
     except BaseException:
@@ -47,7 +47,7 @@ def unusable_after_failure(cache: RetainedCache, reason: str) -> Iterator[None]:
 def step(
     method: Method, architecture: Architecture, cache: RetainedCache, arguments: Arguments, span: ForwardSpan,
 ) -> Forward:
-    """A forward of one token (rows, 1) that is a decode step."""
+    """Begin a forward pass of one token (rows, 1) that is a decode step."""
     rule, ids, observed = method.continuation, arguments["input_ids"], None
     rule.before_step(method.policy, cache)
     if rule.step_needs.layers != "none":
@@ -57,13 +57,13 @@ def step(
 
 
 def end_step(method: Method, cache: RetainedCache, ids: Tensor, observed: ObservedSegment | None) -> None:
-    """The token of a decode step is in the cache."""
+    """Apply the continuation rule after the token of a decode step was appended to the cache."""
     with unusable_after_failure(cache, "a decode step failed"):
         method.continuation.after_step(method.policy, method.budget, cache, ids, observed)
 
 
 def reading(method: Method, architecture: Architecture, cache: object, arguments: Arguments) -> Forward:
-    """A forward inside `reading()`."""
+    """Begin a forward pass inside `reading()`."""
     if not isinstance(cache, RetainedCache) or cache.get_seq_length() == 0:
         raise SpecError("past_key_values", "0 tokens", "must contain a prompt inside reading(); pass run.cache")
     span, rule = later_span(architecture.vocabulary, arguments, cache, OPEN), method.continuation

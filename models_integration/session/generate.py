@@ -1,4 +1,4 @@
-"""What generate asks of a session: refused before the first forward, or seen by every forward that a call makes."""
+"""Calls of generate inside a session: checks before the first forward pass, and data for each forward pass."""
 
 import sys
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from spec.errors import SpecError
 __all__ = ["NO_CALL", "Call", "call_under_way", "check_call"]
 
 
-# Ways to generate that this part does not serve, by the argument that asks for them.
+# Arguments of generate that are not supported, each with the reason.
 _GENERATE = {
     "inputs_embeds": "pass input_ids: policies read the tokens",
     "cache_implementation": "must be left out: static, offloaded and quantised caches cannot be compacted",
@@ -29,21 +29,21 @@ _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of generate; outside any, no row of a batch repeats a prompt."""
+    """One call of generate. The defaults describe a forward pass outside generate, where no row repeats a prompt."""
 
     rows: int = sys.maxsize
-    """Prompts that it was given: generate repeats each for beams and returned sequences."""
+    """Number of given prompts. generate repeats each prompt for beams and returned sequences."""
     columns: int = sys.maxsize
-    """Columns of its text, those included that its cache has read; the tokens behind them are generated."""
+    """Number of columns of the input, including columns that the cache has seen. Later tokens are generated."""
     chunk: int | None = None
-    """Tokens of the forwards in which it reads its text; None: it reads all in one."""
+    """Number of tokens in each forward pass over the input. None: the input is processed in one forward pass."""
     beams: int = 1
     config: object = None
-    """Its own copy of a generation config, by which it is told from others."""
+    """Copy of the generation config that belongs to the call. The copy identifies the call."""
 
     @property
     def segment_end(self) -> int:
-        """Columns that the cache has seen when a text that is read in chunks is over, or ONE_FORWARD."""
+        """Number of columns that the cache has seen after the last chunk. Without chunks, ONE_FORWARD."""
         return ONE_FORWARD if self.chunk is None or self.columns <= self.chunk else self.columns
 
 
@@ -51,13 +51,14 @@ NO_CALL = Call()
 
 
 def call_under_way(decoder: nn.Module, last: Call) -> Call:
-    """The call of generate that a forward of this decoder is part of, whoever made it by whatever name; or NO_CALL.
+    """Return the call of generate that contains the present forward pass of a decoder. Outside generate, NO_CALL.
 
     Args:
-        last: what this was at the decoder's last forward.
+        decoder: decoder of the model. A model that shares the decoder may have started generate.
+        last: result of this function at the previous forward pass of the decoder.
 
     Raises:
-        SpecError: at the first forward of a call that would use the cache in a way that is not served.
+        SpecError: if the call uses the cache in a way that is not supported. Raised at the first forward pass.
     """
     for call in calls_of_generate():
         if decoder in decoders_of(call["self"]):
@@ -78,20 +79,20 @@ def _begun(call: Mapping[str, Any]) -> Call:
 
 
 def check_call(*stated: Mapping[str, object]) -> None:
-    """Refuse what generate would do with the cache in ways that are not served.
+    """Check that generate uses the cache only in supported ways.
 
     Args:
-        stated: what is asked for by name, the strongest first: arguments, their config, the model's.
+        stated: values by argument name, highest priority first: arguments, their generation config, the model's config.
 
     Raises:
-        SpecError: that names the argument.
+        SpecError: if an argument is not supported. The error names the argument.
     """
     def effective(name: str) -> Any:
         return next((value for each in stated if (value := each.get(name)) is not None), None)
 
     for name, reason in _GENERATE.items():
         value = effective(name)
-        # Files of Gemma on the hub say "hybrid", which transformers itself takes as unsaid.
+        # Configs of Gemma on the hub contain "hybrid", which transformers ignores.
         if value is not None and value is not False and str(value) not in ("dynamic", "hybrid"):
             shown = value if isinstance(value, (int, str)) else type(value).__name__
             raise SpecError(name, shown, reason)

@@ -1,4 +1,4 @@
-"""What a context puts on a model: hooks of the decoder, and a generate of its own. Copies of the model have neither."""
+"""Hooks of the decoder, and a replaced `generate` of the model. Copies of the model have neither."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -23,18 +23,18 @@ State: TypeAlias = dict[str, Any]
 
 
 class Hold:
-    """Hooks on a model while a block is open, and while a `generate` that was looked up inside the block runs.
+    """Hooks on a model while a block is open, or while a `generate` that was looked up inside the block runs.
 
     Args:
-        model: whose generate refuses what is not served, and makes one thread wait for another.
-        decoder: of the model.
-        before: called before each forward of the decoder.
-        after: called behind each, failed ones too.
-        close: called when the hooks are about to go.
+        model: model whose generate is replaced. The new generate checks its arguments, and only one thread can run it.
+        decoder: decoder of the model.
+        before: function to call before each forward pass of the decoder.
+        after: function to call after each forward pass of the decoder, including failed forward passes.
+        close: function to call before the hooks are removed.
 
     Attributes:
-        begun: whether the block has been entered, once.
-        is_open: whether it is open now.
+        begun: True if the block has been entered. A block can be entered once.
+        is_open: True if the block is open now.
     """
 
     def __init__(
@@ -46,24 +46,24 @@ class Hold:
         self._block, self._hooks = ExitStack(), ExitStack()
         self._turn, self._state = RLock(), Lock()
         self._owner, self._caller = 0, 0
-        """Threads: of the block, and of the generate that is running; 0: none."""
+        """Ids of the thread of the block, and of the thread that runs generate. 0 means no thread."""
         self._users = 0
-        """The block, if it is open, and calls of generate."""
+        """Number of users of the hooks: running calls of generate, plus 1 if the block is open."""
 
     def __getstate__(self) -> State:
-        """Of a copy: its block is over."""
+        """Return the state of a copy. The block of a copy is closed and cannot be entered."""
         return {"begun": True, "is_open": False}
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether another thread's generate is running."""
+        """True if a different thread runs generate."""
         return self._caller not in (0, get_ident())
 
     def enter(self) -> None:
         """Open the block.
 
         Raises:
-            SpecError: for a model inside a context, or one that another thread generates with.
+            SpecError: if the model is already inside a context, or if a different thread runs generate on the model.
         """
         self._use()
         self.begun, self.is_open, self._owner = True, True, get_ident()
@@ -72,10 +72,11 @@ class Hold:
             self._block.enter_context(replaced(self._model, "generate", self._guarded(generate)))
 
     def leave(self) -> None:
-        """Close the block; a generate that was taken inside it keeps the hooks, or has yet to begin in its thread.
+        """Close the block. The hooks stay while a `generate` that was looked up inside the block runs.
 
         Raises:
-            SpecError: where another thread is in a generate that was not: it goes on without the policy.
+            SpecError: if a different thread runs a `generate` that was looked up outside the block. This `generate`
+                continues without the policy.
         """
         self._block.close()
         self.is_open = False
@@ -88,7 +89,7 @@ class Hold:
             raise SpecError("generate", "still running", reason)
 
     def _is_generating(self) -> bool:
-        """Whether another thread is in a generate that keeps no hooks."""
+        """Return True if a different thread runs a `generate` that was looked up outside the block."""
         known = get_ident(), self._caller
         others = (frame for thread, frame in sys._current_frames().items() if thread not in known)
         return any(self._decoder in decoders_of(call["self"]) for one in others for call in calls_of_generate(one))
@@ -144,7 +145,7 @@ class Hold:
 
 @contextmanager
 def hooked(decoder: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
-    """Call `before` and `after` around each forward of a decoder; `after` also behind one that failed."""
+    """Call `before` before, and `after` after, each forward pass of a decoder, even if the forward pass fails."""
     handles = (
         decoder.register_forward_pre_hook(untraced(before), with_kwargs=True),
         decoder.register_forward_hook(untraced(after), always_call=True),
@@ -168,7 +169,7 @@ def hooked(decoder: nn.Module, before: Callable[..., Any], after: Callable[..., 
 
 @contextmanager
 def replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
-    """Give one module an attribute of its own in place of its class's, or of the one that it had."""
+    """Set an attribute of one module during the block. Afterwards the module has the former attribute again."""
     own = vars(module)
     had = {name: own[name]} if name in own else {}
 
@@ -186,7 +187,7 @@ def replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def _copied_as(module: nn.Module, change: Callable[[State], State]) -> Iterator[None]:
-    """Let what is copied or pickled of a module have the state that `change` makes of the module's."""
+    """During the block, copy and pickle the module with the state `change(state)` instead of `state`."""
     own, getstate = vars(module), cast(Callable[[], State], module.__getstate__)
     had = {"__getstate__": getstate} if "__getstate__" in own else {}
 

@@ -1,4 +1,4 @@
-"""What a forward must look like, and the positions of its tokens: checked before anything changes."""
+"""Checks of the inputs of a forward pass, and the positions of the tokens. A failed check changes nothing."""
 
 import sys
 from collections.abc import Container, Mapping
@@ -26,7 +26,7 @@ __all__ = [
     "tells_text",
 ]
 
-# Columns after which a segment ends: with its first forward, or when it is told to.
+# Special values of `segment_end`: the segment ends with the first forward pass, or when the caller ends the segment.
 ONE_FORWARD, OPEN = 0, sys.maxsize
 
 _EMBEDDINGS = (
@@ -38,31 +38,32 @@ _BOTH_WAYS = (
     " knorm, lagkv, nestedkv or streamingllm"
 )
 
-# Arguments of text, and the end of names of those that tell text (0) from images.
+# Arguments for text, and the suffix of the names of arguments that are 0 for text tokens and not 0 for image tokens.
 _TEXT, _KINDS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"), "token_type_ids"
 
 DecoderOutput: TypeAlias = BaseModelOutputWithPast | tuple[Tensor, ...]
 
 
 class Arguments(TypedDict, total=False):
-    """Of a decoder's forward, those that sessions read; a forward may have others."""
+    """Arguments of a decoder's forward that a session reads. A forward may have more arguments."""
 
     input_ids: Required[Tensor]
-    """(rows, n)."""
+    """Token ids (rows, n)."""
     attention_mask: Tensor
     position_ids: Tensor
     past_key_values: Cache
 
 
 def check_mode(architecture: Architecture, arguments: Mapping[str, object], needs: Needs) -> None:
-    """The model attends as it did at the door, reads into its cache, can read it, and returns weights of one shape.
+    """Check that the model uses a supported attention and fills a cache, and that the policy supports the inputs.
 
     Args:
-        arguments: of the forward, those that are given.
-        needs: of the policy.
+        architecture: description of the model.
+        arguments: given arguments of the forward pass.
+        needs: tensors that the policy needs.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if a check fails.
     """
     decoder, implementation = architecture.decoder, architecture.config._attn_implementation
     if implementation not in IMPLEMENTATIONS:
@@ -85,15 +86,15 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object], need
 
 
 def tells_text(name: str, value: object) -> bool:
-    """Whether an argument of a model that takes images says that all its tokens are text."""
+    """Return True if an argument of a multimodal model says that all tokens are text."""
     return isinstance(value, Tensor) and name.endswith(_KINDS) and not bool(value.any())
 
 
 def _check_images(architecture: Architecture, arguments: Mapping[str, object], needs: Needs) -> None:
-    """Images, video and sound come with a first prompt, to a policy that reads no attention.
+    """Check that images, video and sound are passed with a first prompt, to a policy that reads no attention.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if images, video or sound are passed in a different case.
     """
     cache = arguments.get("past_key_values")
     for name, value in arguments.items():
@@ -109,11 +110,11 @@ def _check_images(architecture: Architecture, arguments: Mapping[str, object], n
 
 
 def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> Arguments:
-    """The arguments that are given, of which holds what must for every forward inside the context.
+    """Check the arguments of a forward pass inside the context, and return the arguments that are not None.
 
     Raises:
-        SpecError: for embeddings in place of ids, ids of a wrong shape or dtype, no cache, or attention that is not
-            causal.
+        SpecError: if embeddings replace the ids, if the ids have a wrong shape or dtype, if the cache is disabled or
+            has a wrong type, or if the attention is not causal.
     """
     if arguments.get("inputs_embeds") is not None:
         raise SpecError("inputs_embeds", "given", _EMBEDDINGS)
@@ -134,40 +135,41 @@ def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> A
 
 @dataclass(frozen=True)
 class ForwardSpan:
-    """Where the tokens of a forward stand: after `padded_seen` columns, in a segment that ends at `segment_end`."""
+    """Tokens of a forward pass: after `padded_seen` columns, in a segment that ends after `segment_end` columns."""
 
     padded_seen: int
     segment_end: int
     ids: Tensor
-    """The forward's tokens, (rows, n): on the host, except in a decode step on a device."""
+    """Token ids of the forward pass, (rows, n). On the host, except for a decode step on a device."""
     is_token: Tensor
-    """Which columns of the forward hold a token, (rows, n)."""
+    """Mask (rows, n): True for a token, False for padding."""
     defaults: dict[str, Tensor]
-    """Inputs that the forward needs, where its caller leaves them out."""
+    """Inputs that the forward pass needs if the caller leaves them out."""
 
     @property
     def padded(self) -> bool:
-        """Whether some column holds no token."""
+        """True if a row has padding."""
         return not bool(self.is_token.all())
 
 
 def accepted(defaults: Mapping[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
-    """The defaults of a span that a forward takes, by the names of its arguments."""
+    """Return the defaults whose names are in `names`, the arguments of a forward method."""
     return {name: tensor for name, tensor in defaults.items() if name in names}
 
 
 def first_span(
     vocabulary: int, arguments: Arguments, before: Tensor, segment_end: int,
 ) -> ForwardSpan:
-    """A prompt, or its next piece: what the mask hides stands left of each row's first token.
+    """Check a prompt, or the next piece of a prompt, and return the span. Padding must be left of the first token.
 
     Args:
-        vocabulary: ids lie in [0, vocabulary).
-        before: which columns before this piece hold a token, (rows, seen).
-        segment_end: columns after which the prompt is over.
+        vocabulary: size of the vocabulary. Ids must lie in [0, vocabulary).
+        arguments: arguments of the forward pass.
+        before: mask of the columns before the piece, (rows, seen): True for a token, False for padding.
+        segment_end: number of columns after which the prompt ends.
 
     Raises:
-        SpecError: for tokens that cannot follow, with the argument that differs.
+        SpecError: if the tokens cannot follow the columns before. The error names the wrong argument.
     """
     ids = arguments["input_ids"]
     own, is_token, given = _read_tokens(vocabulary, arguments, arguments.get("attention_mask"), before)
@@ -185,10 +187,10 @@ def first_span(
 def later_span(
     vocabulary: int, arguments: Arguments, cache: RetainedCache, segment_end: int,
 ) -> ForwardSpan:
-    """A turn, its next piece, or a text that is only read, behind what the cache has seen.
+    """Check a later turn, a piece of a turn, or text inside `reading()`, and return the span.
 
     Raises:
-        SpecError: for tokens that cannot follow, with the argument that differs.
+        SpecError: if the tokens cannot follow the tokens of the cache. The error names the wrong argument.
     """
     ids = arguments["input_ids"]
     check_rows(cache, ids)
@@ -210,10 +212,10 @@ def later_span(
 
 
 def step_span(vocabulary: int, arguments: Arguments, cache: RetainedCache) -> ForwardSpan:
-    """A decode step behind what the cache has seen: one token (rows, 1) in every row.
+    """Check a decode step with one token in each row, (rows, 1), and return the span.
 
     Raises:
-        SpecError: for a token that cannot follow, with the argument that differs.
+        SpecError: if the tokens cannot follow the tokens of the cache. The error names the wrong argument.
     """
     span = later_span(vocabulary, arguments, cache, OPEN)
     if span.padded:
@@ -222,13 +224,13 @@ def step_span(vocabulary: int, arguments: Arguments, cache: RetainedCache) -> Fo
 
 
 def device_step(vocabulary: int, arguments: Arguments, cache: RetainedCache) -> tuple[Arguments, ForwardSpan, Tensor]:
-    """A decode step whose ids are on a device, which the host does not wait for.
+    """Check a decode step whose ids are on a device. The host does not wait for the device.
 
     Returns:
-        The arguments, without a mask if no row has padding; the span; and whether something is wrong, on the device.
+        The arguments without the mask, the span, and a tensor on the device that is True if an input is wrong.
 
     Raises:
-        SpecError: for arguments of a wrong shape.
+        SpecError: if an argument has a wrong shape.
     """
     ids, rest = arguments["input_ids"], arguments.copy()
     check_rows(cache, ids)
@@ -249,10 +251,10 @@ def device_step(vocabulary: int, arguments: Arguments, cache: RetainedCache) -> 
 
 
 def check_rows(cache: RetainedCache, ids: Tensor) -> None:
-    """A forward has as many rows as its cache.
+    """Check that a forward pass has as many rows as the cache.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if the numbers of rows differ.
     """
     rows = next((layer.batch for layer in cache.full_layers if layer.is_initialized), len(ids))
     if len(ids) != rows:
@@ -260,23 +262,23 @@ def check_rows(cache: RetainedCache, ids: Tensor) -> None:
 
 
 def check_rehearsed(needs: Needs, span: ForwardSpan) -> None:
-    """Prompts that are rehearsed have as many tokens.
+    """Check that the prompts have equally many tokens, if the policy repeats the prompts.
 
     Raises:
-        SpecError: where rows are padded: the chunks of their contexts would differ.
+        SpecError: if a prompt has padding. With padding, the chunks of the prompts would have different lengths.
     """
     if needs.rehearsal is not None and span.padded:
         raise SpecError("attention_mask", "zeros", "must be all ones, because the policy repeats the prompts")
 
 
 def check_tokens(is_token: Tensor) -> None:
-    """A prompt, or a turn, has at least two tokens in each row, and ends with one.
+    """Check that each row of a prompt or turn has at least two tokens, and ends with a token.
 
     Args:
-        is_token: which of its columns hold a token, (rows, n).
+        is_token: mask (rows, n): True for a token, False for padding.
 
     Raises:
-        SpecError: otherwise.
+        SpecError: if a row has fewer than two tokens, or ends with padding.
     """
     fewest = int(is_token.sum(dim=1).min())
     if fewest < 2:
@@ -291,7 +293,7 @@ def check_tokens(is_token: Tensor) -> None:
 def _read_tokens(
     vocabulary: int, arguments: Arguments, mask: object, before: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Ids and positions on the host, and which columns of a forward hold a token, (rows, n): one host read for all."""
+    """Return the ids, the mask of tokens (rows, n) and the positions, copied from the device in a single transfer."""
     ids, positions = arguments["input_ids"], arguments.get("position_ids")
     if ids.numel() == 0:
         raise SpecError("input_ids", tuple(ids.shape), "must not be empty")
@@ -316,9 +318,9 @@ def _check_ids(vocabulary: int, ids: Tensor) -> None:
 
 
 def _tokens_of_mask(marks: Tensor, before: Tensor) -> Tensor:
-    """Which columns of a forward hold a token, (rows, n), by a 2D mask that agrees with what was seen before.
+    """Return the mask of tokens (rows, n) of a forward pass, after a check of the columns seen before.
 
-    A mark is 0 or 1 as the mask, or 2 if the mask has a different number.
+    `marks` contains 0 or 1 as in the 2D attention mask. A mark is 2 if the attention mask has a different number.
     """
     columns, hidden, is_token = before.shape[1], marks == 0, marks == 1
     if not bool((hidden | is_token).all()):
@@ -337,7 +339,7 @@ def _check_width(mask: object, shape: tuple[int, ...]) -> Tensor:
 
 
 def _positions(given: Tensor | None, is_token: Tensor, tokens: Tensor) -> Tensor:
-    """Positions (rows, n) of columns that follow `tokens` (rows,) others; those that were given must agree."""
+    """Return the positions (rows, n) of columns after `tokens` (rows,) earlier tokens. Check the given positions."""
     expected = tokens[:, None] + is_token.cumsum(dim=1) - 1
     if given is not None:
         _check_positions(given, expected, is_token)

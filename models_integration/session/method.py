@@ -1,4 +1,4 @@
-"""A method on its way to a model: a policy, its budget, and how a cache goes on under it."""
+"""Policy prepared for a model, with a budget and with rules for the time after a prompt."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,73 +15,73 @@ __all__ = ["ContinuationRule", "Method"]
 
 
 class ContinuationRule(Protocol):
-    """How a cache starts and goes on under a kind of policy; what it goes on from is in the cache."""
+    """Rules of a kind of policy for prompts, later segments and decode steps. The cache contains the state."""
 
     @property
     def step_needs(self) -> Needs:
-        """What a decode step must be shown."""
+        """Tensors of a decode step that the rule needs."""
         ...
 
     @property
     def decode(self) -> bool:
-        """Whether decode steps count in a stream; otherwise their tokens belong to its segments."""
+        """True if forward passes of one token in a stream are decode steps. If False, the tokens belong to segments."""
         ...
 
     @property
     def segment_tokens(self) -> int | None:
-        """Tokens of a stream's segment; None where segments end with their forwards."""
+        """Number of tokens in a segment of a stream. None if the policy is not a stream."""
         ...
 
     def decide_prompt(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
-        """Decide about first prompts."""
+        """Select the kept tokens of first prompts."""
         ...
 
     def check_turn(self, policy: Policy, cache: RetainedCache) -> None:
-        """Raise a SpecError where no later segment can follow."""
+        """Raise a SpecError if no later segment can follow."""
         ...
 
     def check_padded(self, policy: Policy, cache: RetainedCache) -> None:
-        """Raise a SpecError where no later segment with padding can follow."""
+        """Raise a SpecError if no later segment with padding can follow."""
         ...
 
     def flush_pending(self, cache: RetainedCache) -> None:
-        """What the cache goes on from is about all that it has seen: a later segment comes."""
+        """Before a later segment, update the state of the policy in the cache to include all tokens seen so far."""
         ...
 
     def decide_turn(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
-        """Decide about later segments."""
+        """Select the kept tokens of later segments."""
         ...
 
     def before_step(self, policy: Policy, cache: RetainedCache) -> None:
-        """A decode step comes; raise a SpecError where none can follow."""
+        """Prepare a decode step. Raise a SpecError if no decode step can follow."""
         ...
 
     def after_step(
         self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows | None,
     ) -> None:
-        """The tokens (rows, 1) of a decode step are in the cache; what it showed, where there are step_needs."""
+        """Update the cache after a decode step of tokens (rows, 1). `observed` has the tensors of `step_needs`."""
         ...
 
     def before_reading(self, policy: Policy, cache: RetainedCache) -> None:
-        """Tokens come that nobody decides about; raise a SpecError where none can follow."""
+        """Prepare tokens after which nothing is evicted. Raise a SpecError if no tokens can follow."""
         ...
 
     def after_reading(
         self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows,
     ) -> None:
-        """The tokens (rows, n) are in the cache, and nothing is decided."""
+        """Update the state after tokens (rows, n) were appended to the cache without eviction."""
         ...
 
 
 @dataclass(frozen=True)
 class Method:
-    """A policy with its budget, ready for one model."""
+    """Policy with a budget, prepared for one model."""
 
     policy: Policy
     budget: Budget
     backend: str
-    """The name of the backend that the policy's parts use."""
+    """Name of the backend that the policy uses."""
     continuation: ContinuationRule
-    """How a cache goes on after a prompt."""
+    """Rules for prompts, later segments and decode steps."""
     engine: Backend | None = None
-    """The backend whose functions leave scores and choices on the device, where it has any."""
+    """Backend whose functions return scores and selections as tensors on the device. None: no such backend."""

@@ -1,4 +1,4 @@
-"""The rehearsal: behind a prompt the model repeats its context, and nothing of that stays in the cache."""
+"""KVzip's rehearsal: the model repeats the context after a prompt. The repeated tokens are removed from the cache."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ __all__ = ["rehearse"]
 
 
 class _Watcher:
-    """Notes what each layer asks with, and takes the tokens back from it as soon as it has attended."""
+    """Record the queries and keys of each layer, and remove the repeated tokens after the attention of the layer."""
 
     def __init__(self, cache: RetainedCache) -> None:
         self.cache, self._before = cache.branch(), cache
@@ -27,17 +27,17 @@ class _Watcher:
         self.norms: dict[int, Tensor] = {}
 
     def wants_lse(self, layer: int) -> bool:
-        """Never."""
+        """Return False: the log-sum-exp is not needed."""
         return False
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
-        """A layer has attended: its keys and values of all tokens are needed no more."""
+        """After the attention of a layer, keep the queries and keys of the repeat, and restore the layer."""
         index, r = seen.layer, seen.query.shape[2]
         self.attention[index] = seen.query.detach(), seen.key[:, :, -r:].detach().clone()
         self.cache.layers[index] = copy.copy(self._before.layers[index])
 
     def reads(self, index: int) -> Callable[..., None]:
-        """A hook for the attention of a layer: it notes the norms of what that reads."""
+        """Return a hook for the attention of a layer that records the norms of the hidden states."""
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
             self.norms[index] = hidden.detach().double().norm(dim=-1)
@@ -48,17 +48,19 @@ class _Watcher:
 def rehearse(
     architecture: Architecture, cache: RetainedCache, input_ids: Tensor, rehearsal: Rehearsal, device: torch.device,
 ) -> dict[int, tuple[Repeated, ...]]:
-    """Read each chunk's repeat behind the prompts that a cache holds, whose tensors stay as they are.
+    """Let the model repeat each chunk after the prompts in a cache. The tensors of the cache are not changed.
 
     Implements: PO-REHEARSAL
 
     Args:
-        cache: of all tokens of the prompts.
+        architecture: description of the model.
+        cache: cache with all tokens of the prompts.
         input_ids: (rows, n), without padding, on the host.
-        device: of the model's inputs.
+        rehearsal: settings of the repetition.
+        device: device of the model's inputs.
 
     Returns:
-        What each full-attention layer attended with, chunk by chunk.
+        Queries, keys and norms of each full-attention layer, one entry for each chunk.
     """
     found: dict[int, list[Repeated]] = {layer: [] for layer in architecture.full_layers}
     rows = [rehearsal_chunks(ids, rehearsal) for ids in input_ids.numpy()]

@@ -1,4 +1,4 @@
-"""A segment: what the model shows of it, what a policy decides about it, and its compaction."""
+"""Segment of a sequence: capture of attention inputs, decision of the policy, and compaction of the cache."""
 
 import copy
 import time
@@ -35,9 +35,9 @@ __all__ = ["ObservedSegment", "Segment", "Stopwatch", "decide"]
 
 
 class Stopwatch:
-    """Adds up what each stage takes; on CUDA between events of the device's queue, so that nobody waits meanwhile.
+    """Measure the seconds of each stage. On CUDA, events on the device measure the stages without a wait.
 
-    A stage inside another is not part of it.
+    The time of an inner stage does not count for the outer stage.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Stopwatch:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What happens inside belongs to this stage."""
+        """Add the time of the `with` block to a stage."""
         outer, self._open = self._open, name
         if self.device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class Stopwatch:
         self._seconds[outer] -= seconds
 
     def read(self) -> dict[str, float]:
-        """Seconds of each stage so far; waits for the device."""
+        """Wait for the device, and return the seconds of each stage so far."""
         for name, outer, first, last in self._events:
             last.synchronize()
             self._add(name, outer, first.elapsed_time(last) / 1e3)
@@ -77,19 +77,19 @@ class Stopwatch:
 
 
 class ObservedSegment:
-    """What a model has shown of a prompt, a turn or a step: its tokens, and q, k and v of the layers asked for.
+    """Captured token ids, queries, keys and values of a prompt, a turn or a decode step.
 
-    It watches the model's attention. `decide` shows it to policies, to any number of them.
+    The model's attention fills an ObservedSegment. Several policies can decide from one ObservedSegment (see `decide`).
 
     Args:
-        needs: what is noted.
-        cache: what the model reads into.
-        rows_per_prompt: rows of the batch that stand for one prompt: beams, or returned sequences.
-        lse: whether to note the watched layers' log-sum-exp, where their attention computes it on the way.
+        needs: tensors to capture.
+        cache: cache to which the model appends the tokens.
+        rows_per_prompt: number of rows of the batch for each prompt, such as beams or returned sequences.
+        lse: if True, also capture the log-sum-exp of layers whose attention computes the log-sum-exp anyway.
 
     Attributes:
-        cache: as given; after `observe`, the full cache.
-        logits: of the last column, (rows, 1, vocabulary), after `observe`; else None.
+        cache: the given cache. After `observe`, this is the full cache.
+        logits: logits (rows, 1, vocabulary) of the last column after `observe`. After `read`, logits of `last` columns.
     """
 
     def __init__(
@@ -101,16 +101,16 @@ class ObservedSegment:
         self.text, self.watch = SegmentTokens(), Stopwatch()
         self.logits: Tensor | None = None
         self._decided = architecture.full_layers
-        """The layers whose kept sets are decided."""
+        """Layers whose kept tokens are selected."""
         self.later = cache.get_seq_length() > 0
-        """Whether it goes on from what earlier segments left."""
+        """True if the cache contains earlier segments."""
         self._lse = lse
 
     def read(self, ids: Tensor, is_token: Tensor, device: torch.device | None = None) -> None:
-        """These columns (rows, n) come next, and where a token stands in them.
+        """Append columns (rows, n). `is_token` (rows, n) is False for padding.
 
         Args:
-            device: of the forward; default: that of ids.
+            device: device of the forward pass. Default: the device of `ids`.
         """
         self.text.add(ids, is_token)
         self.watch.device = device or ids.device
@@ -118,7 +118,7 @@ class ObservedSegment:
             self.recorder.hidden = int((~self.text.is_token).sum(dim=1).max())
 
     def rehearse(self) -> None:
-        """The prompts have been read: where it is needed, the model repeats them."""
+        """After the prompts, let the model repeat the prompts if the policy needs repetition."""
         rehearsal = self.recorder.needs.rehearsal
         if rehearsal is not None:
             with self.watch.stage("rehearsal"):
@@ -127,34 +127,34 @@ class ObservedSegment:
 
     @property
     def columns(self) -> int:
-        """Columns read so far."""
+        """Number of columns processed so far."""
         return len(self.text)
 
     @property
     def prompts(self) -> Sequence[int]:
-        """The first row of each prompt."""
+        """First row of each prompt."""
         return range(0, len(self.text.is_token), self.rows_per_prompt)
 
     @property
     def continuation(self) -> Continuation:
-        """What the cache goes on from before this segment is decided."""
+        """State of the policy in the cache, from before the decision about this segment."""
         return self.cache.continuation
 
     @property
     def layers(self) -> Sequence[int]:
-        """The layers that are watched."""
+        """Layers whose attention inputs are captured."""
         return self.architecture.watched(self.recorder.needs)
 
     def wants_lse(self, layer: int) -> bool:
-        """Only where the forward's sum is over what a single run would see: a first prompt, no padding."""
+        """Return True if the log-sum-exp of the layer is wanted. Only a first prompt without padding is supported."""
         return self._lse and not self.later and layer in self.layers and self.text.padding is None
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
-        """After a watched layer has attended."""
+        """Record the attention inputs of a layer, after the attention."""
         self.recorder.record(module, seen)
 
     def prompt(self, row: int, granularity: Granularity) -> Observation:
-        """A first prompt, without its padding."""
+        """Return the observation of a first prompt, without padding."""
         with self.watch.stage("capture"):
             is_token = self.text.is_token[row]
             ids = self.token_ids(row) if self.recorder.needs.token_ids else None
@@ -163,14 +163,14 @@ class ObservedSegment:
             return Observation(int(is_token.sum()), groups, ids, views, first=first)
 
     def stored(self, row: int, granularity: Granularity) -> Observation:
-        """A later segment over all that the cache stores by now, where the heads of a layer store as many tokens."""
+        """Return the observation of all stored tokens. The heads of a layer must store equally many tokens."""
         with self.watch.stage("capture"):
             return observe_shared(
                 self.cache, self.recorder, self.layers, self._groups(granularity), row, self.text.is_token[row]
             )
 
     def kept_sets(self, row: int, granularity: Granularity) -> tuple[list[IntVector], list[Observation]]:
-        """A later segment by kept set: the positions that each stores; one observation of all, or one for each."""
+        """Return the stored positions of each kept set, and one observation of all kept sets or one per kept set."""
         if self.cache.layers_differ:
             with self.watch.stage("capture"):
                 return observe_each_set(self.cache, self.recorder, self.architecture, granularity, row)
@@ -178,30 +178,30 @@ class ObservedSegment:
         return [self.cache.stored_positions(row).numpy()] * observation.groups, [observation]
 
     def sets_of_a_layer(self, granularity: Granularity) -> int:
-        """Kept sets of one layer: its KV heads where each has its own, otherwise 1."""
+        """Return the number of kept sets of one layer: the number of KV heads if heads differ, otherwise 1."""
         return self.cache.full_layers[0].heads if granularity is Granularity.HEAD else 1
 
     def _groups(self, granularity: Granularity) -> int:
-        """Kept sets that a policy decides."""
+        """Return the number of kept sets that the policy selects."""
         layers = 1 if granularity is Granularity.MODEL else len(self._decided)
         return layers * self.sets_of_a_layer(granularity)
 
     def token_ids(self, row: int) -> IntVector:
-        """The tokens of one row, without padding."""
+        """Return the token ids of one row, without padding."""
         return self.text.token_ids(row)
 
     def of_layer(self, layer: int) -> "ObservedSegment":
-        """The same of one layer alone."""
+        """Return an ObservedSegment that has only one layer."""
         one, recorder = copy.copy(self), self.recorder
         one.recorder = replace(recorder, seen={layer: recorder.seen[layer]})
         one._decided = (layer,)
         return one
 
     def narrowed(self, needs: Needs) -> "ObservedSegment":
-        """What would have been noted with these needs.
+        """Return an ObservedSegment that has only the tensors of `needs`.
 
         Raises:
-            SpecError: where less was noted.
+            SpecError: if a needed tensor was not captured.
         """
         if needs == self.recorder.needs:
             return self
@@ -213,7 +213,7 @@ class ObservedSegment:
 def observe_shared(
     cache: RetainedCache, recorder: Recorder, layers: Sequence[int], groups: int, row: int, queries: Tensor,
 ) -> Observation:
-    """One row, where the heads of a layer store as many tokens; `queries` are the columns (n,) that are its tokens'."""
+    """Return the observation of one row. `queries` is the mask (n,) of the columns with tokens of the row."""
     every = slice(None)
     views = {
         layer: recorder.view(layer, row, every, _layer(cache, layer), every, queries) for layer in layers
@@ -224,7 +224,7 @@ def observe_shared(
 def observe_each_set(
     cache: RetainedCache, recorder: Recorder, architecture: Architecture, granularity: Granularity, row: int,
 ) -> tuple[list[IntVector], list[Observation]]:
-    """Of each kept set of one row: the positions that it stores, and its layer (and head) alone."""
+    """Return the stored positions and the observation of each kept set of a row. A kept set is a layer or a head."""
     live: list[IntVector] = []
     shown = []
     for index in architecture.full_layers:
@@ -284,16 +284,16 @@ def _over_budget(method: Method, decision: Decision) -> int:
 
 
 class Segment:
-    """One forward with more than one query, or the forwards of a prompt, a turn or a stream that come in pieces.
+    """Tokens after which a policy evicts: one forward pass with several queries, or several forward passes.
 
-    It watches the model's attention. A prompt of one forward is compacted while it is read, so that the full cache
-    never exists. Under a layerwise policy and under CAKE, tokens are evicted as soon as a layer has attended. If the
-    scorer reads the observed layer alone, the prompt is decided when that layer has attended. Each later layer is then
-    compacted when it has attended. Every other segment is decided and compacted at its end.
+    A prompt of one forward pass is compacted during this forward pass, so the full cache never exists. A layerwise
+    policy and CAKE evict the tokens of a layer immediately after the attention of the layer. If the scorer reads only
+    the observed layer, the policy decides after the attention of the observed layer. Then each later layer is compacted
+    after the attention of this layer. For all other segments, the policy decides and evicts at the end of the segment.
 
     Args:
-        rows_per_prompt: rows of the batch that stand for one prompt: beams, or returned sequences.
-        segment_end: columns that the cache has seen when the segment is over.
+        rows_per_prompt: number of rows of the batch for each prompt, such as beams or returned sequences.
+        segment_end: number of columns that the cache has seen at the end of the segment.
     """
 
     def __init__(
@@ -309,20 +309,20 @@ class Segment:
         self._each_alone = cascades or (alone and is_layerwise(method.policy))
         self._layerwise = at_once or self._each_alone
         self._parts: list[Decision] = []
-        """What was decided about each layer alone."""
+        """Decisions about single layers."""
         self._choices = (Cascade if cascades else DeviceChoices)(method, cache, rows_per_prompt)
         self._decision: Decision | None = None
         self._decided_at = max(self.observed.layers, default=-1)
         self._full = list(architecture.full_layers)
-        """The layers that are to be compacted."""
+        """Layers that are not compacted yet."""
         self.layers: Sequence[int] = architecture.full_layers if self._layerwise else self.observed.layers
-        """The layers to watch."""
+        """Layers whose attention calls `attended`."""
 
     def check_goes_on(self, cache: object, ids: Tensor) -> None:
-        """The next piece of this segment.
+        """Check the cache and the number of rows of the next piece of the segment.
 
         Raises:
-            SpecError: for another cache, or another number of rows.
+            SpecError: if the cache or the number of rows differs from the earlier pieces.
         """
         rows = len(self.observed.text.is_token)
         if cache is not self.cache:
@@ -331,17 +331,17 @@ class Segment:
             raise SpecError("input_ids", tuple(ids.shape), f"must have {rows} rows, like the unfinished prompt")
 
     def read(self, span: ForwardSpan, device: torch.device) -> None:
-        """A forward's columns come next; its tensors are on this device."""
+        """Append the columns of a forward pass whose tensors are on `device`."""
         self.observed.read(span.ids, span.is_token, device)
         if self.observed.later and span.padded:
             self.cache.expect(span.is_token)
 
     def wants_lse(self, layer: int) -> bool:
-        """As what is observed."""
+        """Return the result of `ObservedSegment.wants_lse`."""
         return self.observed.wants_lse(layer)
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
-        """After a layer has attended."""
+        """Record, decide and compact as far as possible after the attention of a layer."""
         layer = seen.layer
         if self._each_alone and layer not in self._full:
             return
@@ -353,10 +353,10 @@ class Segment:
             self._compact(self._full[: bisect_right(self._full, layer)], self._decided())
 
     def finish(self) -> Decision:
-        """The end of the segment: what was kept of each prompt; the cache goes on from there.
+        """End the segment: decide, compact the cache, store the state of the policy, and return the decision.
 
         Raises:
-            SpecError: when a row has fewer than two tokens, or ends without one.
+            SpecError: if a row has fewer than two tokens, or ends with padding.
         """
         check_tokens(self.observed.text.is_token)
         self.observed.rehearse()

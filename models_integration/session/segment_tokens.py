@@ -1,4 +1,4 @@
-"""The tokens of a segment, which may be read in pieces."""
+"""Tokens of a segment, which the model may process in pieces."""
 
 import torch
 from torch import Tensor
@@ -9,14 +9,14 @@ __all__ = ["SegmentTokens"]
 
 
 class SegmentTokens:
-    """The columns of a segment that the model has read so far, piece by piece."""
+    """Columns of a segment that the model has processed so far, in one or more pieces."""
 
     def __init__(self) -> None:
         self._ids: list[Tensor] = []
         self._is_token: list[Tensor] = []
 
     def add(self, input_ids: Tensor, is_token: Tensor) -> None:
-        """These columns (rows, n) come next, and where a token stands in them, (rows, n)."""
+        """Append columns (rows, n). `is_token` (rows, n) is False for padding."""
         self._ids.append(input_ids)
         self._is_token.append(is_token)
 
@@ -25,21 +25,21 @@ class SegmentTokens:
 
     @property
     def input_ids(self) -> Tensor:
-        """What they hold, (rows, columns)."""
+        """Ids of all columns, (rows, columns)."""
         return torch.cat(self._ids, dim=1)
 
     @property
     def is_token(self) -> Tensor:
-        """Which of them hold a token, (rows, columns)."""
+        """Mask of all columns, (rows, columns): True for a token, False for padding."""
         return torch.cat(self._is_token, dim=1)
 
     @property
     def padding(self) -> Tensor | None:
-        """Columns without a token, (rows,); None where there are none."""
+        """Number of padding columns of each row, (rows,). None if no row has padding."""
         is_token = self.is_token
         return None if bool(is_token.all()) else (~is_token).sum(dim=1)
 
     def token_ids(self, row: int) -> IntVector:
-        """The tokens of one row, without padding."""
+        """Return the token ids of one row, without padding."""
         ids: IntVector = self.input_ids[row][self.is_token[row]].numpy()
         return ids

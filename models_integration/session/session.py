@@ -105,7 +105,7 @@ class Session:
         C, decode = method.continuation.segment_tokens, method.continuation.decode
         self._stream = WholeForwards() if C is None else Stream(C, decode)
         self._wrong: Tensor | None = None
-        """Whether a decode step was wrong, on the device: read once a segment, as the host would wait for it."""
+        """Tensor on the device: True if an input of a decode step was wrong. Read once per segment to avoid waits."""
         self._forward: Forward | None = None
         self._segment: Segment | None = None
         self._hold = Hold(self._model, self._architecture.decoder, self._before, self._after, self._close)
@@ -174,7 +174,7 @@ class Session:
         if self._hold.is_elsewhere:
             reason = "another thread runs generate on the model with a policy: join the thread first"
             raise SpecError("model", self._architecture.name, reason)
-        # A forward that was interrupted, by Ctrl-C for one, has not passed `_after`.
+        # After an interrupted forward pass (for example by Ctrl-C), `_after` was not called.
         self._abandon()
         self._stream.begin()
         given = with_one_cache({**dict(zip(self._names, args, strict=False)), **kwargs})
@@ -196,7 +196,7 @@ class Session:
         return (), {**accepted(forward.defaults, self._inputs), **others, self._cache_name: cache}
 
     def _begin_call(self, decoder: nn.Module) -> None:
-        """Note which call of generate a forward is part of, if any."""
+        """Store the call of generate that contains the forward pass, if any."""
         call = call_under_way(decoder, self._call)
         if call is self._call:
             return
@@ -208,10 +208,10 @@ class Session:
         self._call = call
 
     def _forward_of(self, decoder: nn.Module, cache: Any, arguments: Arguments) -> Forward:
-        """What a forward is: tokens that are only read, a decode step, or (a piece of) a segment.
+        """Begin a forward pass inside `reading()`, a decode step, or a segment or a piece of a segment.
 
         Raises:
-            SpecError: for tokens that cannot follow; nothing has changed.
+            SpecError: if the tokens cannot follow the tokens of the cache. Nothing has changed.
         """
         method, architecture, is_step = self._method, self._architecture, self._is_step(cache, arguments["input_ids"])
         if self._block == "reading()" and not is_step:
@@ -236,17 +236,17 @@ class Session:
         return self._segment_forward(cache, arguments, span)
 
     def _is_step(self, cache: Any, ids: Tensor) -> bool:
-        """One query on a filled cache is a decode step, unless it is a piece of a segment, or of a text being read."""
+        """Return True for one query after a prompt, unless the query is part of a segment or of text in a block."""
         seen = cache.get_seq_length() if isinstance(cache, RetainedCache) else 0
         if ids.shape[1] > 1 or seen == 0 or (self._block and seen < self._call.columns):
             return False
         return self._stream.is_step(self._segment is None and seen + 1 >= self._call.segment_end)
 
     def _span(self, cache: Any, arguments: Arguments) -> ForwardSpan:
-        """Where a segment starts or goes on.
+        """Check the tokens of a new or continued segment, and return the span of the tokens.
 
         Raises:
-            SpecError: for tokens that cannot follow; nothing has changed.
+            SpecError: if the tokens cannot follow the tokens of the cache. The tokens are not stored.
         """
         segment, method = self._segment, self._method
         self._check_steps()
@@ -296,7 +296,7 @@ class Session:
         cache, observed = segment.cache, segment.observed
         goes_on = observed.later or self._stream.endless
         if goes_on and observed.columns == 1 and observed.text.padding is None:
-            # One query is a decode step.
+            # A single query is treated as a decode step.
             end_step(self._method, cache, observed.text.input_ids, observed)
             return
         with unusable_after_failure(cache, "a policy failed on its prompt"):
@@ -306,7 +306,7 @@ class Session:
         self.cache, self.timings, self.over_budget = cache, observed.watch.read(), decision.over_budget
 
     def _end(self, segment: Segment) -> None:
-        """Finish a segment between two forwards."""
+        """Finish a segment between two forward passes, and count the freed bytes."""
         before = segment.cache.bytes_freed
         self._finish(segment)
         self.bytes_freed += segment.cache.bytes_freed - before
@@ -328,7 +328,7 @@ class Session:
         return self._stream.joined(output)
 
     def _abandon(self) -> None:
-        """Close a forward that did not come to its end; some layers have its tokens and others do not."""
+        """Close a forward pass that did not finish. The cache is invalid, because only some layers have the tokens."""
         forward = self._forward
         if forward is not None:
             self._forward = self._segment = None
@@ -336,14 +336,14 @@ class Session:
             forward.cache.fail("a forward pass failed")
 
     def _drop(self, reason: str) -> None:
-        """Give up a prompt that did not come to its end."""
+        """Discard a segment that did not finish, and mark the cache as invalid."""
         self._abandon()
         if self._segment is not None:
             segment, self._segment = self._segment, None
             segment.cache.fail(reason)
 
     def _close(self) -> None:
-        """The context ends: what a stream has read so far is its last segment, any other is given up."""
+        """End the context: finish the last segment of a stream, or discard an unfinished segment outside a stream."""
         self._abandon()
         if self._stream.endless and self._segment is not None:
             self._end(self._segment)
@@ -351,7 +351,7 @@ class Session:
 
     @contextmanager
     def _inside(self, block: str) -> Iterator[None]:
-        """A block of forwards that are read in another way than outside it."""
+        """Context manager for the blocks `prompt()` and `reading()`. `block` is the name of the block."""
         in_generate = call_under_way(self._architecture.decoder, self._call) is not NO_CALL
         if self._block or in_generate or not self._hold.is_open:
             raise SpecError(block, "a block", "must be inside `with policy(model)`, outside other blocks and generate")

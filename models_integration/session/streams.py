@@ -1,4 +1,4 @@
-"""Where segments end: with their forwards, or every C tokens of a stream, whose longer forwards are read in pieces."""
+"""Ends of segments. Outside streams a forward pass stays whole. A stream splits forward passes after every C tokens."""
 
 from typing import Any, cast
 
@@ -13,54 +13,54 @@ from spec.errors import SpecError
 __all__ = ["Stream", "WholeForwards"]
 
 _JOINED = ("last_hidden_state", "hidden_states", "router_logits")
-"""Fields of a decoder's output, beside the cache, that can be made of those of its pieces."""
+"""Fields of a decoder's output that can be joined from the outputs of pieces."""
 
 
 class WholeForwards:
-    """Every forward is read as it is."""
+    """Process every forward pass without splitting."""
 
     endless = False
-    """Whether all that is read is one sequence of segments, which the context's end closes."""
+    """True if all tokens of the context form one stream, whose last segment ends with the context."""
 
     def begin(self) -> None:
-        """A forward comes."""
+        """Do nothing before a forward pass."""
 
     def is_step(self, between_segments: bool) -> bool:
-        """Whether a forward of one token is a decode step: between two segments it is."""
+        """Return True if a forward pass of one token is a decode step. Inside a segment the token is not."""
         return between_segments
 
     def segment_end(self, columns: int, stated: int) -> int:
-        """Columns after which a segment ends that begins after `columns`: as the session states it."""
+        """Return `stated`, the number of columns after which the segment ends according to the session."""
         return stated
 
     def check_block(self, name: str) -> None:
-        """Every block may be opened."""
+        """Accept every block."""
 
     def check_beams(self, beams: int) -> None:
-        """Any number of beams may be searched."""
+        """Accept any number of beams."""
 
     def check_span(self, span: ForwardSpan) -> None:
-        """Rows may be padded."""
+        """Accept padding."""
 
     def is_too_long(self, span: ForwardSpan) -> bool:
-        """Whether the forward must be cut: never."""
+        """Return False, because a forward pass is never split."""
         return False
 
     def ahead(self, decoder: nn.Module, arguments: Arguments, room: int) -> Arguments:
-        """Nothing is cut."""
+        """Return the arguments unchanged."""
         return arguments
 
     def joined(self, output: DecoderOutput) -> DecoderOutput | None:
-        """None: nothing was cut."""
+        """Return None, because no forward pass was split."""
         return None
 
 
 class Stream(WholeForwards):
-    """Cuts forwards that are longer than what is left of their segment.
+    """Split a forward pass into pieces at the ends of segments.
 
     Args:
-        C: tokens of a segment.
-        decode: whether a forward of one token is a decode step, and not a piece of a segment.
+        C: number of tokens of a segment.
+        decode: if True, a forward pass of one token is a decode step. Otherwise the token belongs to a segment.
     """
 
     endless = True
@@ -73,20 +73,20 @@ class Stream(WholeForwards):
         self._as_tuple = False
 
     def begin(self) -> None:
-        """A forward comes: what one before it left behind, because it failed, is forgotten."""
+        """Before a forward pass, discard the outputs of an earlier forward pass that failed."""
         if not self._inside:
             self._outputs = []
 
     def is_step(self, between_segments: bool) -> bool:
-        """Whether a forward of one token is a decode step: a piece of a longer forward is none."""
+        """Return True if a forward pass of one token is a decode step. A piece of a longer forward pass is not."""
         return self._decode and not self._inside and not self._outputs
 
     def segment_end(self, columns: int, stated: int) -> int:
-        """Columns after which a segment ends that begins after `columns`: C more."""
+        """Return columns + C, the number of columns after which a segment ends that begins after `columns`."""
         return columns + self.C
 
     def check_block(self, name: str) -> None:
-        """No block can hold a segment open.
+        """Raise an error, because a stream does not support `run.prompt()` and `run.reading()`.
 
         Raises:
             SpecError: always.
@@ -94,10 +94,10 @@ class Stream(WholeForwards):
         raise SpecError(name, "a block", "cannot be used in a stream, whose segments end after every C tokens")
 
     def check_beams(self, beams: int) -> None:
-        """Beams are not served.
+        """Check that there is at most one beam.
 
         Raises:
-            SpecError: for more than one.
+            SpecError: if there are several beams.
         """
         if beams > 1:
             raise SpecError(
@@ -105,28 +105,28 @@ class Stream(WholeForwards):
             )
 
     def check_span(self, span: ForwardSpan) -> None:
-        """Padding is not served.
+        """Check that no row has padding.
 
         Raises:
-            SpecError: for a column without a token.
+            SpecError: if a row has padding.
         """
         if span.padded:
             raise SpecError("attention_mask", "zeros", "must be all ones: a stream does not support padding")
 
     def is_too_long(self, span: ForwardSpan) -> bool:
-        """Whether the forward must be cut."""
+        """Return True if the forward pass must be split, because it goes past the end of the segment."""
         return span.padded_seen + span.is_token.shape[1] > span.segment_end
 
     def ahead(self, decoder: nn.Module, arguments: Arguments, room: int) -> Arguments:
-        """Read all pieces but the last, and return the arguments of that one.
+        """Process all pieces except the last, and return the arguments of the last piece.
 
         Args:
-            decoder: called once for each piece, with its hooks.
-            arguments: of the whole forward.
-            room: tokens until the first piece ends; the others have C.
+            decoder: decoder to call once for each piece, with hooks.
+            arguments: arguments of the whole forward pass.
+            room: number of tokens of the first piece. Each later piece except the last has C tokens.
 
         Raises:
-            SpecError: where attention weights are asked for.
+            SpecError: if attention weights are requested.
         """
         _check_outputs(decoder, arguments)
         arguments, n = arguments.copy(), arguments["input_ids"].shape[1]
@@ -143,7 +143,7 @@ class Stream(WholeForwards):
         return cast(Arguments, {**_piece(arguments, start, n), "return_dict": True})
 
     def joined(self, output: DecoderOutput) -> DecoderOutput | None:
-        """The outputs of all pieces, of which this is the last, as one; None where nothing was cut."""
+        """Join the outputs of all pieces. `output` belongs to the last piece. Return None if nothing was split."""
         if self._inside or not self._outputs:
             return None
         parts, self._outputs = [*self._outputs, cast(Any, output)], []
@@ -159,7 +159,7 @@ class Stream(WholeForwards):
 
 
 def _asked(decoder: nn.Module, arguments: Arguments, name: str, *, default: bool = False) -> bool:
-    """Whether a forward is asked for something, by its arguments or by the decoder's config."""
+    """Return the value of an option of a forward pass, from the arguments or the config of the decoder."""
     given = cast(dict[str, Any], arguments).get(name)
     return bool(getattr(cast(PretrainedConfig, decoder.config), name, default) if given is None else given)
 
@@ -173,19 +173,19 @@ def _check_outputs(decoder: nn.Module, arguments: Arguments) -> None:
 
 
 def _joined(rows: int, parts: list[Any]) -> Any:
-    """One field of the pieces' outputs: a tensor, or a tuple with one for each layer."""
+    """Join one field of the outputs of all pieces. The field is a tensor, or a tuple of one tensor for each layer."""
     if isinstance(parts[0], tuple):
         return tuple(_joined(rows, list(layer)) for layer in zip(*parts, strict=True))
     if parts[0] is None:
         return None
-    # A router flattens rows and tokens.
+    # The logits of a router have rows and tokens in one dimension.
     flat = parts[0].dim() == 2
     whole = torch.cat([part.unflatten(0, (rows, -1)) if flat else part for part in parts], dim=1)
     return whole.flatten(0, 1) if flat else whole
 
 
 def _piece(arguments: Arguments, start: int, stop: int) -> Arguments:
-    """The arguments of tokens start to stop."""
+    """Return the arguments of a forward pass over the tokens from `start` to `stop` (excluded)."""
     piece, n = arguments.copy(), arguments["input_ids"].shape[1]
     piece["input_ids"] = arguments["input_ids"][:, start:stop]
     if "attention_mask" in arguments:

@@ -5,8 +5,8 @@
         decision = decide(policy.on(model), observed)
         cache = compact(observed.cache, decision)
 
-A session evicts layer by layer, so memory never contains the full cache. With these functions, memory contains the full
-cache, and `compact` does not change the full cache.
+With these functions, memory contains the full cache, and `compact` does not change the full cache. A session avoids the
+full cache if the policy can evict layer by layer.
 """
 
 import inspect
@@ -92,7 +92,7 @@ def _forward(
     """Return the logits. If the model supports `logits_to_keep`, the result has only the last columns."""
     parameters, own = inspect.signature(model.forward).parameters, decoder_inputs(observed.architecture.decoder)
     names = set(parameters)
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):  # the model hands on what its decoder takes
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):  # the model passes these to the decoder
         names |= own
     arguments: dict[str, Any] = {
         "input_ids": input_ids, "attention_mask": attention_mask, **accepted(span.defaults, own & names),
