@@ -105,7 +105,7 @@ def sparingly(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_rejections(test: Callable[..., None]) -> Callable[..., None]:
-    """Turn off the health checks, for tests that reject many examples or need a long time for an example."""
+    """Turn off two health checks, for tests that reject many examples or need a long time for an example."""
     return settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])(test)
 
 
@@ -173,7 +173,7 @@ def pytest_collection_finish() -> None:
 
 
 def judges(item: pytest.Item, backend: str) -> bool:
-    """Return True if a test applies to a backend. All tests without the marker `beyond` apply to numpy."""
+    """Return True if a test applies to a backend. All tests without `beyond("numpy")` apply to numpy."""
     fixtures = set(getattr(item, "fixturenames", ()))
     mine = ("judged" in fixtures and "reference_items" not in fixtures) or "keeps" in fixtures
     named = {name for mark in item.iter_markers("judges") for name in mark.args}

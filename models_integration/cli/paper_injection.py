@@ -137,7 +137,7 @@ def _measure(
 def _rows_of(
     subject: Subject, one: InjectionTable, talks: Sequence[Talk], path: Path,
 ) -> dict[str, list[Row]]:
-    """Return the rows of each session of a table. A question counts only if all sessions of the table answered it."""
+    """Return the rows of each session of a table. Skip questions that a session has not answered."""
     stored, found = _stored(path), {name: list[Row]() for name in _sessions([one])}
     for index, talk in enumerate(talks):
         keys = {name: json.dumps([*_identity(subject, index, talk, name).values()]) for name in found}

@@ -16,7 +16,7 @@ from spec.parameters import NESTEDKV, PAPER
 __all__ = ["fastest", "stage_that_differs"]
 
 ON_DEVICE = ("torch", "triton")
-"""Order of the backends on a device. For CrystalCache triton is first, because only its S1 was faster than torch."""
+"""Order of the backends on a device. For CrystalCache triton is first: of the triton kernels, only S1 beat torch."""
 ON_HOST = ("numba", "numpy")
 CLOSE = 1e-3
 
@@ -24,8 +24,8 @@ CLOSE = 1e-3
 def fastest(*families: str) -> Backend:
     """Return the first backend with the given stage families. With an accelerator, try torch and triton first.
 
-    triton is used only if it agrees with the reference on small inputs. This check runs once per process. If a kernel
-    of triton differs from the reference, a warning names the kernel.
+    triton is used only if the kernels of triton agree with the reference on small inputs. kvspec compares the kernels
+    once per process. If a kernel differs from the reference, a warning names the kernel.
 
     Raises:
         BackendUnavailable: if no backend has the stage families and can run on this machine.

@@ -26,7 +26,7 @@ class Hold:
     """Hooks on a model while a block is open, or while a `generate` that was looked up inside the block runs.
 
     Args:
-        model: model whose generate is replaced. The new generate checks its arguments, and only one thread can run it.
+        model: model whose generate is replaced. The new generate checks arguments, and runs in one thread at a time.
         decoder: decoder of the model.
         before: function to call before each forward pass of the decoder.
         after: function to call after each forward pass of the decoder, including failed forward passes.

@@ -114,7 +114,7 @@ class Stream(WholeForwards):
             raise SpecError("attention_mask", "zeros", "must be all ones: a stream does not support padding")
 
     def is_too_long(self, span: ForwardSpan) -> bool:
-        """Return True if the forward pass must be split, because it goes past the end of the segment."""
+        """Return True if the forward pass must be split, because the segment has too little room."""
         return span.padded_seen + span.is_token.shape[1] > span.segment_end
 
     def ahead(self, decoder: nn.Module, arguments: Arguments, room: int) -> Arguments:
