@@ -85,7 +85,7 @@ def stable_direction(BLOCK, STABLE, n, d, blocks, D: tl.constexpr):
         at = BLOCK + (head * blocks + block).to(tl.int64) * d + channel
         total += tl.load(at, mask=channel < d, other=0.0).to(tl.float64)
     length = tl.sqrt(tl.sum(total * total, 0))
-    present = length > NEGLIGIBLE * tl.cast(n, tl.float64)
+    present = length > tl.cast(n, tl.float64) * NEGLIGIBLE
     scaled = tl.where(present, total / tl.where(present, length, 1.0), 0.0)
     tl.store(STABLE + head * d + channel, scaled.to(tl.float32), mask=channel < d)
 
@@ -94,7 +94,7 @@ def stable_direction(BLOCK, STABLE, n, d, blocks, D: tl.constexpr):
 def cosine(unit, memory, terms):
     """Return the cosine of each unit key with a memory (a sum of `terms` unit keys), or 0 for a negligible memory."""
     length = tl.sqrt(tl.sum(memory * memory, 1))
-    present = length > NEGLIGIBLE * terms.to(tl.float32)
+    present = length > terms.to(tl.float32) * NEGLIGIBLE
     return tl.where(present, tl.sum(unit * memory, 1) / tl.where(present, length, 1.0), 0.0)
 
 
