@@ -82,7 +82,7 @@ def anomalies(k: Tensor, p: NestedKVParameters) -> Tensor:
     at = torch.arange(n, device=k.device)
     blocks = pad(unit, (0, 0, 0, -n % b)).view(-1, b, k.shape[1])
     stable, episodic = unit.sum(dim=0), blocks.sum(dim=1, keepdim=True)
-    # A GPU scans contiguous numbers in parallel; along the rows it would take them one after the other.
+    # A GPU computes running sums in parallel only along contiguous numbers.
     current = torch.cumsum(unit.mT.contiguous(), dim=1)
     current[:, p.W :] -= current[:, : -p.W].clone()
     current = current.mT

@@ -1,7 +1,4 @@
-"""The page of a folder of results: its figures by an independent route, its pictures by their tables, what is missing.
-
-In a headless Chromium too, where one is found: its path may be in KVSPEC_CHROMIUM.
-"""
+"""The page of a folder of results. KVSPEC_CHROMIUM may name a Chromium, in which the page is tested too."""
 
 import json
 import math

@@ -181,7 +181,7 @@ def subject(one_thread: None) -> Subject:
 
 
 def told(subject: Subject, sample: Sample, placement: Placement, names: Sequence[str]) -> dict[Cell, tuple[Row, Kept]]:
-    """What each cell answers and keeps, from one prompt; five caches are read side by side."""
+    """What each cell answers and keeps, from one prompt; one forward pass serves five caches."""
     wanted = [(name, str(B)) for name, B in product(names, BUDGETS) if B in BUDGETS[:1] or not name.startswith(DIVERSE)]
     methods = {name: subject.policy(name, BUDGETS[0]).on(subject.model) for name in names}
     prompt = read_prompt(subject, methods, [str(B) for B in BUDGETS], placement)
