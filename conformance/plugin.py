@@ -117,12 +117,12 @@ def known_vectors() -> frozenset[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "spec(*ids): the items of the specification that the test checks")
-    config.addinivalue_line("markers", "row(*names): what a policy's or a cache's certificate says of the test")
-    config.addinivalue_line("markers", "law(name): what a test of our own packages checks that is no item")
-    config.addinivalue_line("markers", "judges(backend): the test is about this backend's own code")
-    config.addinivalue_line("markers", "beyond(*backends): too much memory, or too wide heads, for these backends")
-    config.addinivalue_line("markers", "nightly: too long for CI; runs with --kvspec-profile nightly alone")
+    config.addinivalue_line("markers", "spec(*ids): ids of the specification's items that the test checks")
+    config.addinivalue_line("markers", "row(*names): rows for the test in the certificate of a policy or cache")
+    config.addinivalue_line("markers", "law(name): property without an item that the test checks in kvspec's packages")
+    config.addinivalue_line("markers", "judges(backend): the backend whose own code the test checks")
+    config.addinivalue_line("markers", "beyond(*backends): backends that skip the test, because of memory or head size")
+    config.addinivalue_line("markers", "nightly: slow test that runs only with --kvspec-profile nightly")
     _register_profiles()
     settings.load_profile(profile_of(config))
     config.stash[_engine] = engine = engine_of(config)

@@ -68,9 +68,12 @@ class DecodeState:
     counts: Int64[IntVector, " distinct"]
     """For each id of `ids`, the number of occurrences so far outside the tail."""
     mu: float
-    """Mean of the degrees of the trunks after the prompt (Equation 27), or 0 if there was no prompt."""
+    """Mean trunk degree (Equation 27) at the end of the prompt. 0 if there was no prompt."""
     sigma: float
-    """Standard deviation of the degrees after the prompt (Equation 27 or its fallback), or 1 if there was no prompt."""
+    """Standard deviation of the trunk degrees at the end of the prompt, with 1 in place of values below epsilon.
+
+    1 if there was no prompt.
+    """
     tail_ids: tuple[int, ...] = ()
     tail_inverse_norms: tuple[float, ...] = ()
 

@@ -117,7 +117,8 @@ class LayerView:
     softcap: float | None
     lse: DeviceArray | None = None
     repeats: tuple[Repeat, ...] | None = None
-    """Attention inputs for each chunk that the model repeated. None if the model did not repeat the prompt."""
+    """For policies such as KVzip, which let the model read the prompt twice: one entry for each chunk of the second
+    reading. None for all other policies."""
     sinks: DeviceArray | None = None
     """One logit for the attention sink of each query head, (H,), or None (see `CrystalStages.coattention`)."""
 

@@ -23,7 +23,7 @@ class TrunkPairs(NamedTuple):
 
 
 def trunk_pairs(edges: Edges, offsets: Int64[IntVector, " m_and_one"]) -> TrunkPairs:
-    """Return count and sum of the edge weights W_ab (a multiset) between the trunks of each pair.
+    """Return the number of edges between each pair of trunks, and the sum of the weights of these edges.
 
     Implements: CC-TRUNK-EDGES
 

@@ -56,8 +56,8 @@ READINGS: dict[str, tuple[str, str]] = {
     TRUNCATED: ("The budget B is int(n * (1 - r)) in floating point, which can be one less than the floor.",
                 "The budget B is computed without rounding errors."),
     AVERAGE: ("An average pool smooths the scores.", "A maximum pool smooths the scores."),
-    TIES: ("torch.topk selects among tokens with equal scores in no stated order. If B is smaller than the number of"
-           " protected tokens, torch.topk also selects among the protected tokens.",
+    TIES: ("If several tokens have the same score, PyTorch does not state which of them torch.topk selects. If B is"
+           " smaller than the number of protected tokens, torch.topk also evicts some protected tokens.",
            "The token at the lower position is kept, and B is raised to the number of protected tokens."),
     PINNED: ("The last token is always kept.", "The last token can be evicted, like every token."),
     LINE: ("The formula of the pyramid divides the whole budget among the layers, and each share is rounded"
