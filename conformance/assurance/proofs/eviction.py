@@ -24,7 +24,6 @@ slack = largest(0, N_min - 1)
 def claims(code: Code) -> Iterator[Claim]:
     """Every claim about S6."""
     yield from loop(code)
-    yield from loop_readings(code)
     yield from closed_forms(code)
     yield from cuts(code)
     yield from keep_counts(code)
@@ -87,26 +86,10 @@ def loop(code: Code) -> Iterator[Claim]:
     yield Claim(item, "the cut is met without c0 <= sum", Implies(free, c <= 0), true=False)
     yield Claim(item, "what stays at the end is the total less c0",
                 Implies(And(NOW, rest == 0), kept == total - c0), true=False)
-
-
-def loop_readings(code: Code) -> Iterator[Claim]:
-    """Other texts of the step: one that changes nothing, and four that do."""
-    item = "CC-ALLOCATE"
-    a_trunk = And(g >= 1, N_min >= 0)
-
-    def same_as(old: str, new: str) -> Term:
-        other = Code({STEP: (old, new)})
-        return Implies(a_trunk, And(*(a == b for a, b in zip(step(code), step(other), strict=True))))
-
-    yield Claim(item, "the branch |g| <= c is redundant: the last branch does the same", same_as("size <= c", "c < c"))
-    for name, old, new in (
-        ("N_min may be exceeded only: > for >=", "size - c >= N_min", "size - c > N_min"),
-        ("the stop is at c < 0: < for <=", "c <= 0", "c < 0"),
-        ("a refused trunk stays whole", "return (0, c - size)\n    if", "return (size, c - size)\n    if"),
-        ("the overshoot is forgotten", "return (size - c, 0)\n    return (0, c - size)",
-         "return (size - c, 0)\n    return (0, 0)"),
-    ):
-        yield Claim(item, f"{name}, all the same", same_as(old, new), true=False)
+    shorter = Code({STEP: ("size <= c", "c < c")})
+    yield Claim(item, "the branch |g| <= c is redundant: the last branch does the same", Implies(
+        And(g >= 1, N_min >= 0), And(*(a == b for a, b in zip(step(code), step(shorter), strict=True)))
+    ))
 
 
 def closed_forms(code: Code) -> Iterator[Claim]:
@@ -128,9 +111,6 @@ def closed_forms(code: Code) -> Iterator[Claim]:
                 Implies(here, closed == stays))
     yield Claim(item, "closed form of numba on the inclusive prefix sum",
                 Implies(counted, inclusive == stays), true=False)
-    late = Code({NUMBA_CLOSED: ("before >= c_0", "before > c_0")})
-    other = late.returned(NUMBA_CLOSED, size=g, before=before, c_0=c0, N_min=N_min)
-    yield Claim(item, "closed form with before > c_0", Implies(counted, other == stays), true=False)
 
 
 def cuts(code: Code) -> Iterator[Claim]:
@@ -139,11 +119,11 @@ def cuts(code: Code) -> Iterator[Claim]:
     T, P, B, over, total = Ints("T_alive B_prot B overshoot kept_total")
     counts = And(T >= 0, P >= 0, B >= 0)
 
-    def cut(source: Code, alive: Term = T) -> Term:
+    def cut(alive: Term) -> Term:
         given = {"int(sizes[protected].sum())": P, "int(sizes[~protected].sum())": alive}
-        return source.returned(CUT, given, B=B)
+        return code.returned(CUT, given, B=B)
 
-    cut_0 = cut(code)
+    cut_0 = cut(T)
     yield Claim(item, "c0 lies in [0, T_alive], as CC-ALLOCATE asks", Implies(counts, And(cut_0 >= 0, cut_0 <= T)))
     yield Claim(item, "c0 is max(0, n - B), held to T_alive",
                 Implies(counts, cut_0 == If(largest(0, T + P - B) < T, largest(0, T + P - B), T)))
@@ -157,15 +137,12 @@ def cuts(code: Code) -> Iterator[Claim]:
                     If(P > B, P + total <= P, And(P + total >= B - slack, P + total <= B)),
                 )))
     yield Claim("CC-DISSOLVE", "a second eviction to the same B cuts nothing",
-                Implies(done, cut(code, alive=total) == 0))
+                Implies(done, cut(total) == 0))
     again, after = step(code, left=z3.IntVal(0))
     yield Claim("CC-DISSOLVE", "a cut of nothing changes nothing", Implies(g >= 1, And(again == g, after == 0)))
     beyond = code.returned(OVER, {"len(self.kept)": P + total, "self.budget": B})
     yield Claim("CC-DISSOLVE", "the result is over budget by what the protected trunks exceed B",
                 Implies(done, beyond == largest(0, P - B)))
-    bare = Code({CUT: ("min(max(0, T_alive - B_avail), T_alive)", "max(0, T_alive - B_avail)")})
-    yield Claim(item, "without the outer minimum c0 is at most T_alive",
-                Implies(counts, cut(bare) <= T), true=False)
     yield Claim(item, "what stays fits B", Implies(done, P + total <= B), true=False)
     yield Claim(item, "what stays is exactly B where n > B >= B_prot",
                 Implies(And(done, T + P > B, B >= P), P + total == B), true=False)

@@ -103,10 +103,6 @@ def protection(code: Code) -> Iterator[Claim]:
                 Implies(And(trunk, sink == 0, recent == 0), z3.Not(guarded)))
     yield Claim(item, "protection reaches no further than the sink and the window",
                 Implies(And(small, guarded), z3.Or(stop <= sink, start >= n - recent)), true=False)
-    closed = Code({PROTECTED: ("starts < N_sink", "starts <= N_sink")})
-    other = closed.returned(PROTECTED, given, n=n, N_sink=sink, W_recent=recent)
-    yield Claim(item, "the closed interval [0, N_sink] is the same",
-                Implies(trunk, other == guarded), true=False)
 
 
 def windows(code: Code) -> Iterator[Claim]:
@@ -124,9 +120,6 @@ def windows(code: Code) -> Iterator[Claim]:
     yield Claim(item, "numba walks over the same window",
                 And(*(x == y for x, y in zip(rows + columns, left + right, strict=True))))
     yield Claim(item, "a side holds 5 tokens", Implies(sides, left[1] - left[0] == 5), true=False)
-    four = Code({INTERFACE: ("current[1] - WINDOW", "current[1] - WINDOW + 1")})
-    other, _ = four.returned(INTERFACE, current=(start, stop), sentence=(stop, end))
-    yield Claim(item, "a window of four is the same", Implies(sides, other[0] == left[0]), true=False)
 
 
 def merging(code: Code) -> Iterator[Claim]:
@@ -148,10 +141,6 @@ def merging(code: Code) -> Iterator[Claim]:
     yield Claim(item, "numba merges where the reference does", Implies(And(start < stop, i >= stop), numba == there))
     yield Claim(item, "a strong interface always merges",
                 Implies(And(strength, size >= 1, following >= 1), joins), true=False)
-    strict = Code({MERGES: ("size + next_size <= parameters.T_max", "size + next_size < parameters.T_max")})
-    other = strict.returned(MERGES, given, size=size, next_size=following)
-    yield Claim(item, "a strict bound on the size is the same",
-                Implies(And(size >= 1, following >= 1), other == joins), true=False)
 
 
 trunk_size = Int("size")
@@ -183,10 +172,6 @@ def splitting(code: Code) -> Iterator[Claim]:
     yield Claim(item, "a piece of a split trunk holds more than T_max / 2 tokens",
                 Implies(And(few, trunk_size > T_max), 2 * small.value > T_max), true=False)
     yield Claim(item, "all pieces are equal", Implies(few, large.count == 0), true=False)
-    floor = Code({SPLIT: ("-(-size // T_max)", "size // T_max + 1")})
-    more, fewer = floor.returned(SPLIT, size=trunk_size, T_max=T_max)
-    yield Claim(item, "floor(size / T_max) + 1 pieces are the same",
-                Implies(A_TRUNK, more.count + fewer.count == pieces), true=False)
 
 
 def splitting_elsewhere(code: Code) -> Iterator[Claim]:
@@ -201,6 +186,3 @@ def splitting_elsewhere(code: Code) -> Iterator[Claim]:
     yield Claim(item, "numba makes as many pieces", Implies(A_TRUNK, number == whole[0].count + whole[1].count))
     numba = code.part(NUMBA_SPLIT, "small, larger =", "start +=", size=trunk_size, pieces=piece_count, piece=piece)
     yield Claim(item, "numba's piece has the same size", Implies(inside, numba == of_piece))
-    last = Code({NUMBA_SPLIT: ("piece < larger", "piece >= pieces - larger")})
-    other = last.part(NUMBA_SPLIT, "small, larger =", "start +=", size=trunk_size, pieces=piece_count, piece=piece)
-    yield Claim(item, "larger pieces last is the same", Implies(inside, other == of_piece), true=False)
