@@ -15,10 +15,9 @@ from itertools import groupby
 from pathlib import Path
 
 from conformance.assurance.mutants.table import MUTANTS, WrittenMutant
+from conformance.assurance.proofs.__main__ import source_claims
 from conformance.assurance.proofs.coq.build import HERE, Theorem, theorems
-from conformance.assurance.proofs.report import source_claims
-from conformance.assurance.proofs.source import Code
-from conformance.assurance.proofs.words import Claim
+from conformance.assurance.proofs.source import Claim, Code
 from conformance.assurance.trace import (
     IMPLEMENTING,
     STAGES,

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import z3
 from z3 import And, If, Implies, Ints, Or, Real, ToReal
 
-from conformance.assurance.proofs.source import Code, Term, largest
-from conformance.assurance.proofs.words import Claim
+from conformance.assurance.proofs.source import Claim, Code, Term, largest
 
 STEP = "reference/crystalcache/dissolution.py:allocate_step"
 KEEP_COUNT = "reference/crystalcache/dissolution.py:keep_count"

@@ -1,12 +1,14 @@
-"""Integers outside the eviction loop: budgets, protection, sentences' windows, the merge's size bound, the split."""
+"""Integers outside the eviction loop: budgets, protection, sentences' windows, the merge's size bound, the split.
 
-from collections.abc import Iterator
+Then machine words: integers inside int64, and the packed keys of S1's top-k.
+"""
+
+from collections.abc import Iterator, Sequence
 
 import z3
-from z3 import And, Bool, Exists, If, Implies, Int, Ints, Real, ToReal
+from z3 import And, BitVec, BitVecVal, Bool, Exists, Extract, If, Implies, Int, Ints, Or, Real, SignExt, ToReal
 
-from conformance.assurance.proofs.source import Code, Term, largest, least
-from conformance.assurance.proofs.words import Claim
+from conformance.assurance.proofs.source import Claim, Code, Term, largest, least
 
 TOKENS = "spec/budget.py:Budget.tokens"
 EFFECTIVE = "reference/crystalcache/protection.py:effective_budget"
@@ -18,6 +20,12 @@ BYTES = "reference/memory.py:kv_bytes"
 NUMBA_INTERFACE = "accelerated/numba_cpu/trunks.py:interface_sum"
 NUMBA_BUILD = "accelerated/numba_cpu/trunks.py:build"
 NUMBA_SPLIT = "accelerated/numba_cpu/trunks.py:split"
+NUMBA_CLOSED = "accelerated/numba_cpu/dissolution.py:kept_tokens"
+PACKED = "accelerated/triton_gpu/selection.py:packed"
+UNPACKED = "accelerated/triton_gpu/selection.py:write_best"
+
+LONG = 2**63
+INDEX = 2**31
 
 n, B, start, stop, end, T_max = Ints("n B start stop end T_max")
 
@@ -31,6 +39,10 @@ def claims(code: Code) -> Iterator[Claim]:
     yield from merging(code)
     yield from splitting(code)
     yield from splitting_elsewhere(code)
+    yield from closed_forms(code)
+    yield from splits(code)
+    yield from narrow_words(code)
+    yield from packed_keys(code)
 
 
 def memory(code: Code) -> Iterator[Claim]:
@@ -93,16 +105,16 @@ def protection(code: Code) -> Iterator[Claim]:
     given = {"(offsets[:-1], offsets[1:])": (start, stop)}
     guarded = code.returned(PROTECTED, given, n=n, N_sink=sink, W_recent=recent)
     trunk = And(start >= 0, start < stop, stop <= n, sink >= 0, recent >= 0)
-    member = And(start <= i, i < stop, z3.Or(i < sink, i >= n - recent))
+    member = And(start <= i, i < stop, Or(i < sink, i >= n - recent))
     yield Claim(item, "a trunk is protected iff a member lies in the sink or the window",
                 Implies(trunk, guarded == Exists([i], member)))
     small = And(trunk, stop - start <= T_max, T_max >= 1)
     yield Claim(item, "protection reaches at most T_max - 1 tokens beyond either side",
-                Implies(And(small, guarded), z3.Or(stop <= sink + T_max - 1, start >= n - recent - (T_max - 1))))
+                Implies(And(small, guarded), Or(stop <= sink + T_max - 1, start >= n - recent - (T_max - 1))))
     yield Claim(item, "with N_sink = W_recent = 0 nothing is protected",
                 Implies(And(trunk, sink == 0, recent == 0), z3.Not(guarded)))
     yield Claim(item, "protection reaches no further than the sink and the window",
-                Implies(And(small, guarded), z3.Or(stop <= sink, start >= n - recent)), true=False)
+                Implies(And(small, guarded), Or(stop <= sink, start >= n - recent)), true=False)
 
 
 def windows(code: Code) -> Iterator[Claim]:
@@ -186,3 +198,72 @@ def splitting_elsewhere(code: Code) -> Iterator[Claim]:
     yield Claim(item, "numba makes as many pieces", Implies(A_TRUNK, number == whole[0].count + whole[1].count))
     numba = code.part(NUMBA_SPLIT, "small, larger =", "start +=", size=trunk_size, pieces=piece_count, piece=piece)
     yield Claim(item, "numba's piece has the same size", Implies(inside, numba == of_piece))
+
+
+def inside_int64(made: Sequence[Term]) -> Term:
+    """No value that arithmetic made leaves int64."""
+    return And(*(And(x >= -LONG, x < LONG) for x in made))
+
+
+def closed_forms(code: Code) -> Iterator[Claim]:
+    """S6 in int64, for any prompt that memory could hold."""
+    size, before, c_0, N_min = Ints("size before c0 N_min")
+    made = code.reading(NUMBA_CLOSED, size=size, before=before, c_0=c_0, N_min=N_min).made
+    tokens = And(size >= 1, before >= 0, c_0 >= 0, N_min >= 0, N_min < LONG, c_0 < LONG)
+    yield Claim("CC-ALLOCATE", "numba's closed form stays inside int64 for sums below 2^63",
+                Implies(And(tokens, before + size < LONG), inside_int64(made)))
+    yield Claim("CC-ALLOCATE", "numba's closed form stays inside int64 for summands below 2^63",
+                Implies(And(tokens, before < LONG, size < LONG), inside_int64(made)), true=False)
+
+
+def splits(code: Code) -> Iterator[Claim]:
+    """Step 3 in int64."""
+    size, T_max = Ints("size T_max")
+    made: list[Term] = []
+    code.part(NUMBA_SPLIT, "pieces =", "small, larger =", made=made, size=size, T_max=T_max)
+    words = And(size >= 1, T_max >= 1, size < LONG, T_max < LONG)
+    yield Claim("CC-SPLIT", "numba's split stays inside int64 for size + T_max < 2^63",
+                Implies(And(words, size + T_max < LONG), inside_int64(made)))
+    yield Claim("CC-SPLIT", "numba's split stays inside int64 for every T_max of int64",
+                Implies(words, inside_int64(made)), true=False)
+
+
+def narrow_words(code: Code) -> Iterator[Claim]:
+    """What 32-bit words would need; today's code keeps int64."""
+    wide = [BitVec(name, 64) for name in ("size", "before", "c0", "N_min")]
+    narrow = [Extract(31, 0, word) for word in wide]
+    top = BitVecVal(INDEX - 1, 64)
+    sizes = And(wide[0] >= 1, *(And(word >= 0, word <= top) for word in (wide[0], wide[2], wide[3])))
+    sums = And(sizes, wide[1] >= 0, wide[1] <= top)
+    names = ("size", "before", "c_0", "N_min")
+    in_32, in_64 = (
+        code.returned(NUMBA_CLOSED, **dict(zip(names, words, strict=True))) for words in (narrow, wide)
+    )
+    same = SignExt(32, in_32) == in_64
+    yield Claim("CC-ALLOCATE", "numba's closed form in int32 is exact for prefix sums below 2^31: a wrap cancels",
+                Implies(sums, same))
+    yield Claim("CC-ALLOCATE", "numba's closed form in int32 is exact for prefix sums below 2^32",
+                Implies(And(sizes, wide[1] >= 0, wide[1] <= 2 * top), same), true=False)
+
+
+def packed_keys(code: Code) -> Iterator[Claim]:
+    """S1's top-k on the GPU: one int64 orders by weight, then by lower index; both come back out of it."""
+    def packed(weight: Term, index: Term) -> Term:
+        bits = {"weight.to(tl.int32, bitcast=True)": weight}
+        return code.returned(PACKED, bits, index=index)
+
+    a, b, i, j = (BitVec(name, 32) for name in ("weight_a", "weight_b", "index_i", "index_j"))
+    indices = And(i >= 0, j >= 0)
+    positive = And(a >= 0, b >= 0)  # the bits of floats that are not negative, which order as the floats do
+    first = Or(a > b, And(a == b, i < j))
+    above = packed(a, i) > packed(b, j)
+    found = {"found": z3.BoolVal(True)}
+    index = code.part(UNPACKED, "store INDEX + at + rank", given=found, top=packed(a, i))
+    yield Claim("CC-CROSS", "triton's packed keys order by weight, then by lower index",
+                Implies(And(positive, indices), above == first))
+    yield Claim("CC-CROSS", "triton's packed keys give the index back",
+                Implies(And(positive, indices), index == SignExt(32, i)))
+    floats = [z3.fpBVToFP(bits, z3.Float32()) for bits in (a, b)]
+    yield Claim("CC-CROSS", "triton's packed keys order negative weights too",
+                Implies(And(indices, z3.fpGT(*floats)), above), true=False)
+    yield Claim("CC-CROSS", "triton's packed keys give any index back", index == SignExt(32, i), true=False)

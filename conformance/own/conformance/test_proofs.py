@@ -9,17 +9,12 @@ import pytest
 z3 = pytest.importorskip("z3")
 
 from conformance.assurance.mutants.edits import Edit, replaced  # noqa: E402
-from conformance.assurance.proofs import report  # noqa: E402
+from conformance.assurance.proofs import __main__ as report  # noqa: E402
+from conformance.assurance.proofs.__main__ import EDITS, all_claims, source_claims  # noqa: E402
 from conformance.assurance.proofs.coq.planted import ROWS, Planted, read_rows  # noqa: E402
 from conformance.assurance.proofs.coq.twins import vectors  # noqa: E402
 from conformance.assurance.proofs.eviction import STEP  # noqa: E402
-from conformance.assurance.proofs.report import (  # noqa: E402
-    EDITS,
-    all_claims,
-    source_claims,
-)
-from conformance.assurance.proofs.source import Code, NotUnderstood  # noqa: E402
-from conformance.assurance.proofs.words import Claim, Verdict, decide  # noqa: E402
+from conformance.assurance.proofs.source import Claim, Code, NotUnderstood, Verdict, decide  # noqa: E402
 
 # Lemmas about the invariant itself read no source, so no edit can break them: a false claim stands beside each.
 WITHOUT_SOURCE = {

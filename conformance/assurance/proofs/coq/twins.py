@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from conformance.assurance.item_vectors.items import ITEMS
+from conformance.assurance.proofs.__main__ import source_claims
 from conformance.assurance.proofs.coq.planted import Found
 from conformance.assurance.proofs.coq.questions import questions
 from conformance.assurance.proofs.coq.three_way import differences, extracted, in_reference, independent
-from conformance.assurance.proofs.report import source_claims
-from conformance.assurance.proofs.source import Code, NotUnderstood
-from conformance.assurance.proofs.words import decide
+from conformance.assurance.proofs.source import Code, NotUnderstood, decide
 from conformance.checks.vector_checks import BOUNDED, problems
 from conformance.vectors.files import published
 from conformance.vectors.subject import STAGES
