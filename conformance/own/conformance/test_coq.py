@@ -12,7 +12,7 @@ import pytest
 from conformance.assurance.mutants.edits import replaced
 from conformance.assurance.mutants.table import MUTANTS
 from conformance.assurance.proofs.coq import __main__ as command
-from conformance.assurance.proofs.coq import build, judge, questions, three_way
+from conformance.assurance.proofs.coq import build, questions, three_way
 from conformance.assurance.proofs.coq import engine as wrapper
 from conformance.assurance.proofs.coq.build import stated, theorems
 from conformance.assurance.proofs.coq.engine import modelled
@@ -309,7 +309,7 @@ def test_the_suite_refuses_a_wrong_engine(program: Path, tmp_path: Path) -> None
     wrong = tmp_path / "wrong"
     wrong.write_text(f"#!/bin/sh\n{program} | sed -u 's/\"offsets\":\\[0,/\"offsets\":[1,/'\n", encoding="utf-8")
     wrong.chmod(0o755)
-    assert judge.judge(wrong, False, "-p", "no:xdist", "-k", "trunks_equal_the_brute_force") == 1
+    assert command.judge(wrong, False, "-p", "no:xdist", "-k", "trunks_equal_the_brute_force") == 1
 
 
 @needs_coq

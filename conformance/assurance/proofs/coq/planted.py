@@ -3,6 +3,9 @@
 The rows are data: planted.toml, or any file of its form. In the model (Coq) an error may be found by a theorem that no
 longer holds, by a vector that the kernel computes otherwise, and by comparison: the extracted engine stands alone. In a
 twin it may be found by z3's proofs over the source, by a published vector, and by comparison with the extracted engine.
+
+`python -m conformance.assurance.proofs.coq.planted ENGINE ITEM FILE NUMBER` is started for a twin, in a copy of the
+packages that has the error: it prints one line of JSON.
 """
 
 import json
@@ -13,13 +16,17 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
+
+from conformance.assurance.item_vectors.items import ITEMS
 from conformance.assurance.mutants.edits import replaced
 from conformance.assurance.mutants.table import MUTANTS
+from conformance.assurance.proofs.__main__ import source_claims
 from conformance.assurance.proofs.coq.build import (
     FILES,
     HERE,
@@ -33,8 +40,13 @@ from conformance.assurance.proofs.coq.build import (
 from conformance.assurance.proofs.coq.questions import questions
 from conformance.assurance.proofs.coq.three_way import Side, differences, extracted, in_reference, independent
 from conformance.assurance.proofs.coq.vectors import check_vectors
+from conformance.assurance.proofs.source import Code, NotUnderstood, decide
+from conformance.checks.vector_checks import BOUNDED, problems
 from conformance.engine.process import EngineFailure
 from conformance.paths import ROOT
+from conformance.vectors.files import published
+from conformance.vectors.subject import STAGES
+from spec.backend import resolve
 from spec.errors import SpecError
 
 ROWS = HERE / "planted.toml"
@@ -159,7 +171,7 @@ def _in_twin(error: Planted, compiled: Path, home: Path, number: int) -> Found:
     for package in PACKAGES:
         shutil.copytree(ROOT / package, home / package, ignore=shutil.ignore_patterns("__pycache__"))
     error.edit(home / error.file)
-    module = "conformance.assurance.proofs.coq.twins"
+    module = "conformance.assurance.proofs.coq.planted"
     asked = [sys.executable, "-m", module, str(compiled / "engine"), error.item, error.file, str(number)]
     environment = {**os.environ, "PYTHONPATH": str(home), "NUMBA_DISABLE_JIT": "1"}
     done = subprocess.run(asked, cwd=home, env=environment, capture_output=True, text=True)
@@ -225,3 +237,42 @@ def planted(files: Sequence[Path] = (), jobs: int | None = None) -> int:
         lost += [] if files else _mutants(compiled)
     print(f"coq: {'; '.join(lost) or 'none'} of the planted errors not found")
     return int(bool(lost))
+
+
+def failing_lemmas() -> Iterator[str]:
+    """Lemmas of z3's that the sources no longer have."""
+    try:
+        for claim in source_claims(Code()):
+            if claim.true and decide(claim).surprising:
+                yield f"{claim.item}: {claim.name}"
+    except NotUnderstood as error:
+        yield f"not understood: {error}"
+
+
+def failing_vectors(item: str, backend: str = "numpy") -> Iterator[str]:
+    """Published vectors of an item that the packages fail: of stages by a backend, of items by the reference."""
+    for _, group, test in published():
+        operation = group["operation"]
+        if item not in test["items"]:
+            continue
+        run = partial(STAGES[operation], resolve(backend)) if operation in STAGES else ITEMS[operation]
+        try:
+            failed = bool(problems(group, test, run, BOUNDED, "float64"))
+        except (Exception, pytest.fail.Exception):
+            failed = True
+        if failed:
+            yield f"{operation} {test['tcId']}"
+
+
+def _found_here(program: str, item: str, file: str, number: str) -> Found:
+    """What finds the error of a twin that these packages have."""
+    try:
+        compared = _compared(Path(program), int(number))
+    except Exception as error:
+        compared = f"{type(error).__name__}: {error}"
+    backend = "numba" if file.startswith("accelerated/numba_cpu") else "numpy"
+    return Found(next(failing_lemmas(), ""), next(failing_vectors(item, backend), ""), compared)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_found_here(*sys.argv[1:]))))
