@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from conformance import tolerances
-from conformance.assurance.proofs.floats import gappa
+from conformance.assurance.proofs.floats import __main__ as gappa
 from conformance.oracles import s1
 from conformance.tolerances import Interval, list_is_realisable
 

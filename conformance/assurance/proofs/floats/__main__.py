@@ -1,10 +1,109 @@
-"""`python -m conformance.assurance.proofs.floats`: Gappa's proofs, and the worst that was found of each bound."""
+"""`python -m conformance.assurance.proofs.floats`: what Gappa proves, and the worst that was found of each bound.
+
+`--write` puts the latter into the last column of README.md's table.
+"""
 
 import argparse
+import re
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import expm1
+from pathlib import Path
 
-from conformance.assurance.proofs.floats.gappa import PROOFS, README, missing, proved, rewritten, stale
-from conformance.assurance.proofs.floats.search import CASES, worst
+import numpy as np
+
+from conformance import tolerances
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+MOVES = 1.25
+"""By how much another machine's exponentials and logarithms may move a figure."""
+
+_ROW = re.compile(r"^(\| `(\w+)` \| ([^|]+) \|.*\| )([^|]*)( \|)$", re.MULTILINE)
+Key = tuple[str, str]
+
+
+def figure(found: float) -> str:
+    return f"{found:.2g}"
+
+
+def _key(row: re.Match[str], found: Mapping[Key, float]) -> Key | None:
+    return next((key for key in found if key[1] == row[2] and key[0] in row[3].split(", ")), None)
+
+
+def rewritten(text: str, found: Mapping[Key, float]) -> str:
+    """The page with the largest errors over bounds that were found, by item and bound."""
+    def row(line: re.Match[str]) -> str:
+        key = _key(line, found)
+        return line[0] if key is None else f"{line[1]}{figure(found[key])}{line[5]}"
+
+    return _ROW.sub(row, text)
+
+
+def stale(text: str, found: Mapping[Key, float]) -> Iterator[str]:
+    """Figures of the page that are not those found, by item."""
+    written = {key: float(line[4]) for line in _ROW.finditer(text) if (key := _key(line, found)) is not None}
+    for key, value in found.items():
+        if key not in written or not written[key] / MOVES <= value <= written[key] * MOVES:
+            yield f"{key[0]}: README.md says {written.get(key, 'nothing')}, found {figure(value)}: run with --write"
+
+
+INSTALL = "apt install gappa"
+U = tolerances.UNIT_ROUNDOFF["float64"]
+
+
+def units(item: str) -> Callable[[], float]:
+    return lambda: tolerances.BOUNDS[item, "float64"].units
+
+
+def share_of_range(largest: float) -> float:
+    """The radius of Eq. 28, in units of u max l / range, of logarithms from `largest` less 1 to `largest`."""
+    return tolerances.normalised_radius([expm1(largest - 1), expm1(largest)], 0.0) / U / largest
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A script, what it is about, the bound in units of u, and what stands for CASE, if anything."""
+
+    name: str
+    item: str
+    bound: Callable[[], float]
+    cases: Sequence[str] = ("",)
+
+
+# By binade of the logarithm: 4 ulp are 4 u of its lower end, twice.
+BINADES = tuple(
+    f"L in [{2.0**k}, {2.0 ** (k + 1)}] /\\ La >= {2.0**k} /\\ |La - L| <= 1b{k - 50}" for k in range(-1, 4)
+)
+PROOFS = (
+    Proof("rarity", "CC-RARITY", units("CC-RARITY"), BINADES),
+    Proof("impact", "CC-IMPACT", units("CC-IMPACT")),
+    Proof("weight", "CC-TRUNK-WEIGHT", units("CC-TRUNK-WEIGHT")),
+    Proof("logistic", "CC-CRYSTALLIZATION", lambda: tolerances.crystallization_radius(np.zeros(1), 5.0, 1e-8) / U),
+    Proof("tail", "CC-TAIL-D", units("CC-TAIL-D")),
+    Proof("score", "CC-SCORE", lambda: share_of_range(512.0), ("[0, 1]",)),
+    Proof("score", "CC-SCORE", lambda: share_of_range(1.0), ("[1, 2]",)),
+    Proof("decay", "CC-DECAY", lambda: float(tolerances.decay_radius(np.ones(1))[0]) / U),
+    Proof("turn", "IN-HALF-SPLIT", lambda: float(tolerances.turn_radius(np.array([1.0, 0.0]))[0]) / U),
+)
+
+
+def missing() -> str:
+    """What to install, in one line; nothing where Gappa is there."""
+    return "" if shutil.which("gappa") else f"gappa not found: {INSTALL}"
+
+
+def proved(proof: Proof, share: float = 1.0) -> Iterator[bool]:
+    """Whether Gappa proves this share of the bound, by case."""
+    script = (HERE / f"{proof.name}.g").read_text(encoding="ascii")
+    half = f"{int(proof.bound() * share * 512)}b-10"
+    for case in proof.cases:
+        text = script.replace("BOUND", half).replace("CASE", case)
+        yield subprocess.run(["gappa"], input=text, text=True, capture_output=True, check=False).returncode == 0
+
 
 INPUTS = 1000
 """As many as README.md's figures are of."""
@@ -12,6 +111,8 @@ INPUTS = 1000
 
 def main(arguments: list[str]) -> int:
     """1 where a bound is not proved, is proved by half, or has a counterexample, or README.md has other figures."""
+    from conformance.assurance.proofs.floats.search import CASES, worst  # needs python-flint
+
     parser = argparse.ArgumentParser(prog="floats", description=__doc__)
     parser.add_argument("--inputs", type=int, default=INPUTS, help=f"inputs of each search. Default: {INPUTS}")
     parser.add_argument("--write", action="store_true", help="write the largest errors into README.md")
