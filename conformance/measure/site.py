@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from conformance.assurance.mutants.table import MUTANTS, WrittenMutant
+from conformance.assurance.mutants.written import MUTANTS, WrittenMutant
 from conformance.assurance.proofs.__main__ import source_claims
 from conformance.assurance.proofs.coq.build import HERE, Theorem, theorems
 from conformance.assurance.proofs.source import Claim, Code

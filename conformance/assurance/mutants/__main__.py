@@ -25,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 from time import perf_counter
 
-from conformance.assurance.mutants import operated, results
+from conformance.assurance.mutants import items, results
 from conformance.assurance.mutants.items import read_code, test_modules
 from conformance.assurance.mutants.results import run
 from conformance.assurance.mutants.sites import mutants_of_tree, sample
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _of_rows(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     # Not for operators: jaxtyping checks the reference only if it is imported after the hook.
     from conformance.assurance.mutants import written
-    from conformance.assurance.mutants.table import MUTANTS
+    from conformance.assurance.mutants.written import MUTANTS
 
     chosen = written.changed() if options.changed else list(MUTANTS.values())
     part = options.k.upper().replace("-", "_")
@@ -86,7 +86,7 @@ def _of_operators(options: argparse.Namespace) -> int:
     for path, count in Counter(mutant.path for mutant in found if not judges.reach(mutant)).items():
         print(f"mutants: {count} of {path} left out: no item of the specification and no test module above them")
     sampled = [mutant for mutant in sample(every, options.size, options.seed) if options.k in mutant.key]
-    trials = operated.trials(ROOT, sampled, judges)
+    trials = items.trials(ROOT, sampled, judges)
     verdicts = results.read(options.folder, {trial.key: trial.digest for trial in trials})
     if options.command == "run":
         if options.survivors:

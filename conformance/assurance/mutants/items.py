@@ -4,15 +4,30 @@ A function's items are those of its docstring (`Implements:`); a backend's stage
 name. One without any takes the items of the functions that name it, in its module and else in those that import it,
 and so on upwards. Where that ends nowhere (a policy's parts), the test modules judge it that import its module or
 one that does. What is exported, or has none of all these, is judged by all items of its module, too.
+`trials` are of mutants that operators make: the tests, and how the changed module is put into a process.
 """
 
 import ast
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import pytest
+
 from conformance.assurance import trace
-from conformance.assurance.mutants.sites import Mutant, module_name, source_files
+from conformance.assurance.mutants.edits import replace_module
+from conformance.assurance.mutants.operators import Signatures
+from conformance.assurance.mutants.results import Trial
+from conformance.assurance.mutants.sites import (
+    Mutant,
+    compiled,
+    digest,
+    known_signatures,
+    module_name,
+    source_files,
+)
+from conformance.assurance.mutants.worker import file_of, marked
 from conformance.items import items_of
 
 MODULE = "<module>"
@@ -205,3 +220,24 @@ def _assigned(mutant: Mutant) -> set[str]:
     except SyntaxError:  # a later line of a statement
         return set()
     return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+
+def trials(root: Path, mutants: Sequence[Mutant], judges: Judges) -> list[Trial]:
+    """Return what is tried of each: the tests of its function's items, with the changed module in the process."""
+    known = known_signatures(root)
+    sources = {mutant.path: (root / mutant.path).read_text(encoding="utf-8") for mutant in mutants}
+    return [
+        Trial(
+            mutant.key, digest(sources[mutant.path]), mutant.backend, partial(_accepts, judges.of(mutant)),
+            partial(_put, mutant, sources[mutant.path], known),
+        )
+        for mutant in mutants
+    ]
+
+
+def _accepts(selection: Selection, item: pytest.Item) -> bool:
+    return selection.takes(marked(item), file_of(item))
+
+
+def _put(mutant: Mutant, source: str, known: Signatures) -> None:
+    replace_module(mutant.module, compiled(mutant, source, known))

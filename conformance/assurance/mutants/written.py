@@ -1,25 +1,155 @@
-"""Trying the written mutants: which tests judge each, which have changed since the last accepted run, and the page."""
+"""The mutants that are written down: rows of `rows/*.toml`, one for each reading that the specification rejects.
 
+Then trying them: which tests judge each, which have changed since the last accepted run, and the page.
+"""
+
+import ast
+import hashlib
 import os
+import textwrap
+import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import date
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
+from typing import Any
 
 import pytest
 
 from conformance.assurance.mutants.edits import Edit, function_of, replace_code
 from conformance.assurance.mutants.results import PROFILES, Result, Trial
-from conformance.assurance.mutants.table import MUTANTS, WrittenMutant
 from conformance.assurance.mutants.worker import file_of, judges_any_backend, marked
 from conformance.assurance.trace import LOCK, read_lock
 from conformance.paths import ROOT
 from spec import SPEC_VERSION
+from spec.errors import SpecError
 
-KILLED = Path(__file__).resolve().parent / "killed.lock"
+HERE = Path(__file__).resolve().parent
+ROWS, TABLE, KILLED = HERE / "rows", HERE / "sizes.toml", HERE / "killed.lock"
+EDITS = ("find", "start", "body")
+
+
+@dataclass(frozen=True)
+class WrittenMutant:
+    """The reference with one item wrong.
+
+    Attributes:
+        name: The item and the row's name, in capitals.
+        item: The item whose tests must fail.
+        why: The rejected reading, one sentence.
+        edit: What is wrong.
+        beyond: The size up to which it does as the reference does; "" if it has none.
+    """
+
+    name: str
+    item: str
+    why: str
+    edit: Edit
+    beyond: str = ""
+
+    def digest(self, lock: Mapping[str, str]) -> str:
+        """Hash of the edited function, without its docstring, and its item's accepted text: a verdict holds for one."""
+        text = textwrap.dedent(self.edit.function())
+        (function,) = ast.parse(text).body
+        assert isinstance(function, ast.FunctionDef)
+        words = ast.get_docstring(function, clean=False)
+        subject = f"{self.edit.of} {text.replace(words, '', 1) if words else text} {lock.get(self.item)}"
+        return hashlib.sha256(subject.encode()).hexdigest()[:12]
+
+
+def read_rows(path: Path) -> list[WrittenMutant]:
+    """Read the mutants of one file.
+
+    Raises:
+        SpecError: if a row has unknown fields, or none of `find`, `start` and `body`, or several.
+    """
+    known = {"name", "item", "why", "beyond", *(field.name for field in fields(Edit))}
+    found = []
+    for row in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]:
+        if unknown := sorted(set(row) - known):
+            raise SpecError(f"{path.name}: {row['name']}", unknown, f"must be some of {', '.join(sorted(known))}")
+        if sum(name in row for name in EDITS) != 1:
+            raise SpecError(f"{path.name}: {row['name']}", sorted(row), f"must have one of {', '.join(EDITS)}")
+        edit = Edit(**{field.name: row[field.name] for field in fields(Edit) if field.name in row})
+        name = f"{row['item']}-{row['name']}".replace("-", "_").upper()
+        found.append(WrittenMutant(name, row["item"], row["why"], edit, row.get("beyond", "")))
+    return found
+
+
+# Of an argument `a`, along an axis, beyond N: what is wrong, and the statements that make it so.
+KINDS = {
+    "first": ("only the first {N} entries of {a} along axis {axis} are read", "{a} = {a}[{before}:{N}]"),
+    "zero": (
+        "entries of {a} beyond {N} along axis {axis} count as 0",
+        "import numpy\nrest = numpy.zeros_like({a}[{before}{N}:])\n"
+        "{a} = numpy.concatenate([{a}[{before}:{N}], rest], axis={axis})",
+    ),
+    "float32": (
+        "{a} is rounded to float32 where axis {axis} has more than {N} entries",
+        "import numpy\n{a} = {a}.astype(numpy.float32).astype({a}.dtype) if {a}.shape[{axis}] > {N} else {a}",
+    ),
+    "reversed": (
+        "of ties along axis {axis} of {a} the last wins where there are more than {N}",
+        "import numpy\nif {a}.shape[{axis}] > {N}:\n    {a} = {a} + 1e-9 * numpy.expand_dims(numpy.arange("
+        "{a}.shape[{axis}]), tuple(range(1, {a}.ndim - {axis})))",
+    ),
+    "cap": ("{a} is at most {N}", "{a} = min({a}, {N})"),
+    "bits": ("{a} is held in {N} bits", "{a} = {a} % 2**{N}"),
+    "parameter": (
+        "{a} is at most {N}",
+        "import dataclasses\nparameters = dataclasses.replace(parameters, {a}=min(parameters.{a}, {N}))",
+    ),
+}
+# Of a result: the whole body.
+RESULTS = {
+    "skipped": (
+        "results beyond {N} along axis {axis} are {a}",
+        "found = original({call})\nfound[{before}{N}:] = {a}\nreturn found",
+    ),
+    "untouched": (
+        "entries beyond {N} along axis {axis} are those of {a}",
+        "found = original({call})\nfound[{before}{N}:] = {a}[{before}{N}:]\nreturn found",
+    ),
+    "blocks": (
+        "blocks of {N} along axis {axis} of {a} do not meet",
+        "import numpy\nif {a}.shape[{axis}] <= {N}:\n    return original({call})\n"
+        "blocks = range(0, {a}.shape[{axis}], {N})\n"
+        "return numpy.concatenate([original({cut}) for at in blocks], axis={axis})",
+    ),
+}
+
+
+def sized_mutants() -> Iterator[WrittenMutant]:
+    """Yield each mutant of the table: [kind, argument or value, axis, N, ...] of each function."""
+    for function in tomllib.loads(TABLE.read_text(encoding="utf-8"))["function"]:
+        for kind, argument, axis, *sizes in function["mutants"]:
+            for N in sizes:
+                yield _mutant(function["item"], function["of"], kind, argument, axis, N)
+
+
+def _mutant(item: str, of: str, kind: str, argument: str, axis: int, N: int) -> WrittenMutant:
+    why, text = (KINDS | RESULTS)[kind]
+    names = function_of(of).__code__.co_varnames[: function_of(of).__code__.co_argcount]
+    cut = argument.split("+")  # arrays that are cut into blocks together
+    before = ":, " * axis
+    words: dict[str, Any] = {
+        "a": cut[0], "axis": axis, "N": N, "before": before, "call": ", ".join(names),
+        "cut": ", ".join(f"{name}[{before}at : at + {N}]" if name in cut else name for name in names),
+    }
+    form = "body" if kind in RESULTS else "start"
+    label = "_".join([item, of.rpartition(":")[2], kind, *cut, str(axis), str(N)]).replace("-", "_").replace(".", "_")
+    sentence = why.format(**words)
+    edit = Edit(of, **{form: text.format(**words)})
+    return WrittenMutant(label.upper(), item, f"{sentence[0].upper()}{sentence[1:]}.", edit, str(N))
+
+
+_WRITTEN = [mutant for path in sorted(ROWS.glob("*.toml")) for mutant in read_rows(path)]
+MUTANTS: dict[str, WrittenMutant] = {mutant.name: mutant for mutant in [*_WRITTEN, *sized_mutants()]}
+
 # Whose tests are not about the reference, or are about this package.
 OTHERS = (
     "conformance/measure", "conformance/own/conformance", "conformance/own/accelerated/triton",

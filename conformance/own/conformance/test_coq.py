@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conformance.assurance.mutants.edits import replaced
-from conformance.assurance.mutants.table import MUTANTS
+from conformance.assurance.mutants.written import MUTANTS
 from conformance.assurance.proofs.coq import __main__ as command
 from conformance.assurance.proofs.coq import build, questions, three_way
 from conformance.assurance.proofs.coq import engine as wrapper

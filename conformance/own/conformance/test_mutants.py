@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance.assurance import mutants
 from conformance.assurance.item_vectors.items import ITEMS
-from conformance.assurance.mutants import plugin, written
+from conformance.assurance.mutants import written
 from conformance.assurance.mutants.edits import ORIGINAL, Edit, function_of, replaced
 from conformance.assurance.mutants.results import Result
-from conformance.assurance.mutants.table import MUTANTS, ROWS, read_rows, sized_mutants
+from conformance.assurance.mutants.written import MUTANTS, ROWS, read_rows, sized_mutants
 from conformance.assurance.sometimes import plugin as branches
 from conformance.assurance.sometimes import states
 from conformance.checks.refusals import refused
@@ -192,7 +193,7 @@ def test_a_mutant_is_killed_by_its_item(tmp_path: Path) -> None:
 def test_an_unknown_mutant_is_refused() -> None:
     config: Any = SimpleNamespace(getoption=lambda name: "CC_NONE")
     with pytest.raises(pytest.UsageError, match="--mutant CC_NONE: unknown"):
-        plugin.pytest_collection_modifyitems(config, [])
+        mutants.pytest_collection_modifyitems(config, [])
 
 
 FILES = sorted(branches.SUITE.glob("test_*.py"))

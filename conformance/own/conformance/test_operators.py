@@ -97,10 +97,11 @@ def try_all(tree: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """In a process whose `reference` is the toy; little time for those that loop."""
     code = (
         "import sys; from pathlib import Path\n"
-        "from conformance.assurance.mutants import items, operated, run, sites, worker\n"
+        "from conformance.assurance.mutants import items, results, sites, worker\n"
         "root, folder = map(Path, sys.argv[1:]); worker.LIMITS.update(dev=1.0, ci=1.0)\n"
         f"mutants = [m for m in sites.mutants_of_tree(root) if m.key.endswith({TRIED})]\n"
-        "run.run(root, operated.trials(root, mutants, items.read_code(root)), ['conformance/test_toy.py'], folder)\n"
+        "trials = items.trials(root, mutants, items.read_code(root))\n"
+        "results.run(root, trials, ['conformance/test_toy.py'], folder)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)]), "NUMBA_DISABLE_JIT": "1"}
     return subprocess.run(

@@ -25,7 +25,7 @@ import pytest
 
 from conformance.assurance.item_vectors.items import ITEMS
 from conformance.assurance.mutants.edits import replaced
-from conformance.assurance.mutants.table import MUTANTS
+from conformance.assurance.mutants.written import MUTANTS
 from conformance.assurance.proofs.__main__ import source_claims
 from conformance.assurance.proofs.coq.build import (
     FILES,
