@@ -194,12 +194,13 @@ def engine_of(config: pytest.Config) -> "Engine | None":
         pytest.UsageError: if --backend is also given, if the timeout is not a positive number, or if the engine does
             not answer the request `hello`.
     """
-    from conformance.engine.process import Engine
-    from spec.errors import SpecError
-
     command, seconds = config.getoption("--kvspec-command"), config.getoption("--kvspec-timeout")
     if command is None:
         return None
+    # Imported late: it imports the reference, which jaxtyping's hook checks only if it is imported after the hook.
+    from conformance.engine.process import Engine
+    from spec.errors import SpecError
+
     if config.getoption("--backend"):
         raise pytest.UsageError("give either --backend or --kvspec-command, but not both")
     if not 0 < seconds < threading.TIMEOUT_MAX:
