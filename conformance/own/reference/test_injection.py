@@ -85,6 +85,25 @@ def test_rebasing_is_turning_back_and_turning_again(
     assert near(found, TURNS[style](x, (start + at) * live), (abs(start) + at) * archived, 4)
 
 
+@pytest.mark.law("figures-are-counted-right")
+def test_the_paper_s_rotation_of_scaled_keys_is_the_unit_rotation() -> None:
+    """Appendix B, `(1 / mscale) R_scaled k`: the module's cosine and sine hold mscale, which cancels."""
+    torch = pytest.importorskip("torch", reason="the module is of transformers")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    scaled = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "rope_theta": 1e4}
+    rotary = llama.LlamaRotaryEmbedding(llama.LlamaConfig(
+        hidden_size=64, num_attention_heads=1, max_position_embeddings=163840, rope_parameters=scaled,
+    ))
+    mscale, k = rotary.attention_scaling, torch.randn(1, 1, 5, 64, generator=torch.Generator().manual_seed(0))
+    assert round(mscale, 4) == 1.3689
+    cos, sin = rotary(k, torch.full((1, 5), 7))
+    _, moved = llama.apply_rotary_pos_emb(k, k, cos, sin)
+    angle = 7 * rotary.inv_freq.double().repeat(2)
+    half = k.double().roll(32, -1) * torch.tensor([-1.0] * 32 + [1.0] * 32)
+    unit = k.double() * angle.cos() + half * angle.sin()
+    assert float((moved / mscale - unit).abs().max()) < 1e-5
+
+
 @pytest.mark.spec("IN-CACHEBLEND")
 def test_of_many_equal_deviations_the_first_are_computed_again() -> None:
     """As many as an unstable sort would mix."""

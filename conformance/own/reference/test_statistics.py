@@ -1,4 +1,4 @@
-"""Statistics by hand, against scipy if it is installed, and the papers' tables; the protocol of diversity."""
+"""Statistics by hand, against scipy if it is installed; the papers' tables and errata; the protocol of diversity."""
 
 import hashlib
 import math
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
+from conformance.paths import SPEC
 from reference.confirmation import BONFERRONI, Cell, branch_of, choose_lambda, paired_difference, split_of
 from reference.injection.fusion import fused, recall
 from reference.statistics import (
@@ -185,6 +186,68 @@ def test_the_tables_of_the_paper_follow_from_its_rules() -> None:
     assert round(100 * fmean(cell.difference for cell in TABLE_2["llama"]), 3) == 1.005  # "+1.00 pp"
     assert choose_lambda({one: [cell / 100 for cell in cells] for one, cells in TABLE_3.items()}) == 0.5
     assert all(abs(fmean(cells) - MEANS[one]) <= 0.05 for one, cells in TABLE_3.items())
+
+
+def asymptotic(lost: int, won: int) -> float:
+    """McNemar's p by the chi-squared distribution of one degree of freedom."""
+    return math.erfc(abs(won - lost) / math.sqrt(2 * (won + lost)))
+
+
+def interval(lost: int, won: int, n: int) -> tuple[float, float]:
+    """Normal, of a mean of paired differences."""
+    mean = (won - lost) / n
+    half = 1.96 * math.sqrt(((won + lost) / n - mean**2) / n)
+    return round(mean - half, 3), round(mean + half, 3)
+
+
+def paired(points: float, n: int) -> bool:
+    """Whether so many points are a difference of right answers on n problems, to a digit."""
+    return any(round(100 * k / n, 1) == points for k in range(-n, n + 1))
+
+
+def apart(points: float, right: int, n: int, baseline: int = 201) -> list[int]:
+    """Right answers of n whose share differs by so many points from `right` of the baseline's problems."""
+    return [k for k in range(n + 1) if round(100 * (k / n - right / baseline), 1) == points]
+
+
+RECOMPUTED = {
+    "I1": ([3 / 15, round(2 / 11, 2)], [0.20, 0.18]),
+    "I2": ([15 / 3], [5.0]),
+    "I3": ([round(0.5625 - 0.5375, 4), round(0.5625 - 0.5500, 4)], [0.025, 0.0125]),
+    "I4": ([(41 - 40) / 80, (39 - 40) / 80, round(41 / 80, 3), round(39 / 80, 3)], [0.0125, -0.0125, 0.512, 0.487]),
+    "I5": ([*interval(35, 61, 467)], [0.015, 0.096]),
+    "I6": ([round(mcnemar(35, 61), 4)], [0.0103]),
+    "I7": (
+        [round(f(b, c), 4) for b, c in [(9, 23), (8, 22)] for f in (asymptotic, mcnemar)],
+        [0.0133, 0.0201, 0.0106, 0.0161],
+    ),
+    "I8": ([round(mcnemar_power(385, 96 / 467, 26 / 467), 2)], [0.64]),
+    "I9": ([4096 * 28 * 4 * 128 * 2 * 2 / 2**20], [224.0]),
+    "S1": (sorted(TABLE_3, key=lambda lam: -TABLE_3[lam][3]), [1.5, 0.5, 1.0]),
+    "S2": (
+        [paired(1.0, 164), paired(-1.9, 196), apart(1.0, 31, 164), apart(-1.9, 15, 196),
+         round(25 * (21 / 200 - 16 / 201 + 27 / 164 - 31 / 201 + 11 / 196 - 15 / 201), 2),
+         round(fmean(TABLE_3[1.5]), 2)],
+        [False, False, [27], [11], 0.43, 0.40],
+    ),
+}
+"""Figures of errata of the injection and the diversity paper; table 3 has all problems in its last cell alone."""
+
+
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize("erratum", RECOMPUTED)
+def test_an_erratum_recomputes_and_is_listed(erratum: str) -> None:
+    found, wanted = RECOMPUTED[erratum]
+    assert found == wanted
+    assert f"| {erratum} |" in (SPEC / "errata.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_no_counts_give_both_p_values_of_phi_3() -> None:
+    """14 more right answers of 200: no numbers of lost and won pairs give 0.013 and, exactly, 0.019."""
+    lost = [b for b in range(93) if round(asymptotic(b, b + 14), 3) == 0.013]
+    assert lost == [9]
+    assert [b for b in lost if round(mcnemar(b, b + 14), 3) == 0.019] == []
 
 
 @pytest.mark.law("as-it-is-described")

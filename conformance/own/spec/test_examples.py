@@ -210,3 +210,10 @@ def test_each_equation_of_nestedkv_s_paper_has_its_row() -> None:
     named = {int(number) for numbers, _ in rows for number in re.findall(r"\d+", numbers)}
     assert named == set(range(1, 19)) - {17}
     assert ("16 to 18", "NK-NESTEDKV") in rows
+
+
+@pytest.mark.parametrize(
+    "name", ["1d_div", "`1d`", "variant_b", "diversity-signature-mode", "λ", "per_ch", "pt_asym", "mscale"]
+)
+def test_a_name_of_the_diversity_or_the_injection_paper_is_on_their_pages(name: str) -> None:
+    assert any(name in (SPEC / page).read_text(encoding="utf-8") for page in ("diversity.md", "injection.md"))
