@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from conformance.own.accelerated.triton.runtime import require_packages
+from conformance.own.accelerated.triton import require_packages
 from conformance.paths import ROOT
 
 require_packages()

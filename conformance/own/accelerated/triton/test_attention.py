@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.own.accelerated.triton.runtime import require_runtime
+from conformance.own.accelerated.triton import require_runtime
 
 require_runtime()
 

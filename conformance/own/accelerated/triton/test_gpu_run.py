@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conformance.own.accelerated.triton.runtime import require_runtime
+from conformance.own.accelerated.triton import require_runtime
 
 require_runtime()
 

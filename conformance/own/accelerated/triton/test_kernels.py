@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from conformance.own.accelerated.triton.runtime import require_runtime
+from conformance.own.accelerated.triton import require_runtime
 
 require_runtime()
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.own.accelerated.triton.runtime import require_runtime
+from conformance.own.accelerated.triton import require_runtime
 
 require_runtime()
 if find_spec("transformers") is None:
