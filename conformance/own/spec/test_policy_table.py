@@ -16,7 +16,8 @@ from spec.promises import promise_table
 
 PAGE = SPEC / "policies.md"
 TABLE = promise_table()
-SEARCHED = 100
+SEARCHED = sorted(range(100), key=lambda seed: seed not in (6, 15, 26))
+"""Seeds of the search for counterexamples; the first three have nearly all."""
 OTHER_NAMES = {
     "triattention-by-head": "triattention", "triattention-by-layer-and-head": "triattention",
     "blocks": "blocks(snapkv)", "blocks-of-h2o": "blocks(h2o)", "threshold": "snapkv",
@@ -48,7 +49,7 @@ def test_what_is_not_promised_has_a_counterexample(name: str, promise: str) -> N
     kinds = [*((keys, "normal") for keys in KINDS), ("normal", "equal"), ("normal", "few values")]
     assert any(
         not PROPERTIES[promise].holds(CASES[name], altered(drawn(seed), keys, seed, values), B, seed)
-        for seed in range(SEARCHED) for keys, values in kinds for B in (1, 1 + seed % 20, 9, 11)
+        for seed in SEARCHED for keys, values in kinds for B in (1, 1 + seed % 20, 9, 11)
     )
 
 
