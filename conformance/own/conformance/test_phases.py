@@ -1,4 +1,4 @@
-"""What nox runs: each backend's process collects all that judges it, `quick` the tests of what changed; Pythons."""
+"""What nox runs: each backend's process collects all that judges it; Pythons."""
 
 import re
 import sys
@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("nox")
 
 import noxfile
-from conformance.assurance.quick import changed_files, judging
 from conformance.paths import ROOT
 from conformance.plugin import judges
 
@@ -39,18 +38,6 @@ def test_each_path_that_a_process_is_given_is_there() -> None:
 def test_a_gpu_is_given_what_the_phases_are() -> None:
     models = pytest.importorskip("conformance.measure.gpu.models", exc_type=ImportError)
     assert models.OF_HOST == noxfile.OF_HOST
-
-
-def test_what_changed_decides_what_the_quick_session_runs() -> None:
-    of_stage = judging({"reference/crystalcache/dissolution.py"})
-    assert {"conformance/suite/test_dissolution.py", "conformance/own/reference/test_stages.py"} <= set(of_stage)
-    assert len(of_stage) < 20
-    assert judging({"conformance/own/spec/test_vectors.py", "README.md"}) == ["conformance/own/spec/test_vectors.py"]
-
-
-def test_what_is_no_commit_is_named() -> None:
-    with pytest.raises(SystemExit, match="nonsense"):
-        changed_files("nonsense")
 
 
 def test_every_place_names_the_same_pythons() -> None:

@@ -92,7 +92,7 @@ def test_a_package_that_hides_ours_is_named_with_its_path(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("command", "missing", "extra"),
     [
-        ("demo", "torch", "models"), ("compress a.txt", "transformers", "models"), ("--help", "typer", "conformance"),
+        ("demo", "torch", "models"), ("--help", "typer", "conformance"),
         ("verify --backend numpy", "pytest", "conformance"), ("verify --backend numpy", "hypothesis", "conformance"),
     ],
 )
@@ -135,6 +135,7 @@ def test_every_package_that_a_command_imports_has_an_extra() -> None:
     others = {name.partition(".")[0] for name in named} - sys.stdlib_module_names - OURS - {"numpy", "jaxtyping"}
     assert {"torch", "transformers", "pandas", "gguf"} <= others
     assert others <= set(BROUGHT_BY), others - set(BROUGHT_BY)
+    assert BROUGHT_BY["transformers"] == "models"
 
 
 FACTS = (" The secret code for Project Aurora is 7492.", " The secret code for Project Falcon is 3058.")
