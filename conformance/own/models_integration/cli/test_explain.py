@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -152,16 +152,39 @@ def test_what_is_about_other_tokens_is_refused() -> None:
 
 
 BROWSERS = [
-    pytest.param("document.mjs", [], marks=needs_node, id="document"),
-    pytest.param("browser.mjs", [CHROMIUM or ""], id="chromium", marks=[
+    pytest.param("", marks=needs_node, id="document"),
+    pytest.param(CHROMIUM, id="chromium", marks=[
         needs_node, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed, and none in KVSPEC_CHROMIUM")
     ]),
 ]
+Drive = Callable[[str, Sequence[Mapping[str, Any]]], Any]
 
 
-def driven(script: str, before: Sequence[str], page: str, folder: Path, steps: Sequence[Mapping[str, Any]]) -> Any:
-    (folder / "page.html").write_text(page, encoding="utf-8")
-    return node(script, *before, str(folder / "page.html"), str(TOOLS / "driver.js"), json.dumps(steps))
+@pytest.fixture(scope="module", params=BROWSERS)
+def drive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drive]:
+    """What a page answers to steps, in a document of a few lines or in one Chromium for all tests."""
+    file, driver = tmp_path_factory.mktemp("page") / "page.html", str(TOOLS / "driver.js")
+
+    def in_document(page: str, steps: Sequence[Mapping[str, Any]]) -> Any:
+        file.write_text(page, encoding="utf-8")
+        return node("document.mjs", str(file), driver, json.dumps(steps))
+
+    if not request.param:
+        yield in_document
+        return
+    command = ["node", str(TOOLS / "browser.mjs"), request.param, driver]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as browser:
+        assert browser.stdin
+        assert browser.stdout
+        asked, said = browser.stdin, browser.stdout
+
+        def in_browser(page: str, steps: Sequence[Mapping[str, Any]]) -> Any:
+            file.write_text(page, encoding="utf-8")
+            print(json.dumps([str(file), steps]), file=asked, flush=True)
+            return json.loads(said.readline())
+
+        yield in_browser
+        asked.close()
 
 
 def fates(result: CrystalRetention) -> list[str]:
@@ -171,10 +194,7 @@ def fates(result: CrystalRetention) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("script", "before"), BROWSERS)
-def test_a_reader_of_the_page_sees_what_the_reference_keeps(
-    script: str, before: list[str], tmp_path: Path,
-) -> None:
+def test_a_reader_of_the_page_sees_what_the_reference_keeps(drive: Drive) -> None:
     """At once, and with every slider and choice moved."""
     at_tau = (case for case in map(drawn, range(40)) if case.parameters.tau_edge == TINY.tau_edge)
     cases = list(islice((case for case in at_tau if "part" in fates(case.wanted)), 3))
@@ -186,7 +206,7 @@ def test_a_reader_of_the_page_sees_what_the_reference_keeps(
             "graph": p.graph,
         }
         controls = {f"set-{name}": value for name, value in moved.items()}
-        first, second = driven(script, before, page_of(case), tmp_path, [{}, {"set": controls}])
+        first, second = drive(page_of(case), [{}, {"set": controls}])
         for shown, want in ((first, case.run), (second, case.wanted)):
             assert shown["kept"] == want.kept.tolist()
             assert shown["fates"] == fates(want)
@@ -197,24 +217,22 @@ def test_a_reader_of_the_page_sees_what_the_reference_keeps(
         assert first["check"].startswith("Computed in this page")
 
 
-@pytest.mark.parametrize(("script", "before"), BROWSERS)
 @pytest.mark.law("the-proof-has-teeth")
-def test_the_page_says_where_it_computes_another_set(script: str, before: list[str], tmp_path: Path) -> None:
+def test_the_page_says_where_it_computes_another_set(drive: Drive) -> None:
     case = drawn(1)
     shown = record(case.run, case.prompt.token_ids, TINY)
     changed = {**shown, "kept": [*shown["kept"][:-1], shown["kept"][-1] - 1]}
-    (found,) = driven(script, before, explain_html(changed, texts(case), "t", ""), tmp_path, [{}])
+    (found,) = drive(explain_html(changed, texts(case), "t", ""), [{}])
     assert found["check"].startswith("This browser computes another set")
 
 
-@pytest.mark.parametrize(("script", "before"), BROWSERS)
-def test_the_arrow_keys_walk_along_the_text_and_the_line(script: str, before: list[str], tmp_path: Path) -> None:
+def test_the_arrow_keys_walk_along_the_text_and_the_line(drive: Drive) -> None:
     case = drawn(7)
     scores, shut = case.run.scores, case.run.protected
     best_first = [int(g) for g in np.argsort(np.where(shut, np.inf, scores), kind="stable")[::-1] if not shut[g]]
     line = [*np.flatnonzero(shut).tolist(), *best_first]
     keys = ["ArrowDown", "ArrowDown", "ArrowUp", "Home", "ArrowLeft", "ArrowRight", "ArrowUp", "End", "ArrowRight"]
-    walked = driven(script, before, page_of(case), tmp_path, [{}, *({"keys": [key]} for key in keys)])
+    walked = drive(page_of(case), [{}, *({"keys": [key]} for key in keys)])
     above = line[max(0, line.index(1) - 1)]
     last = len(shut) - 1
     wanted = [best_first[0], best_first[1], best_first[2], best_first[1], 0, 0, 1, above, last, last]
@@ -222,15 +240,14 @@ def test_the_arrow_keys_walk_along_the_text_and_the_line(script: str, before: li
     assert all(step["details"].startswith(f"Trunk {g}: ") for step, g in zip(walked, wanted, strict=True))
 
 
-@pytest.mark.parametrize(("script", "before"), BROWSERS)
-def test_with_shift_they_walk_along_the_tokens(script: str, before: list[str], tmp_path: Path) -> None:
+def test_with_shift_they_walk_along_the_tokens(drive: Drive) -> None:
     """Out of one trunk into the next, each token with its own numbers; then a trunk alone."""
     case = drawn(7)
     sizes, M = case.run.trunks.sizes.tolist(), case.run.impact
     keys = ["Home", *["Shift+ArrowRight"] * (sizes[0] + 1), "Shift+ArrowLeft", "ArrowLeft"]
-    *walked, back, alone = driver = driven(script, before, page_of(case), tmp_path, [{"keys": [key]} for key in keys])
+    *walked, back, alone = every = drive(page_of(case), [{"keys": [key]} for key in keys])
     assert [step["token"] for step in walked] == [[], *([f"token-{i}"] for i in range(sizes[0] + 1))]
-    assert [step["chosen"] for step in driver] == [["trunk-0"]] * (sizes[0] + 1) + [["trunk-1"]] + [["trunk-0"]] * 2
+    assert [step["chosen"] for step in every] == [["trunk-0"]] * (sizes[0] + 1) + [["trunk-1"]] + [["trunk-0"]] * 2
     assert (back["token"], alone["token"]) == ([f"token-{sizes[0] - 1}"], [])
     for i, step in enumerate(walked[1:]):
         said = step["details"][step["details"].index(f"Token {i}, ") :]
@@ -238,8 +255,7 @@ def test_with_shift_they_walk_along_the_tokens(script: str, before: list[str], t
         assert f"impact{M[i]:.3f}" in said
 
 
-@pytest.mark.parametrize(("script", "before"), BROWSERS)
-def test_another_policy_is_counted_by_its_sets(script: str, before: list[str], tmp_path: Path) -> None:
+def test_another_policy_is_counted_by_its_sets(drive: Drive) -> None:
     case = drawn(7)
     n, kept = len(case.prompt.token_ids), set(case.run.kept.tolist())
     sets = [range(0, n, 2), range(4), [*range(3), n - 1]]
@@ -250,7 +266,7 @@ def test_another_policy_is_counted_by_its_sets(script: str, before: list[str], t
     assert data_of(page)["beside"] == {
         "name": "heads", "groups": 3, "granularity": "a layer and KV head", "counts": counts
     }
-    (shown,) = driven(script, before, page, tmp_path, [{"set": {"measure": "beside"}}])
+    (shown,) = drive(page, [{"set": {"measure": "beside"}}])
     both = sum(counts[i] for i in kept) / 3
     whole = sum(counts) / 3
     said = (f"heads keeps {whole:.0f} (mean over its 3 sets, one a layer and KV head): {both:.0f} are kept by both,"

@@ -391,8 +391,7 @@ def test_the_command_writes_it_where_it_is_told_and_names_what_is_wrong(rows: li
 def test_in_a_browser_nothing_is_wider_than_a_telephone_and_boxes_hide_curves(shown: Page, tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(shown.text, encoding="utf-8")
     steps: list[dict[str, Any]] = [{"width": 420}, {"width": 1280}, {"untick": 1}]
-    narrow, wide, less = node(
-        "browser.mjs", CHROMIUM or "", str(tmp_path / "page.html"), str(DRIVER), json.dumps(steps)
-    )
+    given = json.dumps([str(tmp_path / "page.html"), steps])
+    narrow, wide, less = node("browser.mjs", CHROMIUM or "", str(DRIVER), given=given)
     assert narrow["wider"] == wide["wider"] == []
     assert less["curves"] == wide["curves"] - wide["curves"] // len(ALL)
