@@ -22,6 +22,7 @@ from models_integration.studies.evidence.controls import FULL
 from models_integration.studies.evidence.rules import PARTS, Claim, load_rules
 from models_integration.studies.evidence.run import merged
 from models_integration.studies.evidence.tables import lost_at
+from models_integration.studies.papers import COSTS, PAPERS, Paper, Part, Table, load_paper, rules_of_part
 from models_integration.studies.papers.injection import TEMPLATES
 from models_integration.studies.papers.injection_tables import (
     LOCOMO,
@@ -29,7 +30,6 @@ from models_integration.studies.papers.injection_tables import (
     filled_lines,
     tables_of,
 )
-from models_integration.studies.papers.protocol import COSTS, PAPERS, Paper, Part, Table, load_paper, rules_of_part
 from models_integration.studies.papers.tables import Measured, fill, shaped
 from reference.statistics import mcnemar
 

@@ -1,23 +1,23 @@
 """An archive for one model and one tenant: store chunks, load chunks, and insert chunks into a session."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from models_integration.archive.codec import decode, encode
 from models_integration.archive.errors import NoSuchChunk
+from models_integration.archive.keyring import check_tenant
 from models_integration.archive.manifest import ALL, Manifest, ids_digest, kept_digest
-from models_integration.archive.names import check_tenant
 from models_integration.archive.splice import Chunk, compacted, computed, splice, upper_half
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.rotation import frequencies_at, recognise
 from models_integration.policies.methods import CustomPolicy, RetentionPolicy, prefill
+from reference.injection.quantisers import ARMS, SCHEMES, SMALLEST_SCALE, quantised_region
 from reference.injection.wrappers import FORMS, Marker, Vocabulary, marker_id, wrap
 from reference.policies.protections import protecting
 from spec.errors import SpecError
@@ -25,7 +25,53 @@ from spec.records import CrystalRetention
 from spec.retention import Retention
 from spec.validate import check_choices
 
-__all__ = ["Injected", "Library", "recommended_form", "retained", "vocabulary_of"]
+__all__ = ["Injected", "Library", "decode", "encode", "recommended_form", "retained", "vocabulary_of"]
+
+BITS = 8
+HIGHEST = 2 ** (BITS - 1) - 1
+
+
+def encode(layers: Mapping[int, tuple[Tensor, Tensor]], arm: str, depth: int) -> dict[str, Tensor]:
+    """Encode keys and values (heads, n, d) by layer as tensors of an object. The model has `depth` layers.
+
+    This function computes the same as reference/injection/quantisers.py, but on tensors.
+
+    Raises:
+        SpecError: if the arm is unknown.
+    """
+    check_choices("codec", (arm,), ARMS)
+    found: dict[str, Tensor] = {}
+    for layer, pair in layers.items():
+        chosen, tokens = quantised_region(ARMS[arm], depth, pair[0].shape[1])
+        for name, x, scheme in zip("kv", pair, (ARMS[arm].keys, ARMS[arm].values), strict=True):
+            coded = scheme is not None and layer in chosen and len(tokens) > 0
+            found |= _coded(f"{layer}.{name}", x, SCHEMES[str(scheme)], tokens) if coded else {f"{layer}.{name}": x}
+    return found
+
+
+def decode(tensors: Mapping[str, Tensor], layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the keys and values (heads, n, d) of one layer, in the dtype of the original keys and values."""
+    keys, values = (_decoded(tensors, f"{layer}.{name}", dtype) for name in "kv")
+    return keys, values
+
+
+def _coded(name: str, x: Tensor, axes: tuple[int, ...], tokens: range) -> dict[str, Tensor]:
+    """Return the codes and the scales, and the unquantised tokens before and after the quantised region."""
+    part = x[:, tokens.start : tokens.stop].double()
+    step = (part.abs().amax(axes, keepdim=True) / HIGHEST).clamp_min(SMALLEST_SCALE).float()
+    codes = (part / step.double()).round().clamp(-HIGHEST, HIGHEST).to(torch.int8)
+    return {
+        f"{name}.q": codes, f"{name}.s": step, f"{name}.first": x[:, : tokens.start].contiguous(),
+        f"{name}.last": x[:, tokens.stop :].contiguous(),
+    }
+
+
+def _decoded(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+    if name in tensors:
+        return tensors[name].to(dtype)
+    part = (tensors[f"{name}.q"].float() * tensors[f"{name}.s"]).to(dtype)
+    return torch.cat([tensors[f"{name}.first"].to(dtype), part, tensors[f"{name}.last"].to(dtype)], dim=1)
+
 
 IDS, KEPT = "token_ids", "kept"
 _E_WRAPPERS = ("markers", "markers_phi3", "markers_deepseek")

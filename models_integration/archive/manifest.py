@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models_integration.archive.errors import OtherDtype, OtherFrequencies, WrongModel
-from models_integration.archive.names import CLEAR, check_tenant, identity_digits, key_of
+from models_integration.archive.keyring import CLEAR, check_tenant, identity_digits, key_of
 from models_integration.cache.tensor_file import NAMES, Damaged
 from models_integration.model.identity import ModelIdentity
 from spec import SPEC_VERSION

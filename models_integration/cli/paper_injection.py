@@ -2,18 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 
 import pandas as pd
-import typer
 from rich.console import Console
 
-from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import check_folder
-from models_integration.cli.study import STOPPED
-from models_integration.studies.page.elements import Html, note, page, section, table
+from models_integration.cli.paper_runs import INJECTION, Asked, publish_tables
+from models_integration.cli.study_runs import finish
+from models_integration.studies.page import Html, note, section, table
 from models_integration.studies.papers.conversations import Talk, draw_talk, read_locomo
 from models_integration.studies.papers.costs import clock_of, timed
 from models_integration.studies.papers.injection import NEW_TOKENS, Scene, Session, template_of
@@ -25,65 +25,70 @@ from models_integration.studies.papers.injection_tables import (
     interaction,
     tables_of,
 )
-from models_integration.studies.report import progress_bar, table_of
+from models_integration.studies.report import progress_bar, say, table_of
 from models_integration.studies.results import Row, append_row, load_rows
 from models_integration.studies.subject import Loading, Subject
+from models_integration.studies.workers import Launch
 from spec import SPEC_VERSION
+from spec.errors import SpecError
 from spec.validate import check_choices
 
-__all__ = ["ROWS", "run_injection"]
+__all__ = ["run"]
 
-ROWS, PAGE = "injection.jsonl", "paper.html"
+ROWS = "injection.jsonl"
 QUESTIONS, OF_LOCOMO, QUICK_QUESTIONS = 80, 200, 12
+_IDENTITY = ("study", "model", "spec_version", "question", "talk", "session")
+"""Columns that identify an answer."""
 
 
-def run_injection(
-    models: Sequence[str], part: str, quick: bool, dry_run: bool, loading: Loading, out: Path, locomo: Path | None,
-) -> None:
+def run(asked: Asked, loading: Loading, launch: Launch) -> None:
     """Let the models answer the questions without a stored answer, then print and write the tables.
 
     Raises:
-        SpecError: if `part` is unknown, if `out` is not a folder, if a model has no role markers, or if `locomo` is not
-            a file of LoCoMo. The error is raised before a question is asked.
+        SpecError: if a part or an option is unknown, if `out` is not a folder, if a model has no role markers, or if
+            the file is not a file of LoCoMo. The error is raised before a question is asked.
         Exit: with exit code 130 if the run is interrupted. Stored answers are kept.
     """
-    console, most = Console(), (QUICK_QUESTIONS, QUICK_QUESTIONS) if quick else (QUESTIONS, OF_LOCOMO)
-    check_folder("out", out, ROWS)
-    generated = [draw_talk(index) for index in range(most[0])]
-    asked = read_locomo(locomo)[: most[1]] if locomo else []
+    if launch.workers != 1 or len(asked.files) > 1:
+        raise SpecError("NAME", asked.paper, "needs --workers 1 and accepts at most one --file: locomo10.json")
+    console, rows = Console(), asked.out / ROWS
+    check_folder("out", asked.out, ROWS)
     sections, frames, stopped = [note(NOT_RUN)], dict[str, list[pd.DataFrame]](), False
-    for model in models:
+    for subject, tables, talks in _parts(asked, loading):
+        if asked.dry_run:
+            _plan(subject, tables, talks)
+            continue
+        stopped = stopped or _measure(subject, tables, talks, rows, console)
+        for one in tables:
+            sections.append(_shown(one, subject, _rows_of(subject, one, talks, rows), console, frames))
+    if not asked.dry_run:
+        publish_tables(asked.out, INJECTION, sections, _files(frames))
+        say(NOT_RUN)
+        finish(rows, False, stopped)
+
+
+def _parts(asked: Asked, loading: Loading) -> Iterator[tuple[Subject, Sequence[InjectionTable], Sequence[Talk]]]:
+    """Yield the tables of each model with their conversations: first generated conversations, then those of a file."""
+    most = (QUICK_QUESTIONS, QUICK_QUESTIONS) if asked.quick else (QUESTIONS, OF_LOCOMO)
+    generated = [draw_talk(index) for index in range(most[0])]
+    read = read_locomo(asked.files[0])[: most[1]] if asked.files else []
+    for model in asked.models:
         subject = replace(loading, model=model).subject()
-        for of_file, talks in ((False, generated), (True, asked)):
-            tables = [one for one in _tables(subject, part) if (one.name == LOCOMO) is of_file]
-            if not tables:
-                continue
-            if dry_run:
-                _plan(subject, tables, talks, console)
-                continue
-            if not stopped:
-                stopped = _measure(subject, tables, talks, out / ROWS, console)
-            for one in tables:
-                rows = _rows_of(subject, one, talks, out / ROWS)
-                sections.append(_shown(one, subject, rows, console, frames))
-    if dry_run:
-        return
-    publish_readable(out / PAGE, page("kvspec paper injection", sections).encode())
+        every = tables_of(template_of(subject))
+        if asked.part:
+            check_choices("part", (asked.part,), [one.name for one in every])
+        for of_file, talks in ((False, generated), (True, read)):
+            some = [one for one in every if (one.name == LOCOMO) is of_file and asked.part in ("", one.name)]
+            if some:
+                yield subject, some, talks
+
+
+def _files(frames: Mapping[str, Sequence[pd.DataFrame]]) -> Iterator[tuple[str, str]]:
+    """Yield names and texts of files: one CSV file of all tables, and a LaTeX file for each table."""
     every = [frame for each in frames.values() for frame in each] or [pd.DataFrame()]
-    publish_readable(out / "tables.csv", pd.concat(every).to_csv(index=False).encode())
+    yield "tables.csv", pd.concat(every).to_csv(index=False)
     for name, each in frames.items():
-        publish_readable(out / f"{name}.tex", pd.concat(each).to_latex(index=False, escape=True).encode())
-    said = f"{out / PAGE}, tables.csv and a LaTeX file for each table\n{NOT_RUN}"
-    console.print(said, highlight=False, soft_wrap=True)
-    if stopped:
-        raise typer.Exit(STOPPED)
-
-
-def _tables(subject: Subject, part: str) -> list[InjectionTable]:
-    every = tables_of(template_of(subject))
-    if part:
-        check_choices("part", (part,), [one.name for one in every])
-    return [one for one in every if part in ("", one.name)]
+        yield f"{name}.tex", pd.concat(each).to_latex(index=False, escape=True)
 
 
 def _sessions(tables: Sequence[InjectionTable]) -> dict[str, Session]:
@@ -91,43 +96,37 @@ def _sessions(tables: Sequence[InjectionTable]) -> dict[str, Session]:
     return {session.name: session for one in tables for session in one.arms.values()}
 
 
-def _identity(subject: Subject, index: int, talk: Talk, session: str) -> Row:
-    digest = hashlib.sha256(json.dumps(asdict(talk)).encode()).hexdigest()
+def _identities(subject: Subject, talks: Sequence[Talk], sessions: Iterable[str]) -> dict[tuple[int, str], Row]:
+    """Return the columns that identify the answer to each question in each session."""
+    digests = [hashlib.sha256(json.dumps(asdict(talk)).encode()).hexdigest() for talk in talks]
     return {
-        "study": "injection", "model": subject.name, "spec_version": SPEC_VERSION, "question": index, "talk": digest,
-        "session": session,
+        (index, session): dict(zip(
+            _IDENTITY, ("injection", subject.name, SPEC_VERSION, index, digest, session), strict=True
+        )) for index, digest in enumerate(digests) for session in sessions
     }
 
 
-def _stored(path: Path) -> Mapping[str, Row]:
-    keys = ("study", "model", "spec_version", "question", "talk", "session")
-    return {json.dumps([row[key] for key in keys]): row for row in load_rows(path)}
+def _key(row: Row) -> str:
+    return json.dumps([row[name] for name in _IDENTITY])
 
 
 def _measure(
     subject: Subject, tables: Sequence[InjectionTable], talks: Sequence[Talk], path: Path, console: Console,
 ) -> bool:
     """Ask the questions without a stored answer, and store the answers. Return True if Ctrl-C stopped the run."""
-    sessions, stored = _sessions(tables), _stored(path)
-    wanted = [
-        (index, talk, [
-            one for one in sessions if json.dumps([*_identity(subject, index, talk, one).values()]) not in stored
-        ])
-        for index, talk in enumerate(talks)
-    ]
-    n, left = len(talks), sum(len(names) for _, _, names in wanted)
-    console.print(
-        f"injection: model {subject.name}; {n} questions in {len(sessions)} sessions each, {n * len(sessions) - left}"
-        f" answers stored in {path}", highlight=False, soft_wrap=True,
+    sessions, stored = _sessions(tables), set(map(_key, load_rows(path)))
+    every = _identities(subject, talks, sessions)
+    left = {at: row for at, row in every.items() if _key(row) not in stored}
+    say(
+        f"injection: model {subject.name}; {len(talks)} questions in {len(sessions)} sessions each,"
+        f" {len(every) - len(left)} answers stored in {path}", console
     )
     try:
-        with progress_bar(console, left) as progress:
-            for index, talk, names in wanted:
-                if not names:
-                    continue
-                scene = Scene(subject, talk)
-                for name in names:
-                    append_row(path, {**_identity(subject, index, talk, name), **scene.measure(sessions[name])})
+        with progress_bar(console, len(left)) as progress:
+            for index, rows in groupby(left.items(), lambda item: item[0][0]):
+                scene = Scene(subject, talks[index])
+                for (_, session), row in rows:
+                    append_row(path, {**row, **scene.measure(sessions[session])})
                     progress(f"question {index + 1}")
     except KeyboardInterrupt:
         return True
@@ -138,9 +137,10 @@ def _rows_of(
     subject: Subject, one: InjectionTable, talks: Sequence[Talk], path: Path,
 ) -> dict[str, list[Row]]:
     """Return the rows of each session of a table. Skip questions that a session has not answered."""
-    stored, found = _stored(path), {name: list[Row]() for name in _sessions([one])}
-    for index, talk in enumerate(talks):
-        keys = {name: json.dumps([*_identity(subject, index, talk, name).values()]) for name in found}
+    stored, found = {_key(row): row for row in load_rows(path)}, {name: list[Row]() for name in _sessions([one])}
+    every = _identities(subject, talks, found)
+    for index in range(len(talks)):
+        keys = {name: _key(every[index, name]) for name in found}
         if set(keys.values()) <= stored.keys():
             for name, key in keys.items():
                 found[name].append(stored[key])
@@ -167,20 +167,19 @@ def _shown(
     return section(title, table(title, one.headings, own), note(about))
 
 
-def _plan(subject: Subject, tables: Sequence[InjectionTable], talks: Sequence[Talk], console: Console) -> None:
+def _plan(subject: Subject, tables: Sequence[InjectionTable], talks: Sequence[Talk]) -> None:
     """Print the number of answers and tokens, the memory, and the hours, estimated from the time of one question."""
     n, sessions = len(talks), _sessions(tables).values()
     if not talks:
-        console.print(f"{tables[0].title}: not run without --file locomo10.json", highlight=False, soft_wrap=True)
+        say(f"{tables[0].title}: not run without --file locomo10.json")
         return
     scenes = [Scene(subject, talk) for talk in talks]
     seconds, _ = timed(subject.model.device, lambda: [scenes[0].measure(session) for session in sessions])
     tokens = [scene.tokens(session) for scene in scenes for session in sessions]
     weights = sum(one.nbytes for one in subject.model.parameters())
-    console.print(
+    say(
         f"injection on {subject.label}: {n} questions in {len(sessions)} sessions each, {sum(tokens):,} prompt tokens,"
         f" at most {len(tokens) * NEW_TOKENS:,} answer tokens\nmemory: weights {weights / 2**20:,.0f} MiB, the longest"
         f" session's cache {max(tokens) * scenes[0].token_bytes() / 2**20:,.1f} MiB\n"
-        f"time: {n * seconds / 3600:.2f} {clock_of(subject.model.device)} hours; one question was measured",
-        highlight=False, soft_wrap=True,
+        f"time: {n * seconds / 3600:.2f} {clock_of(subject.model.device)} hours; one question was measured"
     )

@@ -1,41 +1,42 @@
 """Implementation of `kvspec paper`: run each part of a paper as a study, then fill in the tables of the paper."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import typer
 from rich.console import Console
 
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import check_counts, check_folder
-from models_integration.cli.study import STOPPED, Running, Work
+from models_integration.cli.study_runs import Running, Work, finish
 from models_integration.policies.calibration import calibrate
 from models_integration.policies.methods import constants_of, spelled
 from models_integration.studies.evidence.kept import read_prompt
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import Rules
 from models_integration.studies.evidence.run import Item
-from models_integration.studies.page.elements import Html, note, page, section, table
+from models_integration.studies.page import Html, note, page, section, table
+from models_integration.studies.papers import COSTS, Paper, Part, load_paper, rules_of_part
 from models_integration.studies.papers.costs import FILE, PASSES, TOKENS, Costs, clock_of, timed
-from models_integration.studies.papers.protocol import COSTS, Paper, Part, load_paper, rules_of_part
 from models_integration.studies.papers.tables import Filled, Measured, fill, shaped, write_tables
-from models_integration.studies.report import fits, table_of
+from models_integration.studies.report import fits, say, table_of
 from models_integration.studies.results import STUDY
-from models_integration.studies.status import first_failure
 from models_integration.studies.subject import Loading, Subject
+from models_integration.studies.workers import Launch
 from models_integration.tasks import place
-from models_integration.tasks.prose import read_prose
+from models_integration.tasks.context import read_prose
 from models_integration.tasks.samples import MAX_NEW_TOKENS
 from reference.calibration import load_calibration, save_calibration
 from spec.errors import SpecError
 
-__all__ = ["PAGE", "Asked", "plan", "run"]
+__all__ = ["INJECTION", "Asked", "publish_tables", "run"]
 
-PAGE = "paper.html"
+INJECTION = "injection"
+"""Name of the paper about archived chunks. The evaluation of this paper compares sessions instead of policies."""
+_PAGE = "paper.html"
 _CALIBRATED = 1024
 """Number of tokens of the shipped text that a calibration uses."""
 _BEHIND = 4 * MAX_NEW_TOKENS
@@ -55,6 +56,7 @@ class Asked:
         out: folder for the rows and tables.
         batch_size: number of compacted caches that share a forward pass.
         again: if True, run failed samples again.
+        dry_run: if True, only print the size of the run.
     """
 
     paper: str
@@ -65,6 +67,7 @@ class Asked:
     out: Path
     batch_size: int = 12
     again: bool = False
+    dry_run: bool = False
 
 
 class _Study(NamedTuple):
@@ -77,13 +80,21 @@ class _Study(NamedTuple):
     """Sentence about the lengths that the model does not support. Empty if all lengths are supported."""
 
 
-def run(asked: Asked, loading: Loading) -> None:
-    """Measure the samples without a stored result, then print and write the tables.
+def run(asked: Asked, loading: Loading, launch: Launch) -> None:
+    """Measure the samples without a stored result, then print and write the tables. A dry run stores nothing.
 
     Raises:
         SpecError: if an option, a file or a model is invalid. The error is raised before a sample is measured.
         Exit: with exit code 130 if the run is interrupted, or with exit code 1 if a sample failed. Results are kept.
     """
+    if asked.dry_run:
+        _plan(asked, loading)
+        return
+    with launch.started(asked.out, loading.device):
+        _run(asked, loading)
+
+
+def _run(asked: Asked, loading: Loading) -> None:
     console, paper = Console(), _checked(asked)
     found, missing, stopped, failed = list[tuple[Part, Measured]](), _missing(paper, asked), False, False
     for model in asked.models:
@@ -101,11 +112,8 @@ def run(asked: Asked, loading: Loading) -> None:
     ]
     for one in filled:
         _print(one, console)
-    _write(paper, filled, asked, console)
-    if failed and (said := first_failure(asked.out / STUDY)):
-        console.print(said, highlight=False, soft_wrap=True)
-    if stopped or failed:
-        raise typer.Exit(STOPPED if stopped else 1)
+    _write(paper, filled, asked)
+    finish(asked.out / STUDY, failed, stopped)
 
 
 def _checked(asked: Asked) -> Paper:
@@ -194,7 +202,7 @@ def _counts(filled: Filled) -> str:
     return f", n = {' to '.join(map(str, dict.fromkeys((filled.n[0], filled.n[-1]))))} in each cell"
 
 
-def _write(paper: Paper, filled: Sequence[Filled], asked: Asked, console: Console) -> None:
+def _write(paper: Paper, filled: Sequence[Filled], asked: Asked) -> None:
     about = note(
         "Each cell has the mean of its samples with a 95 % interval. 'over' is the paired difference from the best"
         " baseline of the same samples, or from the full cache. If the paper's metric looks for a substring, 'exact' is"
@@ -205,13 +213,18 @@ def _write(paper: Paper, filled: Sequence[Filled], asked: Asked, console: Consol
     for one in filled:
         shown = table(f"{one.table.title}{_counts(one)}", *shaped(one)) if one.columns else Html("")
         sections.append(section(one.table.title, shown, note(one.note or ("" if one.columns else "Not run."))))
-    publish_readable(asked.out / PAGE, page(f"kvspec paper {paper.title}", sections).encode())
-    for name, text in write_tables(filled):
-        publish_readable(asked.out / name, text.encode())
-    console.print(f"{asked.out / PAGE}, tables.csv and a LaTeX file for each table", highlight=False, soft_wrap=True)
+    publish_tables(asked.out, paper.title, sections, write_tables(filled))
 
 
-def plan(asked: Asked, loading: Loading) -> None:
+def publish_tables(out: Path, title: str, sections: Sequence[Html], tables: Iterable[tuple[str, str]]) -> None:
+    """Write the page of a paper and the files of the tables (name and text), and print the path of the page."""
+    publish_readable(out / _PAGE, page(f"kvspec paper {title}", sections).encode())
+    for name, text in tables:
+        publish_readable(out / name, text.encode())
+    say(f"{out / _PAGE}, tables.csv and a LaTeX file for each table")
+
+
+def _plan(asked: Asked, loading: Loading) -> None:
     """Print the samples, tokens, memory and hours of a run. Measure one sample of each part, and store nothing.
 
     Raises:
@@ -228,14 +241,14 @@ def plan(asked: Asked, loading: Loading) -> None:
         headings = ["part", "samples", "cells", "prompt tokens", "answer tokens at most", "longest prompt", "not run"]
         console.print(table_of(f"{paper.title} on {subject.label}", headings, lines))
         weights, clock = sum(one.nbytes for one in subject.model.parameters()), clock_of(subject.model.device)
-        console.print(
+        say(
             f"memory: weights {weights / 2**20:,.0f} MiB, the longest prompt's cache {most / 2**20:,.0f} MiB, and up to"
             f" {asked.batch_size} compacted copies of that\n"
             f"time: {hours[0] / 3600:.2f} to {hours[1] / 3600:.2f} {clock} hours; one sample of each part was measured,"
-            " and time grows with the prompt tokens or with their square", highlight=False, soft_wrap=True,
+            " and time grows with the prompt tokens or with their square"
         )
     for name, missing in _missing(paper, asked).items():
-        console.print(f"{name}: {' '.join(missing)}", highlight=False, soft_wrap=True)
+        say(f"{name}: {' '.join(missing)}")
 
 
 def _planned(work: Work | Costs | None, again: bool) -> tuple[Sequence[int], tuple[float, float, float]]:

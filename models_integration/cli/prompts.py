@@ -1,6 +1,9 @@
-"""Implementation of `kvspec compress` and `kvspec keep`, which evict tokens of one prompt."""
+"""Implementation of `kvspec compress`, `keep` and `calibrate`, which read one text."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -8,19 +11,24 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from models_integration.cli.checks import read_text
+from models_integration.cache.atomic_file import publish_readable
+from models_integration.cli.checks import check_file, read_text
 from models_integration.engines.keep import keep
 from models_integration.model.published_weights import located
 from models_integration.pocket import load_pocket_tokenizer
+from models_integration.policies.calibration import calibrate
 from models_integration.policies.methods import CrystalCache, constants_of, policy_from_name, prefill, spelled
-from models_integration.policies.tokenizer_values import sentence_ends
-from models_integration.studies.evidence.rules import check_budget
-from models_integration.studies.subject import AUTO, DTYPES, SHIPPED, Loading
+from models_integration.policies.shared_calibration import read_head_pattern, read_statistics, write_statistics
+from models_integration.policies.tokenizer_values import repeat_template, sentence_ends
+from models_integration.studies.evidence.rules import PARTS, Rules, check_budget, load_rules
+from models_integration.studies.evidence.run import items
+from models_integration.studies.subject import AUTO, DTYPES, SHIPPED, Loading, Subject
+from reference.calibration import Calibration, save_calibration
+from spec.errors import SpecError
 from spec.records import CrystalRetention
 from spec.validate import check_choices
 
-__all__ = ["run_compress", "run_keep"]
-
+__all__ = ["run_calibrate", "run_compress", "run_keep"]
 
 def run_compress(prompt: Path, budget: str, loading: Loading) -> None:
     """Evict tokens of one prompt with CrystalCache, and print the number of kept tokens and the freed memory."""
@@ -64,3 +72,62 @@ def run_keep(prompt: Path, budget: str, policy: str, form: str, model: str, back
         print(json.dumps({"seen": decided.seen, "kept": len(kept), "ranges": ranges}))
     else:
         print("\n".join(f"{first} {end}" for first, end in ranges))
+
+
+def run_calibrate(
+    text: Path, out: Path, tokens: int, loading: Loading, threshold: float | None = None,
+) -> None:
+    """Write the calibration of a model, measured on a text or converted from TriAttention or DuoAttention.
+
+    If `text` is the rules file of a study, the first dev context of the study is the text. The calibration file then
+    stores a hash of this context. If `out` ends in .pt, the file has the format of TriAttention's repository. If an
+    error is raised, `out` is not changed.
+
+    Raises:
+        SpecError: if the text has no token, if a file cannot be read or written, or if the model is not supported.
+    """
+    if tokens < 1:
+        raise SpecError("tokens", tokens, "must be at least 1")
+    if threshold is not None and text.suffix != ".tsv":
+        raise SpecError("threshold", threshold, f"can be used only with a head pattern (.tsv), not with {text.name}")
+    check_file("out", out)
+    calibration = _read(text, loading, threshold) if text.suffix in (".pt", ".tsv") else _measure(text, tokens, loading)
+    file = BytesIO()
+    (write_statistics if out.suffix == ".pt" else save_calibration)(calibration, file)
+    publish_readable(out, file.getvalue())
+    layers, heads, d = calibration.mean.shape
+    channels = f"of {d} channels" if d else "(head scores alone)"
+    Console().print(
+        f"{out}: {calibration.digest}, {layers} layers of {heads} heads {channels};"
+        f" model {calibration.identity.model}, rotation {calibration.identity.rope}"
+    )
+
+
+def _read(file: Path, loading: Loading, threshold: float | None) -> Calibration:
+    model = loading.subject().model
+    return read_statistics(file, model) if file.suffix == ".pt" else read_head_pattern(file, model, threshold)
+
+
+def _measure(text: Path, tokens: int, loading: Loading) -> Calibration:
+    rules = load_rules(text) if text.suffix == ".toml" else None
+    read = read_text("TEXT", text)
+    subject = loading.subject()
+    given, samples = _dev_context(rules, subject) if rules else (_tokens(text, read, subject), None)
+    ids = torch.tensor([given[:tokens]], device=subject.model.device)
+    subject.check_positions("tokens", ids.shape[1])
+    taken = calibrate(subject.model, ids, template=repeat_template(subject.tokenizer))
+    return replace(taken, samples=samples)
+
+
+def _tokens(text: Path, read: str, subject: Subject) -> Sequence[int]:
+    tokens: Sequence[int] = subject.tokenizer(read).input_ids
+    if not subject.tokenizer(read, add_special_tokens=False).input_ids:
+        raise SpecError("TEXT", str(text), "must have at least one token")
+    return tokens
+
+
+def _dev_context(rules: Rules, subject: Subject) -> tuple[Sequence[int], tuple[str]]:
+    """Return the token ids and the digest of the first dev context of a study."""
+    for item in items(rules, subject, PARTS[:1]):
+        return item.sample.context_ids, (item.sample.context_digest,)
+    raise SpecError("TEXT", rules.title, "must be the rules file of a study with at least one dev context")

@@ -1,196 +1,301 @@
-"""Implementation of `kvspec study`, `kvspec sweep`, `kvspec compare` and `kvspec demo`."""
+"""Commands of `kvspec` that measure samples. A command imports the module with the work when it runs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from models_integration.cli.checks import calibration_of, check_counts, check_folder
-from models_integration.cli.report import check_outputs, write_outputs, write_page
-from models_integration.session.method import Method
-from models_integration.studies.evidence.protocol import audit, check_controls, check_order, registered
-from models_integration.studies.evidence.rules import ALL, AT_PROMPT, PARTS, Rules
-from models_integration.studies.evidence.run import (
-    Cell,
-    Item,
-    check_budgets,
-    items,
-    leases,
-    left_of,
-    methods,
-    rows_of,
-    run_items,
+from models_integration.cli.options import (
+    Address,
+    Again,
+    Attention,
+    Backend,
+    Bare,
+    BatchSize,
+    Budget,
+    Device,
+    Dtype,
+    Engine,
+    Figure,
+    Lengths,
+    Model,
+    Models,
+    Placements,
+    Results,
+    Seeds,
+    TableFile,
+    Tasks,
+    Workers,
+    names_of,
 )
-from models_integration.studies.evidence.summary import control_table, failed_controls, summary, summary_tables
-from models_integration.studies.report import progress_bar, table_of
-from models_integration.studies.results import STUDY, Row, load_rows
-from models_integration.studies.status import first_failure
-from models_integration.studies.subject import Loading, Subject
-from models_integration.tasks.samples import CONFIRM
-from reference.calibration import Calibration
-from spec.validate import check_choices
 
-__all__ = ["STOPPED", "Running", "Work", "print_audit", "run"]
+__all__ = ["calibrate", "compare", "demo", "paper", "report", "study", "sweep"]
 
-STOPPED = 130
-"""Exit code of a command that Ctrl-C has stopped."""
+_YOURS = "For your own policy write 'module:ATTRIBUTE' or the name of an entry point."
+
+_OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model")
+"""Options of a sweep over parameters, which cannot be combined with a rules file."""
 
 
-@dataclass(frozen=True)
-class Running:
-    """Settings for a run of a rules file.
+def paper(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Paper to evaluate: crystalcache, diversity, injection or nestedkv, or"
+                            " a .toml file that describes a different evaluation.")
+    ],
+    part: Annotated[
+        str, typer.Option(help="Name of one table to fill in, such as table-5. Default: all tables.")
+    ] = "",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use short contexts and few samples. A quick run takes minutes on a CPU.")
+    ] = False,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(help="Benchmark file that a table needs, such as LongBench's hotpotqa.jsonl. Repeatable. Tables"
+                     " whose benchmark file is missing are skipped."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print how many samples, tokens, bytes and hours the run would need.")
+    ] = False,
+    model: Models = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
+    attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1, engine: Engine = "processes",
+    address: Address = "", again: Again = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results: study.jsonl, paper.html, tables.csv, a LaTeX file per"
+                                  " table. Default: results/NAME. If a run was stopped, the next run continues from"
+                                  " study.jsonl.")
+    ] = None,
+) -> None:
+    """Run the evaluation of a paper on your model, and fill in the tables of the paper.
 
-    Attributes:
-        out: folder for the results and the report.
-        part: samples to run: a name in PARTS, or ALL.
-        batch_size: number of compacted caches of one sample that share a forward pass.
-        again: if True, run failed samples again.
-        file: rules file whose claims the report shows. None if the rules come from the options of a command. The path
-            of the calibration file is relative to the folder of the rules file.
-        table: file for the table of results. None: no table.
-        figure: file for the figure. None: no figure.
+    Each table shows your results with 95 % intervals, and the published results. Each table also shows how much your
+    results differ from the best baseline and from the full cache. Below each table is a list of missing results.
+    Results that are stored in --out are not computed again.
     """
+    from models_integration.cli.paper_runs import INJECTION, Asked, run
+    from models_integration.studies.subject import Loading
+    from models_integration.studies.workers import Launch
 
-    out: Path
-    part: str = ALL
-    batch_size: int = 12
-    again: bool = False
-    file: Path | None = None
-    table: Path | None = None
-    figure: Path | None = None
+    if name == INJECTION:
+        from models_integration.cli.paper_injection import run
+    folder = out or Path("results") / Path(name).stem
+    asked = Asked(name, names_of("model", model), part, quick, tuple(file or ()), folder, batch_size, again, dry_run)
+    run(asked, Loading("", backend, device, dtype, attn), Launch(workers, engine, address))
 
 
-def run(rules: Rules, loading: Loading, running: Running) -> None:
-    """Measure the samples of each model without a stored result, then print the tables and write the report.
+def compare(
+    policies: Annotated[
+        str,
+        typer.Option(help="Comma-separated policies (`kvspec policies` lists the names). Write snapkv(W=16) to set a"
+                     " constant. Write diverse-NAME to add set-conditioned selection. If h2o must evict only after"
+                     f" the prompt, write h2o@prompt. {_YOURS}"),
+    ] = "crystalcache,streamingllm,fullcache",
+    budgets: Annotated[
+        str, typer.Option(help="Comma-separated budgets: fractions of the prompt (0.3, 30%) or token counts (512).")
+    ] = "0.3,0.5",
+    tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
+    samples: Annotated[int, typer.Option(help="Number of samples per combination of task, length and seed.")] = 20,
+    seed: Seeds = "42", placement: Placements = "after",
+    controls: Annotated[
+        bool, typer.Option(help="Also run controls: fixed sets of kept tokens, for which the right result is known.")
+    ] = True,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Calibration file of the model, written by kvspec calibrate.")
+    ] = None,
+    write_rules: Annotated[
+        Path | None, typer.Option(help="Rules file to write from the other options. The command then runs nothing.")
+    ] = None,
+    model: Models = "pocket", bare: Bare = False, backend: Backend = "auto", device: Device = "cpu",
+    dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
+    engine: Engine = "processes", address: Address = "", again: Again = False, table: TableFile = None,
+    figure: Figure = None, out: Results = Path("results"),
+) -> None:
+    """Compare policies on tasks at several budgets, print tables, and write an HTML report.
 
-    Raises:
-        SpecError: if the rules, an option or a model is invalid. The error is raised before a sample is measured.
-        Exit: with exit code 130 if the run is interrupted, or with exit code 1 if a sample or a control failed. Stored
-            results are kept.
+    Each policy scores the tokens of a prompt once, and uses the same scores at every budget. All policies are compared
+    at the same budgets. The exit code is 1 if a control fails. A failed control means that the task is not a valid test
+    of the tokens that a policy keeps.
+
+    A second run skips the results that are stored in --out. With --write-rules the command only writes a rules file for
+    kvspec sweep or kvspec study.
     """
-    console, results = Console(), running.out / STUDY
-    check_choices("part", (running.part,), (*PARTS, ALL))
-    check_counts(batch_size=running.batch_size)
-    calibration = _calibration(rules, running.file.parent if running.file else Path())
-    check_folder("out", running.out, STUDY)
-    rules = _in_order(rules, running)
-    check_outputs(running.table, running.figure)
-    def work_on(model: str) -> Work:
-        return Work(rules, replace(replace(loading, model=model).subject(), calibration=calibration), running)
+    from models_integration.cli.study_runs import Running, run, save_rules, study_of
+    from models_integration.studies.evidence.rules import rules_of
+    from models_integration.studies.subject import Loading
+    from models_integration.studies.workers import Launch
 
-    for model in rules.models[1:]:  # the loop below checks the first model
-        work_on(model)
-    rows, failed, stopped = list[Row](), False, False
-    for model in rules.models:
-        work = work_on(model)
-        stopped = work.measure(console)
-        rows += work.rows()
-        failed |= work.failed
-        if stopped:
-            console.print(
-                f"stopped: {len(rows)} samples of this run are in {results}; run the same command again for the rest",
-                highlight=False, soft_wrap=True,
-            )
-            break
-    if rows:
-        failed |= _show(rows, rules, console, running)
-    if failed and (said := first_failure(results)):
-        console.print(said, highlight=False, soft_wrap=True)
-    if stopped or failed:
-        raise typer.Exit(STOPPED if stopped else 1)
+    study = study_of(
+        "Comparison", names_of("policies", policies), budgets, tasks, length, samples, seed, placement, model,
+        controls=controls, bare=bare, calibration=str(calibration.resolve()) if calibration else "",
+    )
+    if write_rules is not None:
+        save_rules(study, write_rules)
+        return
+    rules, running = rules_of(**study), Running(out, batch_size=batch_size, again=again, table=table, figure=figure)
+    run(rules, Loading("", backend, device, dtype, attn), running, Launch(workers, engine, address))
 
 
-def print_audit(folder: Path) -> None:
-    """Print for each study of a folder whether the git history has the rules before the results.
+def demo(
+    model: Model = "pocket",
+    samples: Annotated[int, typer.Option(help="Number of samples per task. Few samples give uncertain results.")] = 20,
+    backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
+    batch_size: BatchSize = 12, out: Results = Path("results"),
+) -> None:
+    """Compare CrystalCache, StreamingLLM and the full cache on the pocket model, and check the tasks with controls.
 
-    Raises:
-        SpecError: as in `audit`.
+    `kvspec compare` without options runs the same comparison. The demo takes a minute on two CPU cores and downloads
+    nothing. If --model is neither 'pocket' nor 'chat', the tasks ask for facts that are hidden in English prose.
     """
-    lines = [[one.study, one.rules[:8], one.rows[:8], one.finding] for one in audit(folder)]
-    Console().print(table_of("Rules before rows", ["study", "rules", "rows", "finding"], lines, texts=4))
+    shipped = "the small model that comes with kvspec" if model == "pocket" else f"the model {model}"
+    print(
+        f"kvspec demo: compares three policies on {shipped}, and checks the tasks with controls.\n"
+        f"{'The demo takes about a minute on two CPU cores. ' if model == 'pocket' else ''}Nothing is downloaded."
+        f" Results are written to {out}. A second run skips finished samples.", flush=True,
+    )
+    from models_integration.cli.study_runs import Running, run, study_of
+    from models_integration.studies.evidence.rules import rules_of
+    from models_integration.studies.subject import SHIPPED, Loading
+
+    asked = "needle,delayed_association" if model in SHIPPED else "needle_in_prose,keys_in_prose_2"
+    policies = ("crystalcache", "streamingllm", "fullcache")
+    study = study_of(
+        "Demo", policies, "0.3,0.5", asked, "1024", samples, "42", "after", model, controls=True, bare=False
+    )
+    run(rules_of(**study), Loading("", backend, device, dtype, attn), Running(out, batch_size=batch_size))
 
 
-def _in_order(rules: Rules, running: Running) -> Rules:
-    """Check the order of the parts. If the run confirms claims, return the rules with the commit of the rules file."""
-    parts = _parts(running)
-    check_order(rules, load_rows(running.out / STUDY), parts)
-    if not rules.claims or CONFIRM not in parts or running.file is None:
-        return rules
-    return replace(rules, commit=registered(rules, running.file))
+def sweep(
+    context: typer.Context,
+    rules: Annotated[
+        Path | None,
+        typer.Argument(metavar="SWEEP.toml", help="Rules file with models, policies, budgets and tasks."),
+    ] = None,
+    grid: Annotated[
+        str, typer.Option(help="Parameters to vary: appendix-a (T_max, s, alpha) or extensions (essay, ...).")
+    ] = "appendix-a",
+    budget: Budget = "0.3",
+    tasks: Tasks = "needle,delayed_association", length: Lengths = "1024",
+    samples: Annotated[int, typer.Option(help="Number of samples for each task and each variant.")] = 10,
+    seed: Seeds = "42", model: Models = "pocket", bare: Bare = False, backend: Backend = "auto",
+    device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12,
+    workers: Workers = 1, engine: Engine = "processes", address: Address = "", again: Again = False,
+    table: TableFile = None, figure: Figure = None,
+    status: Annotated[
+        Path | None, typer.Option(help="Folder (--out) of a run. The command only prints the progress of the run.")
+    ] = None,
+    out: Results = Path("results"),
+) -> None:
+    """Measure all samples of a rules file. Without a rules file, vary one parameter of CrystalCache at a time.
 
-
-def _parts(running: Running) -> Sequence[str]:
-    return PARTS if running.part == ALL else (running.part,)
-
-
-def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running) -> bool:
-    """Print the tables and write the report, table and figure. Return True if a control fails."""
-    counted = summary(rows)
-    measured, controls = ([row for row in counted if row["control"] is kind] for kind in (False, True))
-    for table in [*summary_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
-        console.print(table)
-    write_page(running.out, [rules] if running.file else [])
-    write_outputs(rows, running.table, running.figure)
-    failed = failed_controls(controls)
-    if failed:
-        console.print(f"controls FAIL: {', '.join(failed)}. With this model, length and budget, the comparison is"
-                      " not a valid test of the kept tokens.")
-    return bool(failed)
-
-
-class Work:
-    """Samples of a rules file on one model. The constructor checks the policies, the controls and the samples.
-
-    Raises:
-        SpecError: if a policy, a control or a sample cannot be measured.
+    The default sweep takes a minute on two CPU cores. Results that are stored in --out are not computed again.
     """
+    if status is not None:
+        from models_integration.studies.workers import status as lines
 
-    def __init__(self, rules: Rules, subject: Subject, running: Running) -> None:
-        self.rules, self.subject, self.running = rules, subject, running
-        self.policies: dict[str, Method] = methods(rules, self.subject)
-        self.warnings = list(check_budgets(rules, self.policies))
-        check_controls(rules, {name: method.policy for name, method in self.policies.items()})
-        self.items: list[Item] = list(items(rules, self.subject, _parts(running)))
-        self.failed = False
+        for line in lines(status):
+            print(line)
+        return
+    from models_integration.cli.checks import check_defaults
+    from models_integration.cli.study_runs import Running, grid_rules, rules_in, run
+    from models_integration.studies.subject import Loading
+    from models_integration.studies.workers import Launch
 
-    def measure(self, console: Console) -> bool:
-        """Measure the samples without a stored result. Return True if Ctrl-C stopped the run."""
-        rules, subject, results = self.rules, self.subject, self.running.out / STUDY
-        every: dict[str, tuple[Item, tuple[Cell, ...]]] = {
-            item.unit(rules, subject): (item, item.cells(rules)) for item in self.items
-        }
-        for warning in self.warnings:
-            console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
-        try:
-            with leases(results) as own:
-                left = left_of(results, rules, subject, self.items)
-                own.plan(left.keys() | (every.keys() & own.stored()))
-                if self.running.again:
-                    own.again(left)
-                checks = sum(bool(item.control) for item, _ in every.values())
-                samples = f"{len(every)} samples" + (f" ({checks} samples only for controls)" if checks else "")
-                part = "" if self.running.part == ALL else f" {self.running.part} samples,"
-                console.print(
-                    f"{rules.title}:{part} model {subject.name}, backend {subject.backend}, rules {rules.digest[:8]};"
-                    f" {samples}, {len(every) - len(left)} of them stored in {results} by earlier runs",
-                    highlight=False, soft_wrap=True,
-                )
-                with progress_bar(console, len(left)) as progress:
-                    run_items(subject, rules, self.policies, left, own, self.running.batch_size, progress)
-                self.failed = bool(own.failed.keys() & left.keys())
-        except KeyboardInterrupt:
-            return True
-        return False
-
-    def rows(self) -> list[Row]:
-        """Return the stored rows of the samples."""
-        return rows_of(self.running.out / STUDY, self.rules, self.subject, self.items)
+    if rules is None:
+        made = grid_rules(grid, budget, tasks, length, samples, seed, model, bare)
+    else:
+        check_defaults(context, _OF_GRIDS, rules)
+        made = rules_in(rules, bare)
+    running = Running(out, batch_size=batch_size, again=again, file=rules, table=table, figure=figure)
+    run(made, Loading("", backend, device, dtype, attn), running, Launch(workers, engine, address))
 
 
-def _calibration(rules: Rules, where: Path) -> Calibration | None:
-    """Return the calibration that the rules name, or None. Raise an error if a policy needs a missing calibration."""
-    if not rules.calibration:
-        calibration_of((policy.removesuffix(AT_PROMPT) for policy in rules.policies), None)
-    return rules.calibrated(where)
+def study(
+    rules: Annotated[Path | None, typer.Option(help="Rules file that describes the study.")] = None,
+    out: Results | None = None,
+    part: Annotated[
+        str, typer.Option(help="Samples to run: dev (a fifth of the samples), confirm (all other samples), or all.")
+    ] = "dev",
+    audit: Annotated[
+        Path | None, typer.Option(help="Folder of studies. The command checks that git has rules before results.")
+    ] = None,
+    bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
+    attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
+    again: Again = False, table: TableFile = None, figure: Figure = None,
+) -> None:
+    """Run the study that a rules file describes, and decide whether the claims of the study hold.
+
+    For each policy a study measures how much evidence is kept, and how much attention evicted keys receive. A study
+    also measures the likelihood of the gold answer, and the quality of the answers. Each policy scores the tokens of a
+    prompt once, and uses the same scores at every budget. In a rules file a task is a name, 'module:ATTRIBUTE', or
+    'KIND:PATH' for a benchmark file. KIND is ruler-file, ruler-lm-eval-file, scbench-file, scbench-turns-file,
+    longbench-file, loogle-file, infinitebench-file or math-file.
+
+    If the rules file has claims, first commit the rules file and the calibration file to git. Then run kvspec study
+    with --part dev. Finally run kvspec study with --part confirm.
+    """
+    from models_integration.cli.study_runs import Running, print_audit, rules_in, run
+    from models_integration.studies.subject import Loading
+    from models_integration.studies.workers import Launch
+
+    if audit is not None:
+        print_audit(audit)
+        return
+    if rules is None or out is None:
+        missing = "'--rules'" if rules is None else "'--out'"
+        raise typer.BadParameter("is needed: give --rules and --out, or --audit", param_hint=missing)
+    running = Running(out, part, batch_size, again, rules, table, figure)
+    loading = Loading("", device=device, dtype=dtype, attn=attn)
+    run(rules_in(rules, bare), loading, running, Launch(workers, engine, address))
+
+
+def report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder with results of kvspec compare, sweep or study.")
+    ],
+    rules: Annotated[
+        list[Path] | None, typer.Option(help="Rules file whose claims the report shows. Repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="HTML file to write. Default: report.html in FOLDER.")] = None,
+    table: TableFile = None, figure: Figure = None,
+) -> None:
+    """Write an HTML report about the results in a folder. The report needs no network.
+
+    The report first shows the claims, and the best policy for each task and budget. The report then shows figures,
+    tables, controls, costs and warnings. The commands compare, sweep and study write the same report.
+    """
+    from models_integration.cli.study_runs import write_report
+
+    write_report(folder, rules or [], out, table, figure)
+
+
+def calibrate(
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="Text file, rules file (.toml), TriAttention statistics"
+                                                              " (.pt) or DuoAttention head pattern (.tsv).")],
+    out: Annotated[Path, typer.Option(help="Calibration file to write.")] = Path("calibration.npz"),
+    tokens: Annotated[int, typer.Option(help="Maximum number of tokens of the text to use.")] = 4096,
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="Threshold for a .tsv file. Values below the threshold become 0, and other values become 1."),
+    ] = None,
+    model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
+) -> None:
+    """Write the calibration file that the policies triattention and kvzip-heads need for a model.
+
+    For triattention the file has statistics of the queries. For kvzip-heads the file has a KVzip score for each head.
+
+    Calibration takes three forward passes over the text. In one of the three passes the model repeats the text.
+
+    To calibrate for a study, run `kvspec calibrate rules.toml`. Then write calibration = "calibration.npz" in the rules
+    file. For a rules file, only the first context of the dev part is used, and the calibration file stores a hash of
+    this context. `kvspec study` raises an error if a calibration file was made from a confirming context.
+
+    The command also converts TriAttention's statistics (.pt) and DuoAttention's head patterns (.tsv). A .pt or .tsv
+    file does not name a model, so kvspec cannot check whether the file belongs to your model. If --out ends in .pt, the
+    calibration file has the format of TriAttention. If --out has a different suffix, the calibration file also stores a
+    hash of the model and of the rotary embedding.
+
+    To use the calibration file, run kvspec compare --policies triattention --calibration calibration.npz
+    """
+    from models_integration.cli.prompts import run_calibrate
+    from models_integration.studies.subject import Loading
+
+    run_calibrate(text, out, tokens, Loading(model, device=device, dtype=dtype, attn=attn), threshold)

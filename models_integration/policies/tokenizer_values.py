@@ -4,8 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from models_integration.tasks.assembly import encode
-from models_integration.tasks.chat import chat
+from models_integration.tasks.assembly import chat, encode
 from spec.errors import SpecError
 
 __all__ = ["repeat_template", "sentence_ends"]

@@ -1,7 +1,8 @@
-"""Common functions of all runs: combined needs, sets of kept tokens, greedy answers, and handling of errors."""
+"""Common functions of all runs: budgets, needs, sets of kept tokens, greedy answers, and handling of errors."""
 
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TypeAlias
 
@@ -15,13 +16,45 @@ from models_integration.session.segment import ObservedSegment
 from models_integration.session.verbs import read
 from models_integration.studies.leases import Leases
 from models_integration.studies.results import ERROR, Row
+from reference.policies import eviction_budget
 from reference.policies.retain import retain_each
-from spec.budget import Budget
+from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
 from spec.policy import Needs, Policy
 from spec.retention import Retention
 
-__all__ = ["Onward", "answered", "attempted", "cropped", "generated", "needed", "onward", "retentions"]
+__all__ = [
+    "EVICT", "Onward", "answered", "attempted", "cropped", "generated", "needed", "onward", "read_budget", "retentions",
+]
+
+EVICT = "evict "
+
+
+@dataclass(frozen=True)
+class _Evicted(Budget):
+    """Budget of floor((1 - r) N) tokens. All other fractions are rounded up."""
+
+    r: str = ""
+
+    def tokens(self, seen: int) -> int:
+        return eviction_budget(self.r, seen)
+
+
+def read_budget(text: int | str, argument: str = "budget") -> Budget:
+    """Parse a budget of a study: `0.3`, `30%`, `512`, or `evict 0.75` for the evicted fraction r = 0.75.
+
+    Raises:
+        SpecError: if the text has a different form, or if r is outside [0, 1).
+    """
+    if not isinstance(text, str) or not text.startswith(EVICT):
+        return parse_budget(text, argument)
+    r = text.removeprefix(EVICT)
+    try:
+        eviction_budget(r, 10**9)
+    except SpecError as error:
+        raise SpecError(argument, text, f"r {error.bound}, such as 'evict 0.75'") from error
+    return _Evicted(parse_budget("1.0").fraction, r=r)
+
 
 Onward: TypeAlias = Callable[[Tensor], Tensor]
 """Function that processes tokens (rows, n) with a cache and returns the logits (rows, vocabulary) of the next token."""

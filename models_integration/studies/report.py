@@ -1,21 +1,40 @@
-"""Terminal output of studies: progress, titles and tables."""
+"""Terminal output of studies: progress, titles, tables, and the summary of samples by cell."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from math import ceil
+from pathlib import Path
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-__all__ = ["TITLES", "fits", "progress_bar", "table_of", "title_of"]
+from models_integration.cache.atomic_file import publish_readable
+from models_integration.studies.answers import read_budget
+from models_integration.studies.evidence.controls import CONTROL_BOUNDS, FULL, control_tokens
+from models_integration.studies.results import Row
+from reference.statistics import wilson
+from spec.errors import SpecError
+from spec.tables import result_table
+
+__all__ = [
+    "TABLES", "TITLES", "control_cells", "control_table", "failed_controls", "fits", "progress_bar", "say", "summary",
+    "summary_tables", "table_of", "title_of", "verdict", "write_table",
+]
 
 TITLES = {"needle": "Needle", "delayed_association": "Delayed association"}
 
 _LINE_EVERY = 5.0
 """Number of seconds between two lines."""
+
+
+def say(text: str, console: Console | None = None) -> None:
+    """Print a text as it is, and let the terminal wrap the lines."""
+    (console or Console()).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -50,7 +69,7 @@ class _Lines:
             if self._done > 1:  # the first part includes loading and compilation
                 each = (spent - self._first) / (self._done - 1)
                 line += f"  {timedelta(seconds=round(each * (self._total - self._done)))} to go"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            say(line, self._console)
 
 
 def title_of(task: str) -> str:
@@ -81,3 +100,153 @@ def fits(table: Table, width: int) -> bool:
     """Return True if a terminal with `width` columns shows all numbers of the table."""
     console = Console(width=10_000)
     return console.measure(table).minimum <= width
+
+
+TABLES = (".csv", ".tex")
+"""Endings of the names of table files."""
+_ABOUT = ("task", "length", "placement", "seed", "model", "backend", "spec_version")
+
+
+def summary(rows: Iterable[Row]) -> list[Row]:
+    """Return rows of `ResultTable`: one for each policy or control, budget, task, length, placement, seed and model.
+
+    Samples without a score (such as text continuation) and the cell without context are left out.
+    """
+    groups: dict[tuple[object, ...], list[tuple[Row, Row]]] = {}
+    for row in rows:
+        for cell in row["cells"]:
+            if cell["right"] is not None and cell["budget"] != "0":
+                key = *(row[name] for name in _ABOUT), cell["policy"], cell["budget"]
+                groups.setdefault(key, []).append((row, cell))
+    return [_counted(own) for own in groups.values()]
+
+
+def _counted(own: Sequence[tuple[Row, Row]]) -> Row:
+    (row, first), n = own[0], len(own)
+    policy, budget, control = first["policy"], first["budget"], first["policy"] in CONTROL_BOUNDS
+    B = control_tokens(budget, row["length"]) if control else read_budget(budget).tokens(row["length"])
+    kept = [ceil(float(np.mean(cell["kept"]))) for _, cell in own]
+    allowed = [B if control else _tokens(budget, each) for each, _ in own]
+    right = float(sum(cell["right"] for _, cell in own))
+    return {
+        **{name: row[name] for name in _ABOUT}, "policy": policy, "budget_requested": budget,
+        "budget": min(B, row["length"]), "n": n, "control": control, "correct": right, "accuracy": right / n,
+        "mean_kept": sum(kept) / n, "mean_cache": sum(cell["mean_cache"] for _, cell in own) / n,
+        "peak_cache": max(cell["peak_cache"] for _, cell in own),
+        "over_budget": max(0, *(one - most for one, most in zip(kept, allowed, strict=True))),
+    }
+
+
+def _tokens(budget: str, row: Row) -> int:
+    """Return B of a sample's prompt, which can include the question. Rows before version 0.4 have no better data."""
+    return read_budget(budget).tokens(int(row.get("prompt_tokens") or row["length"]))
+
+
+def summary_tables(rows: Sequence[Row], width: int) -> list[Table]:
+    """Return tables of accuracy by policy and budget, for each model, length, placement and seed.
+
+
+    If the terminal is too narrow, there is one table per task, and the numbers of tokens are left out.
+    """
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in ("model", "length", "placement", "seed")), []).append(row)
+    found = []
+    for about, own in groups.items():
+        more = f": {', '.join(map(str, about))}" if len(groups) > 1 else ""
+        found += _tables_of(own, width, more)
+    return found
+
+
+def _tables_of(rows: Sequence[Row], width: int, more: str) -> list[Table]:
+    counts = sorted(row["n"] for row in rows)
+    n = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    title = f"Share of right answers, {n} samples of each task, with 95 % interval{more}"
+    whole = table_of(title, *_cells(rows))
+    if fits(whole, width):
+        return [whole]
+    found = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        about = f"{title_of(task)}: share of right answers, {n} samples, with 95 % interval{more}"
+        headings, lines = _cells([row for row in rows if row["task"] == task], "right answers")
+        wide = table_of(about, headings, lines)
+        few = [[line[0], line[1], line[3].partition(" ")[0]] for line in lines]
+        found.append(wide if fits(wide, width) else table_of(about, ["policy", "budget", "right answers"], few))
+    return found
+
+
+def _cells(rows: Sequence[Row], only: str = "") -> tuple[list[str], list[list[str]]]:
+    """Return headings, and a line per policy and budget. With one task, `only` is the heading of the scores."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    lines = []
+    names = list(dict.fromkeys(row["policy"] for row in rows))
+    cells = sorted(
+        dict.fromkeys((row["policy"], row["budget_requested"]) for row in rows),
+        key=lambda cell: (cell[0] == FULL, names.index(cell[0])),
+    )
+    for policy, budget in cells:
+        mine = {row["task"]: row for row in rows if (row["policy"], row["budget_requested"]) == (policy, budget)}
+        kept = sum(row["mean_kept"] for row in mine.values()) / len(mine)
+        over = max(row["over_budget"] for row in mine.values())
+        scores = [_share(mine[task]) if task in mine else "" for task in tasks]
+        lines.append([policy, budget, f"{kept:.0f}", *scores, f"{over:.0f}" if over else ""])
+    headings = ["policy", "budget", "prompt tokens kept", *(only or title_of(task) for task in tasks)]
+    if any(line[-1] for line in lines):
+        return [*headings, "over budget"], lines
+    return headings, [line[:-1] for line in lines]
+
+
+def _share(row: Row) -> str:
+    low, high = _interval(row["correct"], row["n"])
+    return f"{row['accuracy']:.2f}" + ("" if np.isnan(low) else f" [{low:.2f}, {high:.2f}]")
+
+
+def _interval(correct: float, n: int) -> tuple[float, float]:
+    """Return Wilson's interval, or NaN if scores are partial."""
+    return wilson(round(correct), n) if correct == round(correct) else (np.nan, np.nan)
+
+
+def verdict(row: Row) -> str:
+    """Return the bound of a control and whether the bound holds, as "<= 0.05; holds"."""
+    relation, bound = CONTROL_BOUNDS[row["policy"]]
+    holds = row["accuracy"] <= bound if relation == "<=" else row["accuracy"] >= bound
+    return f"{relation} {bound}; {'holds' if holds else 'FAILS'}"
+
+
+def control_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return headings, and a line per control and task: the bound, and whether the bound holds."""
+    lines = []
+    for row in rows:
+        bound, passed = verdict(row).split("; ")
+        share = f"{row['accuracy']:.2f} ({row['correct']:.0f}/{row['n']})"
+        lines.append([row["policy"], title_of(row["task"]), share, bound, passed])
+    return ["control", "task", "right answers", "must be", ""], lines
+
+
+def control_table(rows: Sequence[Row]) -> Table:
+    """Return the table of controls with bounds."""
+    headings, lines = control_cells(rows)
+    colour = {"holds": "[green]holds[/green]", "FAILS": "[red]FAILS[/red]"}
+    shown = table_of("Controls: does the task measure what is kept?", headings, (), texts=2)
+    for line in lines:
+        shown.add_row(*(colour.get(cell, cell) for cell in line))
+    return shown
+
+
+def failed_controls(rows: Sequence[Row]) -> list[str]:
+    """Return the controls whose bounds do not hold, with the tasks."""
+    return [f"{row['policy']} ({title_of(row['task'])})" for row in rows if verdict(row).endswith("FAILS")]
+
+
+def write_table(rows: Sequence[Row], path: Path) -> None:
+    """Write the rows of `summary` to a file with an ending in `TABLES`, with Wilson's interval of each accuracy.
+
+    Raises:
+        SpecError: if there are no rows.
+    """
+    if not rows:
+        raise SpecError("table", str(path), "would be empty, because no sample has a result")
+    frame = result_table(rows)
+    frame["low"], frame["high"] = zip(*map(_interval, frame["correct"], frame["n"]), strict=True)
+    text = frame.to_csv(index=False) if path.suffix == ".csv" else frame.to_latex(index=False, float_format="%.3f")
+    publish_readable(path, text.encode())

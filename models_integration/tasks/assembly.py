@@ -1,22 +1,23 @@
-"""Sentence templates, and their insertion into filler so that the context has exactly the requested length.
+"""Tokens of contexts: sentence templates, filler of exactly the requested length, and the frame of a chat template.
 
 Sentences are tokenized one by one and the ids are joined, so counts are exact for every tokenizer. Filler consists of
 whole sentences. The last sentences are chosen so that the lengths add up. A sentence is cut only if no choice adds up
 (a few tokens).
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from spec.errors import SpecError
 
 __all__ = [
-    "Anchor", "Assembled", "FactTemplate", "Filler", "FillerStream", "TaskTokenizer", "TopicTemplate", "assemble",
-    "decode", "encode", "joiner", "opening_ids",
+    "NO_TEMPLATE", "Anchor", "Assembled", "FactTemplate", "Filler", "FillerStream", "Frame", "TaskTokenizer",
+    "TopicTemplate", "assemble", "bare", "chat", "decode", "encode", "frame_of", "joiner", "opening_ids",
 ]
 
 _PROBE = "The end."
@@ -210,3 +211,61 @@ def assemble(
         ids.extend(encoded[index])
     ids.extend(stream.take(room - used))
     return Assembled(tuple(ids), tuple(spans))
+
+
+NO_TEMPLATE = "none"
+
+_PLACE, _ANSWER, _NEXT = "kvspec-context", "kvspec-answer", "kvspec-next"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Tokens before the context, and text after the question.
+
+    Attributes:
+        name: `none`, or the hash of the chat template.
+        opening: tokens before the context. They count as tokens of the context.
+        closing: text after the question, before the answer.
+        between: text after an answer, before the next question.
+    """
+
+    name: str
+    opening: tuple[int, ...]
+    closing: str
+    between: str = "\n\n"
+
+
+def bare(tokenizer: TaskTokenizer) -> Frame:
+    """Return a frame without a chat template: only the tokens that the tokenizer puts before a text."""
+    return Frame(NO_TEMPLATE, opening_ids(tokenizer), "")
+
+
+def chat(tokenizer: Any) -> Frame:
+    """Return the frame of the tokenizer's chat template. Context and question are one message of the user.
+
+    Raises:
+        SpecError: if the tokenizer has no chat template, or if the template changes the text of messages.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, str):
+        raise SpecError("tokenizer", type(tokenizer).__name__, "has no chat template")
+    turns = [("user", _PLACE), ("assistant", _ANSWER), ("user", _NEXT)]
+    first, all_turns = (_printed(tokenizer, turns[:count]) for count in (1, 3))
+    before, found, behind = first.partition(_PLACE)
+    between, next_found, _ = all_turns.partition(_ANSWER)[2].partition(_NEXT)
+    if not found or not next_found:
+        raise SpecError(
+            "tokenizer", type(tokenizer).__name__, "must have a chat template that prints messages unchanged"
+        )
+    name = hashlib.sha256(template.encode()).hexdigest()[:16]
+    return Frame(name, encode(tokenizer, before), behind, between)
+
+
+def frame_of(tokenizer: Any, bare_text: bool = False) -> Frame:
+    """Return the frame of the chat template, or a bare frame if there is no template or `bare_text` is True."""
+    return bare(tokenizer) if bare_text or not getattr(tokenizer, "chat_template", None) else chat(tokenizer)
+
+
+def _printed(tokenizer: Any, turns: list[tuple[str, str]]) -> str:
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

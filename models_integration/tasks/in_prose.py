@@ -11,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from models_integration.tasks.assembly import Anchor, FactTemplate, TaskTokenizer, decode, encode, joiner
-from models_integration.tasks.chat import bare
-from models_integration.tasks.context import STRATA, Ground, check_unprotected, unprotected
+from models_integration.tasks.assembly import Anchor, FactTemplate, TaskTokenizer, bare, decode, encode, joiner
+from models_integration.tasks.context import STRATA, Ground, Prose, check_unprotected, unprotected, weave
 from models_integration.tasks.metrics import CONTAINS
-from models_integration.tasks.prose import Prose, weave
 from models_integration.tasks.samples import (
     ALL_VALUES,
     DENSITIES,

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from models_integration.tasks.chat import bare
+from models_integration.tasks.assembly import bare
 from models_integration.tasks.context import Ground, Span
 from models_integration.tasks.metrics import CONTAINS, OPTION, STRING_MATCH_ALL
 from models_integration.tasks.rows import OfFile, Row, check_fields, open_rows, read_setting, texts

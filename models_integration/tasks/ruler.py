@@ -11,9 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from models_integration.tasks.context import Ground, as_many, check_unprotected, different, letters, listed, places
+from models_integration.tasks.context import (
+    NARRATIVE,
+    Ground,
+    as_many,
+    check_unprotected,
+    different,
+    letters,
+    listed,
+    places,
+    read_text,
+)
 from models_integration.tasks.metrics import STRING_MATCH_ALL
-from models_integration.tasks.prose import NARRATIVE, read_text
 from models_integration.tasks.samples import Sample
 from models_integration.tasks.scbench import uuid
 from spec.errors import SpecError

@@ -13,17 +13,19 @@ from pathlib import Path
 import numpy as np
 
 from models_integration.tasks.assembly import (
+    NO_TEMPLATE,
     Anchor,
     FactTemplate,
     Filler,
+    Frame,
     TaskTokenizer,
     TopicTemplate,
     assemble,
+    bare,
     decode,
     encode,
     joiner,
 )
-from models_integration.tasks.chat import NO_TEMPLATE, Frame, bare
 from models_integration.tasks.metrics import FIRST_NUMBER, judge
 from spec.errors import SpecError
 from spec.validate import check_choices

@@ -19,7 +19,7 @@ from conformance.measure.families.models import Family, families
 from conformance.measure.families.run import COLUMNS, POLICIES, Outcome, outcomes
 from models_integration import RetainedCache, StreamingLLM
 from models_integration.cli.app import app
-from models_integration.pocket.shipped import load_pocket_tokenizer
+from models_integration.pocket import load_pocket_tokenizer
 from models_integration.studies.results import load_rows
 from spec.errors import SpecError
 

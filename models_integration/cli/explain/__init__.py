@@ -1,1 +1,161 @@
-"""`kvspec explain`: what CrystalCache keeps of a prompt, and why, as one page that computes it again."""
+"""Implementation of `kvspec explain`: one page with the records of a run, and the code that computes from them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from models_integration.cache.atomic_file import publish_readable
+from models_integration.cli.checks import calibration_of, check_file, read_text
+from models_integration.policies.methods import prefill, spelled
+from models_integration.studies.evidence.rules import check_budget
+from models_integration.studies.page import style
+from models_integration.studies.subject import Loading, Subject
+from reference.crystalcache.graph import trunk_pairs
+from spec.arrays import Int64, IntVector
+from spec.errors import SpecError
+from spec.parameters import PAPER, CrystalCacheParameters
+from spec.records import CrystalRetention
+from spec.retention import Granularity, Retention
+
+__all__ = ["TOKENS_MOST", "explain_html", "record", "run_explain", "texts_of"]
+
+
+HOME = Path(__file__).parent
+SCRIPTS = ("stages.mjs", "drawing.mjs", "page.mjs")
+"""Together the page's one module."""
+TAKEN = ("M_min", "M_max", "tau_edge", "s", "epsilon", "alpha", "N_sink", "W_recent", "N_min", "impact", "graph")
+"""Parameters of S3 to S6."""
+_SETS = {Granularity.MODEL: "for the model", Granularity.LAYER: "a layer", Granularity.HEAD: "a layer and KV head"}
+
+
+def record(
+    result: CrystalRetention, token_ids: Int64[IntVector, " n"], parameters: CrystalCacheParameters,
+) -> dict[str, Any]:
+    """What `prefill` of stages.mjs goes on from: S1's salience, S2's trunks, Eq. 24's pairs; and what was kept.
+
+    Numbers are exact: JSON has the shortest decimals that give the same float64.
+    """
+    pairs = trunk_pairs(result.coattention.edges(), result.trunks.offsets)
+    return {
+        "token_ids": token_ids.tolist(), "salience": result.coattention.salience.tolist(),
+        "offsets": result.trunks.offsets.tolist(),
+        "pairs": {name: column.tolist() for name, column in pairs._asdict().items()},
+        "tokens": result.budget, "kept": result.kept.tolist(),
+        "parameters": {name: getattr(parameters, name) for name in TAKEN},
+    }
+
+
+def explain_html(
+    shown: dict[str, Any], texts: Sequence[str], title: str, run: str,
+    beside: tuple[str, Retention] | None = None,
+) -> str:
+    """The page.
+
+    Args:
+        shown: the `record` of the run.
+        texts: of each token, (n,).
+        title: what the prompt is called.
+        run: a sentence about the run.
+        beside: another policy by name, with what it keeps of the same prompt.
+
+    Raises:
+        SpecError: for more or fewer texts than tokens, or another policy that has seen more or fewer.
+    """
+    n = len(shown["token_ids"])
+    if len(texts) != n:
+        raise SpecError("texts", len(texts), f"must have one text for each of the {n} tokens")
+    data = {**shown, "tokens_text": list(texts), "run": run}
+    if beside is not None:
+        data["beside"] = _beside(*beside, n)
+    script = "\n".join(map(_read, SCRIPTS))
+    # Inside a script element "<" could end it.
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    page = Template(_read("page.html"))
+    return page.substitute(title=escape(title), style=style("base") + _read("page.css"), data=text, script=script)
+
+
+def _beside(name: str, retention: Retention, n: int) -> dict[str, Any]:
+    if retention.seen != n:
+        raise SpecError("beside", retention.seen, f"must have seen the same {n} tokens")
+    counts = np.bincount(retention.positions, minlength=n)
+    return {
+        "name": name, "groups": retention.groups, "granularity": _SETS[retention.granularity],
+        "counts": counts.tolist(),
+    }
+
+
+def _read(name: str) -> str:
+    return (HOME / name).read_text(encoding="utf-8")
+
+
+TOKENS_MOST = 8192
+"""Of a page: with so many a browser takes some 0.2 s for a step of a slider."""
+
+
+def run_explain(
+    prompt: Path, out: Path, budget: str, loading: Loading, beside: str | None, calibration: Path | None,
+) -> None:
+    """Read one prompt under CrystalCache, and under another policy if one is named, and write the page.
+
+    Raises:
+        SpecError: before any work for what cannot be read or written; for a prompt of more than TOKENS_MOST tokens,
+            or of more than the model has positions.
+    """
+    text = read_text("PROMPT", prompt)
+    check_budget("budget", budget)
+    check_file("out", out)
+    others = [beside] if beside else []
+    for other in others:
+        spelled(other)
+    statistics = calibration_of(others, calibration)
+    subject = replace(loading.subject(), calibration=statistics)
+    ids = subject.tokenizer(text).input_ids
+    if len(ids) > TOKENS_MOST:
+        raise SpecError("PROMPT", f"{len(ids)} tokens", f"must have at most {TOKENS_MOST} tokens")
+    subject.check_positions("PROMPT", len(ids))
+    result = _retention(subject, "crystalcache", budget, ids)
+    assert isinstance(result, CrystalRetention)
+    compared = [(other, _plain(_retention(subject, other, budget, ids))) for other in others]
+    said = f"CrystalCache with budget {budget} on the model {subject.label}, backend {subject.backend}."
+    shown = record(result, torch.tensor(ids).numpy(), PAPER)
+    page = explain_html(shown, texts_of(subject.tokenizer, ids), prompt.name, said, *compared)
+    publish_readable(out, page.encode())
+    Console().print(
+        f"{out}: {len(result.kept)} of {len(ids)} tokens kept (budget {result.budget}), {len(result.ratio)} trunks,"
+        f" {len(page) / 1024:.0f} KiB", highlight=False, soft_wrap=True,
+    )
+
+
+def _retention(subject: Subject, policy: str, budget: str, ids: list[int]) -> CrystalRetention | Retention:
+    given = torch.tensor([ids], device=subject.model.device)
+    found = prefill(subject.model, subject.policy(policy, budget), given).run.retention
+    assert isinstance(found, CrystalRetention | Retention)
+    return found
+
+
+def _plain(found: CrystalRetention | Retention) -> Retention:
+    return found.retention if isinstance(found, CrystalRetention) else found
+
+
+def texts_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """The text of each token behind the one before it: alone, some tokenizers drop the space that it begins with."""
+    def text(some: list[int]) -> str:
+        return str(tokenizer.decode(some, clean_up_tokenization_spaces=False))
+
+    alone = [text([token]) for token in ids]
+    pairs = [text(ids[i - 1 : i + 1]) for i in range(1, len(ids))]
+    behind = [
+        pair.removeprefix(before) if pair.startswith(before) else own
+        for pair, (before, own) in zip(pairs, pairwise(alone), strict=True)
+    ]
+    return [*alone[:1], *behind]

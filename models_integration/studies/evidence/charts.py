@@ -11,8 +11,7 @@ from models_integration.studies.evidence.claims import FLOOR, Samples
 from models_integration.studies.evidence.controls import BLIND, EVERY_CONTROL, FULL, RANDOM, RANDOMS
 from models_integration.studies.evidence.rules import AT_PROMPT
 from models_integration.studies.evidence.tables import budgets_of, by_task, off_budget, policies_of
-from models_integration.studies.page.elements import Html, forest, grid, note, panel, plots, section, shaded, table
-from models_integration.studies.page.pictures import Curve
+from models_integration.studies.page import Curve, Html, forest, grid, note, panel, plots, section, shaded, table
 from reference.statistics import holm
 from spec.errors import SpecError
 from spec.parameters import PAPER

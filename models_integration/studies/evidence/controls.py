@@ -7,8 +7,7 @@ import numpy as np
 
 from models_integration.policies.methods import spelled
 from models_integration.session.segment import ObservedSegment
-from models_integration.studies.answers import cropped, retentions
-from models_integration.studies.budgets import read_budget
+from models_integration.studies.answers import cropped, read_budget, retentions
 from models_integration.tasks import Placement, Sample
 from models_integration.tasks.metrics import RIGHT_OR_WRONG
 from models_integration.tasks.samples import DELAYED_ASSOCIATION, NEEDLE

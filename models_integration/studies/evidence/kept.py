@@ -10,8 +10,7 @@ from models_integration.cache.continuation import Decision
 from models_integration.session.method import Method
 from models_integration.session.segment import ObservedSegment, decide
 from models_integration.session.verbs import observe
-from models_integration.studies.answers import cropped, needed, retentions
-from models_integration.studies.budgets import read_budget
+from models_integration.studies.answers import cropped, needed, read_budget, retentions
 from models_integration.studies.evidence.controls import control_set
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Placement, Sample

@@ -1,14 +1,15 @@
-"""Sections of a study on a page of results: main results first, then charts, then all other numbers."""
+"""Sections of a study on a page of results: main results first, then charts, all other numbers, published numbers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isnan
+from typing import NamedTuple
 
-from models_integration.studies.estimate import SAME_CACHE, SIGNIFICANT, format_p
+from models_integration.studies.estimate import SAME_CACHE, SIGNIFICANT, Estimate, format_p
 from models_integration.studies.evidence.charts import curves_of, depths, differences, sweeps
 from models_integration.studies.evidence.claims import Samples, verdicts
 from models_integration.studies.evidence.controls import BLIND, EVERY_CONTROL, EVIDENCE, FULL
 from models_integration.studies.evidence.rules import PARTS, Rules
 from models_integration.studies.evidence.run import merged
-from models_integration.studies.evidence.summary import control_cells, failed_controls, summary
 from models_integration.studies.evidence.tables import (
     budgets_of,
     by_task,
@@ -19,12 +20,84 @@ from models_integration.studies.evidence.tables import (
     sizes,
     stages,
 )
-from models_integration.studies.page.elements import Html, best_of, forest, note, section, strong, table
-from models_integration.studies.page.papers import PAPER_TASKS, Ours, beside_papers
-from models_integration.studies.report import title_of
+from models_integration.studies.page import Html, best_of, forest, note, section, strong, table
+from models_integration.studies.papers import PAPERS, Paper, Table, load_paper
+from models_integration.studies.report import control_cells, failed_controls, summary, title_of
 from models_integration.studies.results import Row
 
-__all__ = ["study_sections"]
+__all__ = ["PAPER_TASKS", "Ours", "beside_papers", "study_sections"]
+
+class _Published(NamedTuple):
+    """Published numbers of a paper by policy, with columns by model and budget, and kvspec's tasks of the same kind."""
+
+    caption: str
+    note: str
+    tasks: Sequence[str]
+    columns: Sequence[tuple[str, str]]
+    rows: Mapping[str, Sequence[float]]
+
+
+def _published() -> Iterator[_Published]:
+    for paper in map(load_paper, PAPERS):
+        for each in paper.tables:
+            tasks = _tasks(paper, each)
+            if not each.published or list(each.rows) != ["policy"]:
+                continue
+            by_task = list(each.columns) == ["model", "task"]
+            for some in [(task,) for task in tasks] if by_task else [tuple(tasks)]:
+                at = [at for at, key in enumerate(each.published["columns"]) if not by_task or key[1] in some]
+                columns = [each.published["columns"][one] for one in at]
+                yield _Published(
+                    f"{paper.title}, {each.title}{f': {title_of(some[0]).lower()}' if by_task else ''}", each.note,
+                    [*some, *(f"{task}_in_prose" for task in some if task == "needle")],
+                    [(model, each.budgets[0] if by_task else budget) for model, budget in columns],
+                    {name: [own[one] for one in at] for name, own in each.published.items() if name != "columns"},
+                )
+
+
+def _tasks(paper: Paper, each: Table) -> list[str]:
+    parts = [part for part in paper.parts if part.name in each.parts and not part.kind]
+    return list(dict.fromkeys(task for part in parts for task in {**paper.study, **part.study}["tasks"]))
+
+
+_TABLES = tuple(_published())
+PAPER_TASKS = tuple(dict.fromkeys(task for each in _TABLES for task in each.tasks))
+"""kvspec's tasks of the same kind as each task of the papers."""
+
+
+class Ours(NamedTuple):
+    """Exact match in one of kvspec's tasks, by policy and budget."""
+
+    title: str
+    task: str
+    found: Mapping[tuple[str, str], Estimate]
+
+
+def beside_papers(ours: Sequence[Ours]) -> Html:
+    """Return each published table with its source and kvspec's results for the same policies, budgets and tasks."""
+    made = [note(
+        "Not the same model, lengths or samples: a paper's figures beside ours say whether an order repeats, and no"
+        " more. The figures are the papers' own.", "warning"
+    )]
+    for each in _TABLES:
+        budgets = dict.fromkeys(budget for _, budget in each.columns)
+        here = [(one, budget) for one in ours if one.task in each.tasks for budget in budgets]
+        here = [(one, budget) for one, budget in here if any(at == budget for _, at in one.found)]
+        lines = []
+        for policy, values in each.rows.items():
+            own = [_own(one, policy, budget) for one, budget in here]
+            lines.append([policy, *("" if isnan(value) else f"{value:g}" for value in values), *own])
+        headings = [
+            "", *(f"{model}, {budget}" for model, budget in each.columns),
+            *(f"here: {one.title}, {budget}" for one, budget in here),
+        ]
+        made.append(table(each.caption, headings, lines, folded=not here) + note(each.note, "small"))
+    return Html("\n".join(made))
+
+
+def _own(one: Ours, policy: str, budget: str) -> str:
+    return str(one.found.get((policy, "1.0" if policy == "fullcache" else budget), ""))
+
 
 _FEW = 10
 """Smallest number of contexts for a reliable bootstrap interval. With fewer contexts, intervals are too narrow."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from models_integration.policies.methods import spelled
-from models_integration.studies.budgets import read_budget
+from models_integration.studies.answers import read_budget
 from models_integration.studies.evidence.controls import (
     BLIND,
     CONTROL_BOUNDS,

@@ -14,8 +14,7 @@ import transformers
 
 from models_integration.cache.decide_anew import DecideAnew
 from models_integration.session.method import Method
-from models_integration.studies.answers import attempted
-from models_integration.studies.budgets import read_budget
+from models_integration.studies.answers import attempted, read_budget
 from models_integration.studies.evidence.controls import (
     BLIND,
     EVIDENCE,
@@ -34,10 +33,9 @@ from models_integration.studies.leases import Leases, unit_named
 from models_integration.studies.results import ERROR, Row, load_rows
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Sample, place
-from models_integration.tasks.chat import NO_TEMPLATE, frame_of
-from models_integration.tasks.context import Ground
+from models_integration.tasks.assembly import NO_TEMPLATE, frame_of
+from models_integration.tasks.context import Ground, Prose, read_prose
 from models_integration.tasks.in_prose import most_contexts
-from models_integration.tasks.prose import Prose, read_prose
 from models_integration.tasks.registry import FILE, SENTENCES, TEXTS, Task, resolve_task
 from models_integration.tasks.samples import part_of
 from spec import SPEC_VERSION

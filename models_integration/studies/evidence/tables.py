@@ -10,7 +10,7 @@ from models_integration.studies.estimate import SAME_CACHE
 from models_integration.studies.evidence.claims import ENDS, FLOOR, Samples
 from models_integration.studies.evidence.controls import BLIND, EVERY_CONTROL, EVIDENCE, FULL, RANDOMS
 from models_integration.studies.evidence.rules import Stage
-from models_integration.studies.page.elements import Html, note, section, table
+from models_integration.studies.page import Html, note, section, table
 from models_integration.studies.report import title_of
 from models_integration.studies.results import Row
 from spec.arrays import Int64, IntVector

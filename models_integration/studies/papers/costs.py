@@ -19,10 +19,10 @@ from models_integration.cache.retained_cache import storage_bytes
 from models_integration.model.cache_argument import cache_name
 from models_integration.policies.methods import CrystalCache
 from models_integration.studies.evidence.rules import Rules
-from models_integration.studies.papers.protocol import COSTS
+from models_integration.studies.papers import COSTS
 from models_integration.studies.results import Row, append_row, load_rows
 from models_integration.studies.subject import Subject
-from models_integration.tasks.prose import read_prose
+from models_integration.tasks.context import read_prose
 from spec import SPEC_VERSION
 from spec.backend import Backend, CrystalStages, resolve
 

@@ -12,7 +12,7 @@ import pandas as pd
 from models_integration.studies.estimate import RESAMPLES, SEED, Estimate, pairs_of, share_of
 from models_integration.studies.evidence.controls import EVERY_CONTROL, FULL
 from models_integration.studies.evidence.rules import Rules
-from models_integration.studies.papers.protocol import BEST, MEASURES, Paper, Table, decided
+from models_integration.studies.papers import BEST, MEASURES, Paper, Table, decided
 from models_integration.studies.results import Row
 from models_integration.tasks.metrics import CONTAINS, FIRST_NUMBER, boxed, judge
 from reference.statistics import bootstrap, draws

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from conformance.assurance.faults import KILL, faults
 from models_integration.archive.errors import ArchiveError
-from models_integration.archive.keyring import Keyring
+from models_integration.archive.keyring import Keyring, key_in
 from models_integration.archive.manifest import ALL, Manifest, ids_digest
-from models_integration.archive.names import key_in
 from models_integration.archive.store import Archive
 from models_integration.cache.atomic_file import TEMPORARY
 from models_integration.model.identity import ModelIdentity

@@ -21,8 +21,8 @@ from conformance.own.models_integration.archive.block_mask import REFUSED, ROTAT
 from conformance.own.models_integration.archive.test_archive_machine import TENANTS, ArchiveMachine
 from conformance.own.reference.test_injection import keys, near
 from conformance.plugin import sparingly
-from models_integration.archive.codec import decode, encode
 from models_integration.archive.errors import ArchiveError
+from models_integration.archive.library import decode, encode
 from models_integration.model import rotation as rope
 from models_integration.model.errors import UnknownModel
 from models_integration.model.identity import identify

@@ -16,8 +16,7 @@ from conformance.paths import ROOT
 from models_integration.archive.errors import ArchiveError, KeyUnavailable, NoSuchChunk, WrongModel
 from models_integration.archive.store import Archive
 from models_integration.cli import BROUGHT_BY, main
-from models_integration.cli.app import app
-from models_integration.cli.verify import run
+from models_integration.cli.app import app, verify_here
 from spec.errors import BackendUnavailable, SpecError
 
 pytestmark = pytest.mark.law("one-line-with-the-way-out")
@@ -80,11 +79,11 @@ def test_a_backend_is_judged_without_a_model(tmp_path: Path) -> None:
 def test_a_package_that_hides_ours_is_named_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("spec").mkdir()
-    monkeypatch.setattr("models_integration.cli.verify.judge", lambda command: 0)
-    assert run(["--help"]) == 0  # a folder of texts hides nothing
+    monkeypatch.setattr("models_integration.cli.app.judge", lambda command: 0)
+    assert verify_here(["--help"]) == 0  # a folder of texts hides nothing
     Path("spec/__init__.py").touch()
     with pytest.raises(SpecError, match=f"{tmp_path}/spec/__init__.py.*hides the package 'spec' of kvspec"):
-        run(["--help"])
+        verify_here(["--help"])
 
 
 @pytest.mark.law("as-it-is-described")

@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 from conformance import tolerances
 from conformance.checks import stage_checks
 from conformance.strategies.prompts import Prompt, random_prompt
+from models_integration.cli import explain as explain_page
 from models_integration.cli.app import app
-from models_integration.cli.explain import page as explain_page
-from models_integration.cli.explain.page import HOME, TAKEN, explain_html, record
+from models_integration.cli.explain import HOME, TAKEN, explain_html, record
 from reference.crystalcache import prefill
 from spec.errors import SpecError
 from spec.parameters import TINY, CrystalCacheParameters

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from conformance.paths import ROOT
-from models_integration.cli.study import Running, run
+from models_integration.cli.study_runs import Running, run
 from models_integration.policies.methods import RetentionPolicy
 from models_integration.studies import leases
 from models_integration.studies.evidence import measure as measures

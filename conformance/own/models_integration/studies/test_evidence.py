@@ -39,7 +39,7 @@ from models_integration.studies.evidence.measure import Said, measure
 from models_integration.studies.results import Row
 from models_integration.studies.subject import Loading, Subject
 from models_integration.tasks import Placement, Sample, place
-from models_integration.tasks.prose import read_prose
+from models_integration.tasks.context import read_prose
 from models_integration.tasks.registry import resolve_task
 from reference.policies.retain import retain, retain_each
 from spec.budget import parse_budget

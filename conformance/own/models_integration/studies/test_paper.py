@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from models_integration.cli.app import app
 from models_integration.policies.methods import spelled
-from models_integration.studies.budgets import read_budget
+from models_integration.studies.answers import read_budget
 from models_integration.studies.evidence.rules import rules_of
-from models_integration.studies.papers.protocol import BEST, PAPERS, load_paper, rules_of_part
+from models_integration.studies.papers import BEST, PAPERS, load_paper, rules_of_part
 from models_integration.studies.papers.tables import Measured, fill
 from models_integration.studies.subject import Loading
 from models_integration.tasks.loaders import INFINITEBENCH, LONGBENCH, LOOGLE

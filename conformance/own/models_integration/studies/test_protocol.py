@@ -34,8 +34,8 @@ from models_integration.studies.results import Row, append_row
 from models_integration.studies.subject import Loading, Subject
 from models_integration.tasks import Placement, Sample, draw_sample, place, score
 from models_integration.tasks.assembly import decode, encode
+from models_integration.tasks.context import read_prose
 from models_integration.tasks.in_prose import most_contexts
-from models_integration.tasks.prose import read_prose
 from models_integration.tasks.registry import resolve_task
 from models_integration.tasks.samples import part_of
 from reference.policies.describe import list_policies

@@ -23,8 +23,8 @@ from conformance.own.processes import started
 from models_integration.studies import leases
 from models_integration.studies.evidence.rules import load_rules
 from models_integration.studies.evidence.run import merged, study_unit
-from models_integration.studies.evidence.summary import summary
 from models_integration.studies.leases import Leases
+from models_integration.studies.report import summary
 from models_integration.studies.results import Row, append_row, load_rows
 from spec.errors import SpecError
 from spec.tables import result_table

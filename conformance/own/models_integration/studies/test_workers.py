@@ -29,9 +29,8 @@ from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import load_rules
 from models_integration.studies.leases import Leases
 from models_integration.studies.results import ERROR, START, Row, append_row, load_rows, rows_behind
-from models_integration.studies.status import status
 from models_integration.studies.subject import Loading
-from models_integration.studies.workers import run_actors
+from models_integration.studies.workers import run_actors, status
 from reference.policies import policy_from_score
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -148,7 +147,7 @@ def test_a_policy_that_keeps_more_than_it_promises_is_caught(
     for policy, errors in ((replace(honest, selector=greedy), 1), (honest, 0)):
         method = method_of(policy, parse_budget("0.5"))
         monkeypatch.setattr(
-            "models_integration.cli.study.methods",
+            "models_integration.cli.study_runs.methods",
             lambda *given, method=method: {**methods(*given), "streamingllm": method},
         )
         out = tmp_path / str(errors)

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from conformance.own.models_integration.tasks.test_tasks import chatting_tokenizer, ground_of, merged_tokenizer, said
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.tasks import Sample, registry, score
-from models_integration.tasks.chat import bare
-from models_integration.tasks.context import Ground
-from models_integration.tasks.prose import NARRATIVE, read_prose, read_text
+from models_integration.tasks.assembly import bare
+from models_integration.tasks.context import NARRATIVE, Ground, read_prose, read_text
 from models_integration.tasks.registry import BUILT_IN, CHAINS, QUESTIONS, TABLE, resolve_task
 from spec.errors import SpecError
 

@@ -24,10 +24,9 @@ from conformance.own.models_integration.tasks.test_tasks import (
     prompt,
 )
 from models_integration.tasks import Sample
-from models_integration.tasks.chat import chat
-from models_integration.tasks.context import Ground
+from models_integration.tasks.assembly import chat
+from models_integration.tasks.context import NARRATIVE, Ground, Prose, read_prose, read_text
 from models_integration.tasks.in_prose import keys_in_prose_samples
-from models_integration.tasks.prose import NARRATIVE, Prose, read_prose, read_text
 from models_integration.tasks.registry import resolve_task
 from models_integration.tasks.scbench import key_value_samples
 from spec.errors import SpecError

@@ -22,11 +22,9 @@ from models_integration.tasks import (
     needle_sample,
     place,
 )
-from models_integration.tasks.assembly import opening_ids
-from models_integration.tasks.chat import frame_of
-from models_integration.tasks.context import Ground
+from models_integration.tasks.assembly import frame_of, opening_ids
+from models_integration.tasks.context import Ground, Prose
 from models_integration.tasks.metrics import METRICS, judge
-from models_integration.tasks.prose import Prose
 from models_integration.tasks.samples import DEFAULT_FILLER, NEEDLE_TEMPLATES, TOPIC_TEMPLATES, mentions_of
 from spec.errors import SpecError
 

@@ -1,0 +1,384 @@
+"""Implementation of `kvspec study`, `sweep`, `compare`, `demo` and `report`."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from models_integration.cache.atomic_file import publish_readable
+from models_integration.cli.checks import calibration_of, check_counts, check_file, check_folder
+from models_integration.cli.options import names_of
+from models_integration.session.method import Method
+from models_integration.studies.evidence.controls import CONTROL_BOUNDS, FULL
+from models_integration.studies.evidence.page import study_sections
+from models_integration.studies.evidence.protocol import audit, check_controls, check_order, registered
+from models_integration.studies.evidence.rules import ALL, AT_PROMPT, PARTS, Rules, load_rules, rules_of, rules_text
+from models_integration.studies.evidence.run import (
+    ONE_STUDY,
+    Cell,
+    Item,
+    check_budgets,
+    items,
+    leases,
+    left_of,
+    merged,
+    methods,
+    rows_of,
+    run_items,
+)
+from models_integration.studies.evidence.tables import failures, grouped
+from models_integration.studies.page import Html, page
+from models_integration.studies.report import (
+    TABLES,
+    control_table,
+    failed_controls,
+    progress_bar,
+    say,
+    summary,
+    summary_tables,
+    table_of,
+    write_table,
+)
+from models_integration.studies.results import STUDY, Row, load_rows
+from models_integration.studies.subject import Loading, Subject
+from models_integration.studies.workers import Launch, failed_samples, first_failure
+from models_integration.tasks.samples import CONFIRM
+from reference.calibration import Calibration
+from spec.errors import SpecError
+from spec.parameters import ESSAY, PAPER
+from spec.validate import check_choices
+
+__all__ = [
+    "GRIDS", "PAGE", "STOPPED", "Running", "Work", "check_outputs", "finish", "grid_rules", "print_audit", "rules_in",
+    "run", "save_rules", "study_of", "write_outputs", "write_page", "write_report",
+]
+
+def _constants(**changed: object) -> str:
+    return ", ".join(f'{name}="{one}"' if isinstance(one, str) else f"{name}={one}" for name, one in changed.items())
+
+
+GRIDS: dict[str, tuple[str, ...]] = {
+    name: ("crystalcache", *(f"crystalcache({constants})" for constants in each)) for name, each in {
+        # Values that the paper varies, according to Appendix A.
+        "appendix-a": (
+            *(_constants(T_max=value) for value in (16, 24, 48)), *(_constants(s=value) for value in (2.0, 10.0)),
+            *(_constants(alpha=value) for value in (0.25, 0.5, 2.0, 8.0)),
+        ),
+        "extensions": (
+            _constants(**{name: one for name, one in vars(ESSAY).items() if one != getattr(PAPER, name)}),
+            _constants(allocation="tiers"), *(_constants(coverage=value) for value in (0.1, 0.25, 0.5)),
+            _constants(merge="median"), _constants(rarity="reciprocal"), _constants(rarity="exponential"),
+        ),
+    }.items()
+}
+"""Policies of each grid: CrystalCache with the parameters of the paper, then CrystalCache with changed parameters."""
+
+
+def study_of(
+    title: str, policies: Sequence[str], budgets: str, tasks: str, lengths: str, samples: int, seeds: str,
+    placements: str, models: str, *, controls: bool, bare: bool, calibration: str = "",
+) -> dict[str, Any]:
+    """Return the entries of the table [study] of a rules file that has the same meaning as the options.
+
+    Raises:
+        SpecError: if a list is empty, or if a seed or length is not a whole number.
+    """
+    checked = tuple(CONTROL_BOUNDS) if controls else ()
+    return {
+        "title": title, "models": names_of("model", models), "contexts": samples, "questions": 1,
+        "seeds": _numbers("seeds", seeds), "lengths": _numbers("lengths", lengths),
+        "placements": names_of("placements", placements), "tasks": names_of("tasks", tasks),
+        "policies": [name for name in policies if name != FULL], "budgets": names_of("budgets", budgets),
+        "controls": [*((FULL,) if FULL in policies else ()), *checked], "bare": bare,
+        **({"calibration": calibration} if calibration else {}),
+    }
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(one) for one in names_of(option, text)]
+    except ValueError as error:
+        raise SpecError(option, text, "must be whole numbers, separated by commas") from error
+
+
+def save_rules(study: Mapping[str, Any], path: Path) -> None:
+    """Write a study as a rules file, and print the command that runs the rules file.
+
+    Raises:
+        SpecError: if `Rules` does not accept an entry, or if the file cannot be written.
+    """
+    rules_of(**study)
+    check_file("write_rules", path)
+    publish_readable(path, rules_text(**study).encode())
+    say(f"{path}; run it with: kvspec sweep {path}")
+
+
+def grid_rules(
+    grid: str, budget: str, tasks: str, lengths: str, samples: int, seeds: str, models: str, bare: bool,
+) -> Rules:
+    """Return the rules of a sweep over the parameters of a grid.
+
+    Raises:
+        SpecError: if the grid is unknown, or as in `study_of` and `rules_of`.
+    """
+    check_choices("grid", (grid,), GRIDS)
+    title = f"Grid {grid}"
+    return rules_of(**study_of(
+        title, GRIDS[grid], budget, tasks, lengths, samples, seeds, "after", models, controls=False, bare=bare
+    ))
+
+
+def rules_in(path: Path, bare: bool) -> Rules:
+    """Return the rules in a file. If `bare` is True, no chat template is used.
+
+    Raises:
+        SpecError: as in `load_rules`.
+    """
+    rules = load_rules(path)
+    return replace(rules, bare=rules.bare or bare)
+
+
+STOPPED = 130
+"""Exit code of a command that Ctrl-C has stopped."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """Settings for a run of a rules file.
+
+    Attributes:
+        out: folder for the results and the report.
+        part: samples to run: a name in PARTS, or ALL.
+        batch_size: number of compacted caches of one sample that share a forward pass.
+        again: if True, run failed samples again.
+        file: rules file whose claims the report shows. None if the rules come from the options of a command. The path
+            of the calibration file is relative to the folder of the rules file.
+        table: file for the table of results. None: no table.
+        figure: file for the figure. None: no figure.
+    """
+
+    out: Path
+    part: str = ALL
+    batch_size: int = 12
+    again: bool = False
+    file: Path | None = None
+    table: Path | None = None
+    figure: Path | None = None
+
+
+def run(rules: Rules, loading: Loading, running: Running, launch: Launch | None = None) -> None:
+    """Measure the samples of each model without a stored result, then print the tables and write the report.
+
+    Raises:
+        SpecError: if the rules, an option or a model is invalid. The error is raised before a sample is measured.
+        Exit: with exit code 130 if the run is interrupted, or with exit code 1 if a sample or a control failed. Stored
+            results are kept.
+    """
+    with (launch or Launch()).started(running.out, loading.device):
+        console, results = Console(), running.out / STUDY
+        rules, calibration = _checked(rules, running)
+
+        def work_on(model: str) -> Work:
+            return Work(rules, replace(replace(loading, model=model).subject(), calibration=calibration), running)
+
+        for model in rules.models[1:]:  # the next line checks the first model
+            work_on(model)
+        rows, failed, stopped = measured(map(work_on, rules.models), console)
+        if stopped:
+            say(f"stopped: {len(rows)} samples of this run are in {results}; run the same command again for the rest")
+        if rows:
+            failed |= _show(rows, rules, console, running)
+        finish(results, failed, stopped)
+
+
+def _checked(rules: Rules, running: Running) -> tuple[Rules, Calibration | None]:
+    """Check the options of a run. Return the rules, with the commit if the run confirms claims, and the calibration."""
+    check_choices("part", (running.part,), (*PARTS, ALL))
+    check_counts(batch_size=running.batch_size)
+    if not rules.calibration:
+        calibration_of((policy.removesuffix(AT_PROMPT) for policy in rules.policies), None)
+    calibration = rules.calibrated(running.file.parent if running.file else Path())
+    check_folder("out", running.out, STUDY)
+    parts = _parts(running)
+    check_order(rules, load_rows(running.out / STUDY), parts)
+    if rules.claims and CONFIRM in parts and running.file is not None:
+        rules = replace(rules, commit=registered(rules, running.file))
+    check_outputs(running.table, running.figure)
+    return rules, calibration
+
+
+def measured(works: Iterable["Work"], console: Console) -> tuple[list[Row], bool, bool]:
+    """Measure each work until Ctrl-C. Return the rows, whether a sample failed, and whether the run was stopped."""
+    rows, failed = list[Row](), False
+    for work in works:
+        stopped = work.measure(console)
+        rows += work.rows()
+        failed |= work.failed
+        if stopped:
+            return rows, failed, True
+    return rows, failed, False
+
+
+def finish(results: Path, failed: bool, stopped: bool) -> None:
+    """Print the first failure, if a sample failed. If the run failed or was stopped, exit with code 1 or 130."""
+    if failed and (said := first_failure(results)):
+        say(said)
+    if stopped or failed:
+        raise typer.Exit(STOPPED if stopped else 1)
+
+
+def print_audit(folder: Path) -> None:
+    """Print for each study of a folder whether the git history has the rules before the results.
+
+    Raises:
+        SpecError: as in `audit`.
+    """
+    lines = [[one.study, one.rules[:8], one.rows[:8], one.finding] for one in audit(folder)]
+    Console().print(table_of("Rules before rows", ["study", "rules", "rows", "finding"], lines, texts=4))
+
+
+def _parts(running: Running) -> Sequence[str]:
+    return PARTS if running.part == ALL else (running.part,)
+
+
+def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running) -> bool:
+    """Print the tables and write the report, table and figure. Return True if a control fails."""
+    counted = summary(rows)
+    measured, controls = ([row for row in counted if row["control"] is kind] for kind in (False, True))
+    for table in [*summary_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
+        console.print(table)
+    write_page(running.out, [rules] if running.file else [])
+    write_outputs(rows, running.table, running.figure)
+    failed = failed_controls(controls)
+    if failed:
+        console.print(f"controls FAIL: {', '.join(failed)}. With this model, length and budget, the comparison is"
+                      " not a valid test of the kept tokens.")
+    return bool(failed)
+
+
+class Work:
+    """Samples of a rules file on one model. The constructor checks the policies, the controls and the samples.
+
+    Raises:
+        SpecError: if a policy, a control or a sample cannot be measured.
+    """
+
+    def __init__(self, rules: Rules, subject: Subject, running: Running) -> None:
+        self.rules, self.subject, self.running = rules, subject, running
+        self.policies: dict[str, Method] = methods(rules, self.subject)
+        self.warnings = list(check_budgets(rules, self.policies))
+        check_controls(rules, {name: method.policy for name, method in self.policies.items()})
+        self.items: list[Item] = list(items(rules, self.subject, _parts(running)))
+        self.failed = False
+
+    def measure(self, console: Console) -> bool:
+        """Measure the samples without a stored result. Return True if Ctrl-C stopped the run."""
+        rules, subject, results = self.rules, self.subject, self.running.out / STUDY
+        every: dict[str, tuple[Item, tuple[Cell, ...]]] = {
+            item.unit(rules, subject): (item, item.cells(rules)) for item in self.items
+        }
+        for warning in self.warnings:
+            say(f"warning: {warning}", console)
+        try:
+            with leases(results) as own:
+                left = left_of(results, rules, subject, self.items)
+                own.plan(left.keys() | (every.keys() & own.stored()))
+                if self.running.again:
+                    own.again(left)
+                checks = sum(bool(item.control) for item, _ in every.values())
+                samples = f"{len(every)} samples" + (f" ({checks} samples only for controls)" if checks else "")
+                part = "" if self.running.part == ALL else f" {self.running.part} samples,"
+                say(
+                    f"{rules.title}:{part} model {subject.name}, backend {subject.backend}, rules {rules.digest[:8]};"
+                    f" {samples}, {len(every) - len(left)} of them stored in {results} by earlier runs", console
+                )
+                with progress_bar(console, len(left)) as progress:
+                    run_items(subject, rules, self.policies, left, own, self.running.batch_size, progress)
+                self.failed = bool(own.failed.keys() & left.keys())
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def rows(self) -> list[Row]:
+        """Return the stored rows of the samples."""
+        return rows_of(self.running.out / STUDY, self.rules, self.subject, self.items)
+
+
+PAGE = "report.html"
+FIGURES = (".svg", ".pdf", ".png")
+"""Suffixes that the file of a figure can have."""
+
+
+def write_report(
+    folder: Path, rules: list[Path], out: Path | None, table: Path | None, figure: Path | None,
+) -> None:
+    """Write the report, the table and the figure of the results in a folder.
+
+    Raises:
+        SpecError: if the folder has no results, if no result was measured with a given rules file, or if a file cannot
+            be read or written.
+    """
+    if out is not None:
+        check_file("out", out)
+    check_outputs(table, figure)
+    write_page(folder, [load_rules(path) for path in rules], out)
+    write_outputs(merged(load_rows(folder / STUDY)), table, figure)
+
+
+def check_outputs(table: Path | None, figure: Path | None) -> None:
+    """Check that the files of the table and the figure have a known suffix and can be written.
+
+    Raises:
+        SpecError: if a suffix is unknown, if a file cannot be written, or if a figure needs matplotlib.
+    """
+    for option, path, forms in (("table", table, TABLES), ("figure", figure, FIGURES)):
+        if path is not None:
+            if path.suffix not in forms:
+                raise SpecError(option, str(path), f"must end in {' or '.join(forms)}")
+            check_file(option, path)
+    if figure is not None and find_spec("matplotlib") is None:
+        raise SpecError("figure", str(figure), "needs matplotlib: pip install 'kvspec[plots]'")
+
+
+def write_outputs(rows: Sequence[Row], table: Path | None, figure: Path | None) -> None:
+    """Write the table and the figure of rows to the given paths, and print the paths. Skip a path that is None.
+
+    Raises:
+        SpecError: if the rows belong to different runs, because rows of different runs must not be averaged.
+    """
+    models = {row["model"] for row in rows}
+    kinds = {name: {(row["model"], repr(row.get(name))) for row in rows} for name in ONE_STUDY}
+    mixed = [name for name, kind in kinds.items() if len(kind) > len(models)]
+    if mixed and (table or figure):
+        reason = f"contains results with different {', '.join(mixed)}: write each run to a separate folder"
+        raise SpecError("FOLDER", f"{len(rows)} rows", reason)
+    if table is not None:
+        write_table(summary(rows), table)
+        say(str(table))
+    if figure is not None:
+        from models_integration.studies.page.figures import write_figure
+
+        write_figure(rows, figure)
+        say(str(figure))
+
+
+def write_page(folder: Path, rules: list[Rules], out: Path | None = None) -> None:
+    """Write the report of all results in a folder, and print the path. Default path: report.html in the folder."""
+    path, sections = out or folder / PAGE, list(filter(None, _sections(folder, {one.digest: one for one in rules})))
+    if not sections:
+        raise SpecError("FOLDER", str(folder), f"must contain results in {STUDY}")
+    publish_readable(path, page(f"kvspec: {folder.resolve().name}", sections).encode())
+    say(str(path))
+
+
+def _sections(folder: Path, rules: dict[str, Rules]) -> Iterator[Html]:
+    study = load_rows(folder / STUDY)
+    if unused := [digest for digest in rules if digest not in {row["rules"] for row in study}]:
+        raise SpecError("rules", unused[0][:8], f"no result in {folder / STUDY} was measured with this rules file")
+    for about, rows in grouped(study, ONE_STUDY):
+        yield from study_sections(rows, rules.get(about["rules"]))
+    yield failures(failed_samples(folder / STUDY))
