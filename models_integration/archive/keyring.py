@@ -51,7 +51,8 @@ def identity_digits(digest: str) -> str:
 
 def key_of(digits: str, secret: bytes, kind: str) -> str:
     """Return the key of a chunk. The secret is the tenant's name, or a secret from the tenant's keyring."""
-    return digits + _bound(digits, secret, kind) + kind
+    bound = hmac.new(secret, f"kvarc/3 {kind} {digits}".encode("utf-8", "replace"), hashlib.sha256).hexdigest()
+    return digits + bound[:TENANT_DIGITS] + kind
 
 
 def is_of(key: str, secret: bytes, kind: str) -> bool:
@@ -69,12 +70,6 @@ def key_in(name: str) -> str | None:
     """Return the key in a file name, or None."""
     found = re.search(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", name)
     return None if found is None else found[0]
-
-
-def _bound(digits: str, secret: bytes, kind: str) -> str:
-    return hmac.new(secret, f"kvarc/3 {kind} {digits}".encode("utf-8", "replace"), hashlib.sha256).hexdigest()[
-        :TENANT_DIGITS
-    ]
 
 
 MASTER_BYTES = 32

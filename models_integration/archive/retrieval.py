@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from reference.injection.fusion import fused, recall
+from reference.injection.fusion import fused
 from spec.errors import SpecError
 
-__all__ = ["Ranker", "dense", "lexical", "measured", "reranked", "retrieved", "static"]
+__all__ = ["Ranker", "dense", "lexical", "reranked", "retrieved", "static"]
 
 Ranker = Callable[[str], list[str]]
 """Names of all chunks for a query, best first."""
-DEPTHS = (1, 3, 5)
 
 # How Unicode's names of letters begin, in scripts that put no spaces between words.
 _UNSPACED = (
@@ -159,20 +158,3 @@ def _loaded(kind: Any, path: Path) -> tuple[Any, Any]:
 def retrieved(query: str, rankers: Sequence[Ranker], candidates: int) -> list[str]:
     """The first candidates of the joined rankings."""
     return [name for name, _ in fused([ranker(query)[:candidates] for ranker in rankers])][:candidates]
-
-
-def measured(selections: Mapping[str, Sequence[str]], truth: Mapping[str, str]) -> dict[str, float]:
-    """r@1, r@3 and r@5 over queries; gt_in_top3 is r@3 under the paper's name.
-
-    Raises:
-        SpecError: where there is no query, or one without a selection.
-    """
-    if not truth:
-        raise SpecError("truth", 0, "must have at least one query")
-    for query in truth:
-        if query not in selections:
-            raise SpecError("selections", query, "must have a selection, because the query has a right chunk")
-    found = {
-        f"r@{k}": sum(recall(selections[query], truth[query], k) for query in truth) / len(truth) for k in DEPTHS
-    }
-    return {**found, "gt_in_top3": found["r@3"]}

@@ -2,24 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
 
-import torch
 import typer
 
 from models_integration.archive.errors import ForeignVersion, NoSuchChunk, OtherDtype, OtherFrequencies, WrongModel
 from models_integration.archive.keyring import Keyring, read_master
-from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import IDS, Library, recommended_form, vocabulary_of
 from models_integration.archive.retrieval import dense, lexical, reranked, retrieved, static
 from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cli.checks import calibration_of
-from models_integration.model.cache_argument import cache_name
-from models_integration.studies.answers import answered
+from models_integration.cli.checks import calibration_of, check_counts
+from models_integration.studies.answers import answered, next_token
 from models_integration.studies.subject import Loading, Subject
 from spec.errors import SpecError
 
@@ -83,8 +78,7 @@ def run_find(
     master_key: Path | None,
 ) -> None:
     """Print the keys and texts of the chunks that match a query best."""
-    if top < 1:
-        raise SpecError("top", top, "must be at least 1")
+    check_counts(top=top)
     subject = loading.subject()
     with _existing(folder, master_key) as archive:
         texts = dict(_texts(archive, subject, tenant))
@@ -115,8 +109,7 @@ def run_inject(
     master_key: Path | None,
 ) -> None:
     """Print the answer of the model after inserted chunks. If `text` is True, also print the answer after the texts."""
-    if new_tokens < 1:
-        raise SpecError("new_tokens", new_tokens, "must be at least 1")
+    check_counts(new_tokens=new_tokens)
     subject = loading.subject()
     before, after = subject.tokenizer(session).input_ids, _plain_ids(subject, ask)
     if not after:
@@ -128,32 +121,27 @@ def run_inject(
         library.inject(cache, keys, room=len(after) + new_tokens)
         answer = _answer(subject, cache, after, new_tokens, start)
         if not text:
-            print(answer.text)
+            print(answer[0])
             return
         ids = [token for key in keys if (chunk := library.get(key)) for token in chunk.visible]
     as_text = _answer(subject, _session(subject, before), [*ids, *after], new_tokens, perf_counter())
-    for name, one in (("inserted", answer), ("as text", as_text)):
-        print(f"{name}, {1000 * one.seconds:.1f} ms to the first token: {one.text}")
-
-
-class _Answer(NamedTuple):
-    text: str
-    seconds: float
-    """Seconds until the first token of the answer."""
+    for name, (said, seconds) in (("inserted", answer), ("as text", as_text)):
+        print(f"{name}, {1000 * seconds:.1f} ms to the first token: {said}")
 
 
 def _session(subject: Subject, ids: Sequence[int]) -> RetainedCache:
     cache = RetainedCache(subject.model.config.get_text_config(decoder=True))
     if ids:
-        _next_token(subject, cache, ids)
+        next_token(subject.model, cache, ids)
     return cache
 
 
-def _answer(subject: Subject, cache: RetainedCache, ids: Sequence[int], new_tokens: int, start: float) -> _Answer:
-    """Return the greedy answer after `ids`. The time is measured from `start`."""
-    with layer_masks(subject.model, cache):
-        answer, seconds = answered(partial(_next_token, subject, cache), ids, subject.stop_ids, new_tokens, start)
-    return _Answer(str(subject.tokenizer.decode(answer)).strip(), seconds)
+def _answer(
+    subject: Subject, cache: RetainedCache, ids: Sequence[int], new_tokens: int, start: float,
+) -> tuple[str, float]:
+    """Return the greedy answer after `ids`, and the seconds from `start` to the first token."""
+    answer, seconds = answered(subject.model, cache, ids, subject.stop_ids, new_tokens, start)
+    return str(subject.tokenizer.decode(answer)).strip(), seconds
 
 
 def run_verify(folder: Path, master_key: Path | None) -> None:
@@ -200,13 +188,6 @@ def _plain_ids(subject: Subject, text: str) -> list[int]:
     """Return the token ids of a text without a BOS token. Only the start of a session has a BOS token."""
     ids: list[int] = subject.tokenizer(text, add_special_tokens=False).input_ids
     return ids
-
-
-def _next_token(subject: Subject, cache: RetainedCache, ids: Sequence[int]) -> int:
-    given = torch.tensor([list(ids)], device=subject.model.device)
-    with torch.no_grad():
-        logits = subject.model(input_ids=given, use_cache=True, **{cache_name(subject.model): cache}).logits
-    return int(logits[0, -1].argmax())
 
 
 def _existing(folder: Path, master_key: Path | None = None, limit: int | None = None) -> Archive:

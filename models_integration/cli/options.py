@@ -16,17 +16,13 @@ __all__ = [
 
 _YOURS = "For your own task write 'module:ATTRIBUTE' or the name of an entry point."
 
-Model = Annotated[
-    str,
-    typer.Option(help="Model: 'pocket', 'chat', 'smollm2', or a transformers model by its folder, GGUF file or hub"
-                 " name. kvspec ships 'pocket' and 'chat'. Before you use 'smollm2', run"
-                 " `kvspec models fetch smollm2`."),
-]
-Models = Annotated[
-    str, typer.Option("--models", "--model", help="Models, separated by commas: 'pocket', 'chat', 'smollm2', or a"
-                      " transformers model by its folder, GGUF file or hub name. kvspec ships 'pocket' and 'chat'."
-                      " Before you use 'smollm2', run `kvspec models fetch smollm2`."),
-]
+_MODELS = (
+    "'pocket', 'chat', 'smollm2', or a transformers model by its folder, GGUF file or hub name. kvspec ships 'pocket'"
+    " and 'chat'. Before you use 'smollm2', run `kvspec models fetch smollm2`."
+)
+
+Model = Annotated[str, typer.Option(help=f"Model: {_MODELS}")]
+Models = Annotated[str, typer.Option("--models", "--model", help=f"Models, separated by commas: {_MODELS}")]
 Tasks = Annotated[
     str, typer.Option(help="Comma-separated tasks (`kvspec tasks` lists the names). Write needle(depth=0.5) to set a"
                        f" constant. Write ruler-file:PATH to use the samples of a benchmark file. {_YOURS}"),

@@ -14,7 +14,6 @@ from models_integration.cli.checks import check_folder
 from models_integration.cli.paper_runs import INJECTION, Asked, publish_tables
 from models_integration.cli.study_runs import finish
 from models_integration.studies.page import Html, note, section, table
-from models_integration.studies.papers.conversations import Talk, draw_talk, read_locomo
 from models_integration.studies.papers.costs import clock_of, timed
 from models_integration.studies.papers.injection import NEW_TOKENS, Scene, Session, template_of
 from models_integration.studies.papers.injection_tables import (
@@ -25,6 +24,7 @@ from models_integration.studies.papers.injection_tables import (
     interaction,
     tables_of,
 )
+from models_integration.studies.papers.probes import Talk, draw_talk, read_locomo
 from models_integration.studies.report import progress_bar, say, table_of
 from models_integration.studies.results import Row, append_row, load_rows
 from models_integration.studies.subject import Loading, Subject

@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from models_integration.cache.atomic_file import publish_readable
-from models_integration.cli.checks import check_file, read_text
+from models_integration.cli.checks import check_counts, check_file, read_text
 from models_integration.engines.keep import keep
 from models_integration.model.published_weights import located
 from models_integration.pocket import load_pocket_tokenizer
@@ -86,8 +86,7 @@ def run_calibrate(
     Raises:
         SpecError: if the text has no token, if a file cannot be read or written, or if the model is not supported.
     """
-    if tokens < 1:
-        raise SpecError("tokens", tokens, "must be at least 1")
+    check_counts(tokens=tokens)
     if threshold is not None and text.suffix != ".tsv":
         raise SpecError("threshold", threshold, f"can be used only with a head pattern (.tsv), not with {text.name}")
     check_file("out", out)

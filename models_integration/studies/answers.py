@@ -4,18 +4,19 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models_integration.archive.layer_masks import layer_masks
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.cache_argument import cache_name
 from models_integration.session.segment import ObservedSegment
 from models_integration.session.verbs import read
-from models_integration.studies.leases import Leases
-from models_integration.studies.results import ERROR, Row
+from models_integration.studies.results import ERROR, Leases, Row
 from reference.policies import eviction_budget
 from reference.policies.retain import retain_each
 from spec.budget import Budget, parse_budget
@@ -24,7 +25,8 @@ from spec.policy import Needs, Policy
 from spec.retention import Retention
 
 __all__ = [
-    "EVICT", "Onward", "answered", "attempted", "cropped", "generated", "needed", "onward", "read_budget", "retentions",
+    "EVICT", "Onward", "answered", "attempted", "cropped", "generated", "needed", "next_token", "onward", "read_budget",
+    "retentions",
 ]
 
 EVICT = "evict "
@@ -131,21 +133,29 @@ def generated(forward: Onward, logits: Tensor, stop_ids: frozenset[int], max_new
         logits = forward(tokens[:, None])
 
 
-def answered(
-    read: Callable[[Sequence[int]], int], ids: Sequence[int], stop_ids: frozenset[int], most: int, start: float,
-) -> tuple[list[int], float]:
-    """One greedy answer without its stop id, and the seconds from `start` to its first token.
+@torch.no_grad()
+def next_token(model: PreTrainedModel, cache: RetainedCache, ids: Sequence[int]) -> int:
+    """Return the most likely token after `ids`, which the model processes with the cache."""
+    given = torch.tensor([list(ids)], device=model.device)
+    names: dict[str, Any] = {cache_name(model): cache}
+    return int(model(input_ids=given, use_cache=True, **names).logits[0, -1].argmax())
 
-    Args:
-        read: reads tokens behind a cache, and gives the most likely next one.
+
+def answered(
+    model: PreTrainedModel, cache: RetainedCache, ids: Sequence[int], stop_ids: frozenset[int], most: int, start: float,
+) -> tuple[list[int], float]:
+    """Return one greedy answer after `ids` without its stop id, and the seconds from `start` to its first token.
+
+    The layers of the cache may store different positions.
     """
-    answer, token = list[int](), read(ids)
-    seconds = perf_counter() - start
-    while token not in stop_ids:
-        answer.append(token)
-        if len(answer) == most:
-            break
-        token = read([token])
+    with layer_masks(model, cache):
+        answer, token = list[int](), next_token(model, cache, ids)
+        seconds = perf_counter() - start
+        while token not in stop_ids:
+            answer.append(token)
+            if len(answer) == most:
+                break
+            token = next_token(model, cache, [token])
     return answer, seconds
 
 

@@ -28,7 +28,7 @@ from models_integration.session.segment import ObservedSegment, decide
 from models_integration.session.session import Session
 from models_integration.session.verbs import compact, observe, read
 from models_integration.studies.evidence.rules import AT_PROMPT
-from models_integration.studies.leases import unit_named
+from models_integration.studies.results import unit_named
 from models_integration.studies.subject import AUTO, SHIPPED, Subject, policy_in_rows
 from reference.calibration import load_calibration
 from spec import SPEC_VERSION

@@ -15,7 +15,6 @@ from models_integration.tasks.assembly import Anchor, FactTemplate, TaskTokenize
 from models_integration.tasks.context import STRATA, Ground, Prose, check_unprotected, unprotected, weave
 from models_integration.tasks.metrics import CONTAINS
 from models_integration.tasks.samples import (
-    ALL_VALUES,
     DENSITIES,
     DEV,
     FRAMING_SENTENCE,
@@ -66,10 +65,10 @@ def keys_in_prose_samples(
     window = ground.prose.window(length, index, seed)
     rng = ground.rng(length, index, seed, keys)
     template = NEEDLE_TEMPLATES[int(rng.integers(len(NEEDLE_TEMPLATES)))]
-    value = draw_value(rng, ALL_VALUES)
+    value = draw_value(rng)
     depth = STRATA[index % len(STRATA)] if depth is None else float(depth)
     anchors = [Anchor(template.state(value), depth * max(0.0, 1 - PAPER.W_recent / length))]
-    anchors += distractor_anchors(rng, template, keys - 1, value, ALL_VALUES)
+    anchors += distractor_anchors(rng, template, keys - 1, value)
     text = weave(ground.tokenizer, ground.prose, window, ground.frame.opening, anchors, length)
     return (check_unprotected(ground.sample(
         text.ids, f"{joiner(ground.tokenizer)}Question: {template.ask()}", template.state("").removesuffix(" ."),
@@ -93,7 +92,7 @@ def delayed_in_prose_samples(
     rng, window = ground.rng(length, index, seed), ground.prose.window(length, index, seed)
     topic = TOPIC_TEMPLATES[int(rng.integers(len(TOPIC_TEMPLATES)))]
     density = density or DENSITIES[index % len(DENSITIES)]
-    value = str(draw_value(rng, ALL_VALUES))
+    value = str(draw_value(rng))
     fact = topic.fact.state(value)
     anchors = [Anchor(FRAMING_SENTENCE, 0.0), Anchor(fact, 0.0), *spaced(mentions_of(topic, density))]
     text = weave(ground.tokenizer, ground.prose, window, ground.frame.opening, anchors, length)

@@ -53,7 +53,7 @@ from spec.errors import SpecError
 from spec.plugins import find_plugin
 
 __all__ = [
-    "BUILT_IN", "CHAINS", "ENTRY_POINTS", "FILES", "QUESTIONS", "TABLE", "TEXTS", "Entry", "Task", "resolve_task",
+    "CHAINS", "ENTRY_POINTS", "FILES", "QUESTIONS", "TABLE", "TEXTS", "Entry", "Task", "resolve_task",
 ]
 
 ENTRY_POINTS = "kvspec.tasks"
@@ -207,8 +207,6 @@ TABLE: Mapping[str, Entry] = {
     },
 }
 """Tasks by name. Tasks with `PROSE` use windows of the text that do not overlap."""
-BUILT_IN: Mapping[str, Maker] = {name: entry.make for name, entry in TABLE.items() if entry.gold}
-"""Names of the tasks whose gold answer has tokens."""
 FILES: Mapping[str, Callable[[Path], OfFile]] = {
     "ruler-file": ruler_file, "ruler-lm-eval-file": partial(ruler_file, dialect=LM_EVAL), "scbench-file": scbench_file,
     "scbench-turns-file": partial(scbench_file, turns=True), "longbench-file": longbench_file,

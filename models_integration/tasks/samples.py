@@ -6,7 +6,7 @@
 
 import hashlib
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,13 +31,13 @@ from spec.errors import SpecError
 from spec.validate import check_choices
 
 __all__ = [
-    "ALL_VALUES", "CONFIRM", "DEFAULT_FILLER", "DEFAULT_PLACEMENT", "DELAYED_ASSOCIATION", "DENSITIES", "DEPTHS",
+    "CONFIRM", "DEFAULT_FILLER", "DEFAULT_PLACEMENT", "DELAYED_ASSOCIATION", "DENSITIES", "DEPTHS",
     "DEV", "FRAMING_SENTENCE", "MAX_NEW_TOKENS", "NEEDLE", "NEEDLE_TEMPLATES", "PLACEMENTS", "QUESTION_FRAME", "TASKS",
     "TOPIC_TEMPLATES", "Placement", "Sample", "delayed_association_sample", "distractor_anchors", "draw_sample",
     "draw_value", "generator", "mentions_of", "needle_sample", "part_of", "place", "score", "spaced",
 ]
 
-ALL_VALUES = range(1000, 10_000)
+_VALUES = range(1000, 10_000)
 QUESTION_FRAME = "Question: {question} Answer:"
 FRAMING_SENTENCE = "The following report summarizes recent activity."
 
@@ -144,23 +144,15 @@ def generator(seed: int | Sequence[int]) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence(parts))
 
 
-def draw_value(rng: np.random.Generator, values: Sequence[int], used: Sequence[int] = ()) -> int:
-    """Return a value drawn uniformly from `values` without `used`.
-
-    Raises:
-        SpecError: if all values are used.
-    """
-    if len(set(values) - set(used)) == 0:
-        raise SpecError("values", len(values), f"must be more than {len(used)}, the number of values already used")
+def draw_value(rng: np.random.Generator, used: Sequence[int] = ()) -> int:
+    """Return a value drawn uniformly from the numbers of four digits without `used`."""
     while True:
-        value = int(values[int(rng.integers(len(values)))])
+        value = _VALUES[int(rng.integers(len(_VALUES)))]
         if value not in used:
             return value
 
 
-def distractor_anchors(
-    rng: np.random.Generator, template: FactTemplate, count: int, value: int, values: Sequence[int]
-) -> list[Anchor]:
+def distractor_anchors(rng: np.random.Generator, template: FactTemplate, count: int, value: int) -> list[Anchor]:
     """Return facts of the same form at random places, with different subjects and values.
 
     Without distractors, a model can answer with any number in the context. With distractors, the subject must match.
@@ -174,15 +166,14 @@ def distractor_anchors(
     used = [value]
     anchors = []
     for index in rng.permutation(most)[:count]:
-        used.append(draw_value(rng, values, used))
+        used.append(draw_value(rng, used))
         sentence = template.state(used[-1], template.other_keys[int(index)])
         anchors.append(Anchor(sentence, float(rng.random())))
     return anchors
 
 
 def needle_sample(
-    tokenizer: TaskTokenizer, length: int, depth: float, seed: int | Sequence[int], *,
-    filler: Filler = DEFAULT_FILLER, distractors: int = 0, values: Sequence[int] = ALL_VALUES,
+    tokenizer: TaskTokenizer, length: int, depth: float, seed: int | Sequence[int], *, distractors: int = 0,
     frame: Frame | None = None,
 ) -> Sample:
     """Return one sample. Equal arguments give equal samples.
@@ -192,9 +183,7 @@ def needle_sample(
         length: number of context tokens, including the opening token, without the question.
         depth: fraction of the filler before the fact, in [0, 1]. The fact is inserted at the nearest sentence end.
         seed: seed for `numpy.random.SeedSequence`.
-        filler: sentences that fill the context.
         distractors: number of facts with different subjects and values, at random depths.
-        values: possible values of the fact. A value is drawn uniformly.
         frame: text of a chat template around context and question. Default: no template.
 
     Raises:
@@ -204,10 +193,10 @@ def needle_sample(
         raise SpecError("depth", depth, "must lie in [0, 1]")
     rng = generator(seed)
     template = NEEDLE_TEMPLATES[int(rng.integers(len(NEEDLE_TEMPLATES)))]
-    value = draw_value(rng, values)
+    value = draw_value(rng)
     return _assembled(
         NEEDLE, template, value, [Anchor(template.state(value), depth)], {"depth": depth}, rng, length, tokenizer,
-        filler=filler, distractors=distractors, values=values, frame=frame,
+        distractors, frame,
     )
 
 
@@ -228,14 +217,13 @@ def spaced(mentions: Sequence[str]) -> list[Anchor]:
 
 
 def delayed_association_sample(
-    tokenizer: TaskTokenizer, length: int, density: str, seed: int | Sequence[int], *,
-    filler: Filler = DEFAULT_FILLER, distractors: int = 0, values: Sequence[int] = ALL_VALUES,
+    tokenizer: TaskTokenizer, length: int, density: str, seed: int | Sequence[int], *, distractors: int = 0,
     frame: Frame | None = None,
 ) -> Sample:
     """Return one sample. Equal arguments give equal samples.
 
     Args:
-        tokenizer, seed, filler, distractors, values, frame: as in `needle_sample`.
+        tokenizer, seed, distractors, frame: as in `needle_sample`.
         length: number of context tokens, including the opening token, without the question. The fact follows one
             framing sentence, so the distance between fact and question is almost `length`.
         density: `high` (four mentions of the topic) or `low` (two sentences that mention the topic indirectly).
@@ -246,24 +234,23 @@ def delayed_association_sample(
     rng = generator(seed)
     topic = TOPIC_TEMPLATES[int(rng.integers(len(TOPIC_TEMPLATES)))]
     mentions = mentions_of(topic, density)
-    value = draw_value(rng, values)
+    value = draw_value(rng)
     anchors = [Anchor(FRAMING_SENTENCE, 0.0), Anchor(topic.fact.state(value), 0.0), *spaced(mentions)]
     return _assembled(
-        DELAYED_ASSOCIATION, topic.fact, value, anchors, {"density": density}, rng, length, tokenizer,
-        filler=filler, distractors=distractors, values=values, frame=frame,
+        DELAYED_ASSOCIATION, topic.fact, value, anchors, {"density": density}, rng, length, tokenizer, distractors,
+        frame,
     )
 
 
 def _assembled(
     task: str, fact: FactTemplate, value: int, anchors: Sequence[Anchor], about: Mapping[str, str | float],
-    rng: np.random.Generator, length: int, tokenizer: TaskTokenizer, *, filler: Filler, distractors: int,
-    values: Sequence[int], frame: Frame | None,
+    rng: np.random.Generator, length: int, tokenizer: TaskTokenizer, distractors: int, frame: Frame | None,
 ) -> Sample:
     """Return the sample with these sentences, one of which is the fact, and with distractors, which are drawn here."""
     sentences = [anchor.text for anchor in anchors]
-    anchors = [*anchors, *distractor_anchors(rng, fact, distractors, value, values)]
+    anchors = [*anchors, *distractor_anchors(rng, fact, distractors, value)]
     frame = frame or bare(tokenizer)
-    text = assemble(tokenizer, anchors, filler, length, rng, frame.opening)
+    text = assemble(tokenizer, anchors, DEFAULT_FILLER, length, rng, frame.opening)
     question = joiner(tokenizer) + QUESTION_FRAME.format(question=fact.ask()) + frame.closing
     return Sample(
         task=task, context_ids=text.ids, question_ids=encode(tokenizer, question), chat_template=frame.name,
@@ -274,8 +261,7 @@ def _assembled(
 
 
 def draw_sample(
-    task: str, tokenizer: TaskTokenizer, length: int, index: int, seed: int, *,
-    filler: Filler = DEFAULT_FILLER, distractors: int = 0, values: Sequence[int] = ALL_VALUES,
+    task: str, tokenizer: TaskTokenizer, length: int, index: int, seed: int, *, distractors: int = 0,
     frame: Frame | None = None,
 ) -> Sample:
     """Return sample number `index` of a task at one length. The index selects the depth or the density.
@@ -288,11 +274,12 @@ def draw_sample(
     if index < 0:
         raise SpecError("index", index, "must not be negative")
     check_choices("task", (task,), TASKS)
-    make: Callable[..., Sample] = needle_sample if task == NEEDLE else delayed_association_sample
-    turns: Sequence[object] = DEPTHS if task == NEEDLE else DENSITIES
     key = (seed, TASKS.index(task), length, index)
-    options = {"filler": filler, "distractors": distractors, "values": values, "frame": frame}
-    return make(tokenizer, length, turns[index % len(turns)], key, **options)
+    if task == NEEDLE:
+        depth = DEPTHS[index % len(DEPTHS)]
+        return needle_sample(tokenizer, length, depth, key, distractors=distractors, frame=frame)
+    density = DENSITIES[index % len(DENSITIES)]
+    return delayed_association_sample(tokenizer, length, density, key, distractors=distractors, frame=frame)
 
 
 @dataclass(frozen=True)
@@ -320,20 +307,7 @@ class Placement:
     fed_ids: tuple[int, ...]
 
 
-def _after(sample: Sample) -> Placement:
-    return Placement("after", sample.context_ids, 0, sample.question_ids)
-
-
-def _in_prompt(sample: Sample) -> Placement:
-    return Placement("in_prompt", sample.context_ids + sample.question_ids, 1, sample.question_ids[-1:])
-
-
-def _paper(sample: Sample) -> Placement:
-    return Placement("paper", sample.context_ids + sample.question_ids, 0, ())
-
-
-_MAKERS = {"after": _after, "in_prompt": _in_prompt, "paper": _paper}
-PLACEMENTS = tuple(_MAKERS)
+PLACEMENTS = ("after", "in_prompt", "paper")
 DEFAULT_PLACEMENT = "after"
 
 
@@ -344,7 +318,10 @@ def place(sample: Sample, name: str = DEFAULT_PLACEMENT) -> Placement:
         SpecError: if the name is unknown.
     """
     check_choices("placement", (name,), PLACEMENTS)
-    return _MAKERS[name](sample)
+    if name == "after":
+        return Placement(name, sample.context_ids, 0, sample.question_ids)
+    whole = sample.context_ids + sample.question_ids
+    return Placement(name, whole, 1, sample.question_ids[-1:]) if name == "in_prompt" else Placement(name, whole, 0, ())
 
 
 def score(tokenizer: TaskTokenizer, answer_ids: Sequence[int], sample: Sample) -> float:

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from models_integration.pocket import ASSETS, CHAT_ASSETS, load_pocket, load_pocket_tokenizer
-from models_integration.tasks import DEFAULT_FILLER, TASKS, Sample, draw_sample, score
+from models_integration.tasks import TASKS, Sample, draw_sample, score
 from models_integration.tasks.assembly import decode
 
 pytestmark = pytest.mark.law("as-it-is-described")
@@ -83,7 +83,7 @@ def answer(model: LlamaForCausalLM, sample: Sample) -> list[int]:
 
 
 def drawn(pocket: Pocket, task: str, length: int, index: int = 0, distractors: int = 0) -> Sample:
-    return draw_sample(task, pocket[1], length, index, 42, filler=DEFAULT_FILLER, distractors=distractors)
+    return draw_sample(task, pocket[1], length, index, 42, distractors=distractors)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -30,7 +30,6 @@ from reference.statistics import (
     Interval,
     holm,
     mcnemar,
-    mcnemar_mid_p,
     mcnemar_power,
     ratio_bootstrap,
     sign_flip,
@@ -234,7 +233,6 @@ class Verdict:
         difference: estimated difference of `first` minus `second`.
         p: two-sided p value, or None if nothing is decided. Accuracies use McNemar's exact test. Recoveries use the
             exact sign-flip test over contexts, or the bootstrap above 16 contexts. Non-inferiority uses the bootstrap.
-        mid_p: McNemar's mid-p value, for accuracies.
         corrected: p value after Holm's correction over all decided claims of the file.
         power: power to find the claimed difference at Bonferroni's level, computed from the variance of dev samples.
         flag: reason why nothing is decided, or "".
@@ -246,7 +244,6 @@ class Verdict:
     claim: Claim
     difference: Estimate
     p: float | None
-    mid_p: float | None
     corrected: float | None
     power: float
     flag: str
@@ -293,7 +290,7 @@ def _verdict(claim: Claim, dev: Samples, confirm: Samples, level: float) -> Verd
     some, tried = (_about(claim, samples) for samples in (confirm, dev))
     first, second = _cells_of(claim)
     registered = bool(some.rows) and all(row.get("commit") for row in some.rows)
-    undecided = Verdict(claim, NOTHING, None, None, None, 0.0, "", registered=registered)
+    undecided = Verdict(claim, NOTHING, None, None, 0.0, "", registered=registered)
     if not {first, second} <= set(some.cells or [first, second]):
         return replace(undecided, flag="not measured")
     if not some.rows:
@@ -312,7 +309,7 @@ def _verdict(claim: Claim, dev: Samples, confirm: Samples, level: float) -> Verd
         return replace(found, flag=f"prompt tokens kept: {kept[0]:.1f} and {kept[1]:.1f}")
     if claim.measure == "accuracy" and claim.difference > 0:
         wins, losses = int((above > 0).sum()), int((above < 0).sum())
-        return replace(found, p=mcnemar(losses, wins), mid_p=mcnemar_mid_p(losses, wins))
+        return replace(found, p=mcnemar(losses, wins))
     if some.contexts <= _EXACT_CONTEXTS and claim.difference > 0:
         return replace(found, p=sign_flip(np.bincount(some.clusters, weights=above).astype(np.float64)))
     margin = min(claim.difference, 0.0)

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isnan
 from typing import NamedTuple
 
-from models_integration.studies.estimate import SAME_CACHE, SIGNIFICANT, Estimate, format_p
-from models_integration.studies.evidence.charts import curves_of, depths, differences, sweeps
+from models_integration.studies.estimate import SAME_CACHE, SIGNIFICANT, format_p
 from models_integration.studies.evidence.claims import Samples, verdicts
 from models_integration.studies.evidence.controls import BLIND, EVERY_CONTROL, EVIDENCE, FULL
 from models_integration.studies.evidence.rules import PARTS, Rules
@@ -14,89 +13,22 @@ from models_integration.studies.evidence.tables import (
     budgets_of,
     by_task,
     controls,
+    curves_of,
+    depths,
+    differences,
     flagged,
     off_budget,
     seconds,
     sizes,
     stages,
+    sweeps,
 )
 from models_integration.studies.page import Html, best_of, forest, note, section, strong, table
 from models_integration.studies.papers import PAPERS, Paper, Table, load_paper
 from models_integration.studies.report import control_cells, failed_controls, summary, title_of
 from models_integration.studies.results import Row
 
-__all__ = ["PAPER_TASKS", "Ours", "beside_papers", "study_sections"]
-
-class _Published(NamedTuple):
-    """Published numbers of a paper by policy, with columns by model and budget, and kvspec's tasks of the same kind."""
-
-    caption: str
-    note: str
-    tasks: Sequence[str]
-    columns: Sequence[tuple[str, str]]
-    rows: Mapping[str, Sequence[float]]
-
-
-def _published() -> Iterator[_Published]:
-    for paper in map(load_paper, PAPERS):
-        for each in paper.tables:
-            tasks = _tasks(paper, each)
-            if not each.published or list(each.rows) != ["policy"]:
-                continue
-            by_task = list(each.columns) == ["model", "task"]
-            for some in [(task,) for task in tasks] if by_task else [tuple(tasks)]:
-                at = [at for at, key in enumerate(each.published["columns"]) if not by_task or key[1] in some]
-                columns = [each.published["columns"][one] for one in at]
-                yield _Published(
-                    f"{paper.title}, {each.title}{f': {title_of(some[0]).lower()}' if by_task else ''}", each.note,
-                    [*some, *(f"{task}_in_prose" for task in some if task == "needle")],
-                    [(model, each.budgets[0] if by_task else budget) for model, budget in columns],
-                    {name: [own[one] for one in at] for name, own in each.published.items() if name != "columns"},
-                )
-
-
-def _tasks(paper: Paper, each: Table) -> list[str]:
-    parts = [part for part in paper.parts if part.name in each.parts and not part.kind]
-    return list(dict.fromkeys(task for part in parts for task in {**paper.study, **part.study}["tasks"]))
-
-
-_TABLES = tuple(_published())
-PAPER_TASKS = tuple(dict.fromkeys(task for each in _TABLES for task in each.tasks))
-"""kvspec's tasks of the same kind as each task of the papers."""
-
-
-class Ours(NamedTuple):
-    """Exact match in one of kvspec's tasks, by policy and budget."""
-
-    title: str
-    task: str
-    found: Mapping[tuple[str, str], Estimate]
-
-
-def beside_papers(ours: Sequence[Ours]) -> Html:
-    """Return each published table with its source and kvspec's results for the same policies, budgets and tasks."""
-    made = [note(
-        "Not the same model, lengths or samples: a paper's figures beside ours say whether an order repeats, and no"
-        " more. The figures are the papers' own.", "warning"
-    )]
-    for each in _TABLES:
-        budgets = dict.fromkeys(budget for _, budget in each.columns)
-        here = [(one, budget) for one in ours if one.task in each.tasks for budget in budgets]
-        here = [(one, budget) for one, budget in here if any(at == budget for _, at in one.found)]
-        lines = []
-        for policy, values in each.rows.items():
-            own = [_own(one, policy, budget) for one, budget in here]
-            lines.append([policy, *("" if isnan(value) else f"{value:g}" for value in values), *own])
-        headings = [
-            "", *(f"{model}, {budget}" for model, budget in each.columns),
-            *(f"here: {one.title}, {budget}" for one, budget in here),
-        ]
-        made.append(table(each.caption, headings, lines, folded=not here) + note(each.note, "small"))
-    return Html("\n".join(made))
-
-
-def _own(one: Ours, policy: str, budget: str) -> str:
-    return str(one.found.get((policy, "1.0" if policy == "fullcache" else budget), ""))
+__all__ = ["study_sections"]
 
 
 _FEW = 10
@@ -153,7 +85,7 @@ def study_sections(rows: Sequence[Row], rules: Rules | None) -> list[Html]:
         section("Controls", bounds, each(controls)),
         section("Cost", seconds(shown), each(sizes)),
         section("Flagged: a different number of prompt tokens kept", each(flagged)),
-        section("Beside the papers", beside_papers(_accuracies(placements))),
+        section("Beside the papers", _beside_papers(placements)),
     ]
 
 
@@ -263,9 +195,68 @@ def _best(samples: Samples) -> str:
     return Html("".join(tables)) if budgets else ""
 
 
-def _accuracies(placements: Mapping[str, Samples]) -> list[Ours]:
-    """Return accuracies by placement, for the tasks that are also in the papers."""
-    return [
-        Ours(f"{title_of(task)}, {name.lower()}", task, {cell: some.accuracy(cell) for cell in some.cells})
-        for name, whole in placements.items() for task in PAPER_TASKS if (some := whole.where(task=(task,))).rows
+class _Published(NamedTuple):
+    """Published numbers of a paper by policy, with columns by model and budget, and kvspec's tasks of the same kind."""
+
+    caption: str
+    note: str
+    tasks: Sequence[str]
+    columns: Sequence[tuple[str, str]]
+    rows: Mapping[str, Sequence[float]]
+
+
+def _published() -> Iterator[_Published]:
+    for paper in map(load_paper, PAPERS):
+        for each in paper.tables:
+            tasks = _tasks(paper, each)
+            if not each.published or list(each.rows) != ["policy"]:
+                continue
+            by_task = list(each.columns) == ["model", "task"]
+            for some in [(task,) for task in tasks] if by_task else [tuple(tasks)]:
+                at = [at for at, key in enumerate(each.published["columns"]) if not by_task or key[1] in some]
+                columns = [each.published["columns"][one] for one in at]
+                yield _Published(
+                    f"{paper.title}, {each.title}{f': {title_of(some[0]).lower()}' if by_task else ''}", each.note,
+                    [*some, *(f"{task}_in_prose" for task in some if task == "needle")],
+                    [(model, each.budgets[0] if by_task else budget) for model, budget in columns],
+                    {name: [own[one] for one in at] for name, own in each.published.items() if name != "columns"},
+                )
+
+
+def _tasks(paper: Paper, each: Table) -> list[str]:
+    parts = [part for part in paper.parts if part.name in each.parts and not part.kind]
+    return list(dict.fromkeys(task for part in parts for task in {**paper.study, **part.study}["tasks"]))
+
+
+_TABLES = tuple(_published())
+_PAPER_TASKS = tuple(dict.fromkeys(task for each in _TABLES for task in each.tasks))
+"""kvspec's tasks of the same kind as each task of the papers."""
+
+
+def _beside_papers(placements: Mapping[str, Samples]) -> Html:
+    """Return each published table with its source and kvspec's accuracies for the same policies, budgets and tasks."""
+    made = [note(
+        "Not the same model, lengths or samples: a paper's figures beside ours say whether an order repeats, and no"
+        " more. The figures are the papers' own.", "warning"
+    )]
+    ours = [
+        (task, f"{title_of(task)}, {name.lower()}", some) for name, whole in placements.items()
+        for task in _PAPER_TASKS if (some := whole.where(task=(task,))).rows
     ]
+    for each in _TABLES:
+        budgets = dict.fromkeys(budget for _, budget in each.columns)
+        here = [
+            (title, some, budget) for task, title, some in ours if task in each.tasks for budget in budgets
+            if any(at == budget for _, at in some.cells)
+        ]
+        lines = []
+        for policy, values in each.rows.items():
+            own = [(some, (policy, "1.0" if policy == FULL else budget)) for _, some, budget in here]
+            accuracies = [str(some.accuracy(cell)) if cell in some.cells else "" for some, cell in own]
+            lines.append([policy, *("" if isnan(value) else f"{value:g}" for value in values), *accuracies])
+        headings = [
+            "", *(f"{model}, {budget}" for model, budget in each.columns),
+            *(f"here: {title}, {budget}" for title, _, budget in here),
+        ]
+        made.append(table(each.caption, headings, lines, folded=not here) + note(each.note, "small"))
+    return Html("\n".join(made))

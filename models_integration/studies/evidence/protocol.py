@@ -111,7 +111,7 @@ def _audited(path: Path, folder: Path) -> Audit:
     with lzma.open(results, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     digests, commits = {row["rules"] for row in rows}, {row.get("commit") for row in rows if row["part"] == CONFIRM}
-    first_rows = _first(results)
+    first_rows = next(iter(_history(results)), "")
     first_rules = next((commit for commit in _history(path) if _digest_at(path, commit) in digests), "")
     finding = _finding(path, first_rules, first_rows, commits)
     return Audit(str(path.relative_to(folder)), first_rules, first_rows, finding)
@@ -136,10 +136,6 @@ def _finding(path: Path, rules: str, rows: str, commits: set[str | None]) -> str
 def _history(path: Path) -> list[str]:
     """Return the commits that changed a file, oldest first."""
     return (_git(path.parent, "log", "--reverse", "--format=%H", "--", path.name) or "").split()
-
-
-def _first(path: Path) -> str:
-    return next(iter(_history(path)), "")
 
 
 def _digest_at(path: Path, commit: str) -> str:

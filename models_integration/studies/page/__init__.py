@@ -1,4 +1,9 @@
-"""Page of results, which is a single HTML file without external files: text, tables, sections and SVG charts."""
+"""Page of results, which is a single HTML file without external files: text, tables, sections and SVG charts.
+
+The style sheet defines the colours. matplotlib is not used here, only in `figures`. With matplotlib, a panel of eight
+curves has 19.7 kB instead of 7.5 kB, dark mode cannot change the inline colours, and marks have no titles. `kvspec
+compare` would also need matplotlib's 95 MB.
+"""
 
 import math
 import re

@@ -1,9 +1,9 @@
 """Study of the paper on cross-session injection: sessions with chunks of conversations, and answers."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from time import perf_counter
 from typing import Any
 
@@ -17,10 +17,10 @@ from models_integration.archive.splice import Chunk, computed, splice, upper_hal
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.cache_argument import cache_name
 from models_integration.model.rotation import angles_between, frequencies_at, recognise, turned
-from models_integration.studies.answers import answered
-from models_integration.studies.papers.conversations import Talk
+from models_integration.studies.answers import answered, next_token
 from models_integration.studies.papers.probes import (
     PATCHES,
+    Talk,
     attention_figures,
     eager,
     key_figures,
@@ -37,7 +37,7 @@ from reference.injection.wrappers import FORMS, Form, Marker, slices, wrap
 from spec.errors import SpecError
 
 __all__ = [
-    "ASYMMETRIC", "NEW_TOKENS", "PATCHES", "TEMPLATES", "Scene", "Session", "Template", "Timed", "asymmetric",
+    "ASYMMETRIC", "NEW_TOKENS", "PATCHES", "TEMPLATES", "Scene", "Session", "Template", "asymmetric",
     "template_of",
 ]
 
@@ -132,16 +132,6 @@ class Session:
         return json.dumps({key: value for key, value in asdict(self).items() if value != getattr(Session(), key)})
 
 
-@dataclass(frozen=True)
-class Timed:
-    """Answer, whether the answer contains the value, F1 of the words, and seconds to the first token."""
-
-    answer: str
-    right: bool
-    f1: float
-    seconds: float
-
-
 class Scene:
     """Conversation with a model. Chunks are selected once for each cut, and computed once for each wrapper."""
 
@@ -154,19 +144,18 @@ class Scene:
     @torch.no_grad()
     def measure(self, session: Session) -> dict[str, Any]:
         """Return the measurements of a session: of an answer or of a probe."""
-        return self._probe(session) if session.probe else asdict(self._answer(session))
+        return self._probe(session) if session.probe else self._answer(session)
 
-    def _answer(self, session: Session) -> Timed:
-        """Return the greedy answer in a session.
+    def _answer(self, session: Session) -> dict[str, Any]:
+        """Return the greedy answer, whether it contains the value, the F1 of its words, and seconds to the first token.
 
         The clock begins when the system prompt is read and the chunks are computed, except chunks that are read as
         text.
         """
         cache, ids, start = self._opened(session)
-        with layer_masks(self.subject.model, cache):
-            answer, seconds = answered(partial(self._read, cache), ids, self.subject.stop_ids, NEW_TOKENS, start)
-        text = str(self.subject.tokenizer.decode(answer))
-        return Timed(text, self.talk.value in text, judge("qa_f1", text, [self.talk.value]), seconds)
+        answer, seconds = answered(self.subject.model, cache, ids, self.subject.stop_ids, NEW_TOKENS, start)
+        text, value = str(self.subject.tokenizer.decode(answer)), self.talk.value
+        return {"answer": text, "right": value in text, "f1": judge("qa_f1", text, [value]), "seconds": seconds}
 
     def _probe(self, session: Session) -> dict[str, list[float]]:
         """Return the attention of the question's tokens, and cosines of the chunks' keys with keys of the same text."""
@@ -174,7 +163,9 @@ class Scene:
         chunks = [self.chunk_of(one, session) for one in self._chosen(session)]
         wrapped = [wrap(self._form(session), one, self._vocabulary) for one in self._chosen(session)]
         with layer_masks(self.subject.model, cache), eager(self.subject.model):
-            weights = self._forward(cache, ids, output_attentions=True).attentions
+            given = torch.tensor([ids], device=self.subject.model.device)
+            names: dict[str, Any] = {cache_name(self.subject.model): cache}
+            weights = self.subject.model(input_ids=given, use_cache=True, output_attentions=True, **names).attentions
         return attention_figures(weights, sorted(chunks[0].layers), len(self._question())) | key_figures(
             self.subject.model, self.session_ids(session), chunks, [range(one.start, one.stop) for one in wrapped]
         )
@@ -183,7 +174,7 @@ class Scene:
         """Return the cache before the question, the ids that remain to be read, and the start of the clock."""
         before, ids = self.session_ids(session), self._question()
         cache = RetainedCache(self.subject.model.config.get_text_config(decoder=True))
-        self._read(cache, before)
+        next_token(self.subject.model, cache, before)
         chosen = self._chosen(session)
         chunks = [] if session.text else [self.chunk_of(one, session) for one in chosen]
         start = perf_counter()
@@ -220,14 +211,6 @@ class Scene:
         own = [*opening_ids(self.subject.tokenizer), *encoded]
         opening = wrap(Form(self.template.full.prefix), own, self._vocabulary)
         return {"": own, "prefix": [*own, *opening.ids[: opening.start]], "sinks": own[:SINKS]}[session.before]
-
-    def _read(self, cache: RetainedCache, ids: Sequence[int]) -> int:
-        return int(self._forward(cache, ids).logits[0, -1].argmax())
-
-    def _forward(self, cache: RetainedCache, ids: Sequence[int], **options: bool) -> Any:
-        model: Any = self.subject.model
-        given = torch.tensor([list(ids)], device=model.device)
-        return model(input_ids=given, use_cache=True, **{cache_name(model): cache}, **options)
 
     def _form(self, session: Session) -> Form:
         named = {"raw": FORMS["raw"], "full": self.template.full, "short": self.template.short}

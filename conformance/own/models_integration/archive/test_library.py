@@ -19,7 +19,7 @@ from conformance.own.models_integration.archive.test_splice import BOUND, QUERY,
 from conformance.own.models_integration.session.families import relative
 from models_integration.archive.errors import NoSuchChunk, OtherDtype, OtherFrequencies, WrongModel
 from models_integration.archive.library import Library, recommended_form
-from models_integration.archive.retrieval import dense, lexical, measured, reranked, retrieved, static
+from models_integration.archive.retrieval import dense, lexical, reranked, retrieved, static
 from models_integration.archive.store import Archive
 from models_integration.model.rotation import plain_layers, prefilled
 from reference.injection.quantisers import ARMS
@@ -256,18 +256,3 @@ def test_a_head_that_was_never_trained_is_refused(tmp_path: Path) -> None:
 @pytest.mark.law("decided-as-the-reference")
 def test_rankings_are_joined() -> None:
     assert retrieved("q", [lambda q: ["b", "a", "c"], lambda q: ["a", "b", "d"]], 3) == ["a", "b", "c"]
-
-
-@pytest.mark.law("as-it-is-described")
-@pytest.mark.law("figures-are-counted-right")
-def test_measures_count_before_and_after_reranking() -> None:
-    truth = {"q": "a", "r": "b"}
-    before = measured({"q": ["c", "d", "a"], "r": ["b", "a", "c"]}, truth)
-    after = measured({"q": ["a", "c", "d"], "r": ["b", "a", "c"]}, truth)
-    assert before == {"r@1": 0.5, "r@3": 1.0, "r@5": 1.0, "gt_in_top3": 1.0}
-    assert after["r@1"] == 1.0
-    assert after["gt_in_top3"] == before["gt_in_top3"]
-    with pytest.raises(SpecError, match="truth = 0"):
-        measured({}, {})
-    with pytest.raises(SpecError, match="selections = 'q'"):
-        measured({}, {"q": "a"})

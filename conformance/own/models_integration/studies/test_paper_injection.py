@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from models_integration.cli.app import app
 from models_integration.model.rotation import plain_layers, prefilled
-from models_integration.studies.papers.conversations import draw_talk, read_locomo
 from models_integration.studies.papers.injection import ASYMMETRIC, PATCHES, TEMPLATES, Scene, Session
 from models_integration.studies.papers.injection_tables import filled_lines, tables_of
+from models_integration.studies.papers.probes import draw_talk, read_locomo
 from models_integration.studies.subject import Loading
 from spec.errors import SpecError
 

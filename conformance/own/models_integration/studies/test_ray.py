@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers", reason="the sweep drives transformers models")
 pytest.importorskip("ray", reason="actors of Ray: nox -s lab -- extra ray runs this")
 
-from conformance.own.models_integration.studies.experiments import ROWS, SLOW, holders, measured
+from conformance.own.models_integration.studies.experiments import ROWS, RULES, SLOW, holders, measured
 from conformance.paths import ROOT
 from models_integration.studies.results import load_rows
 
@@ -25,9 +25,9 @@ def sweep(rules: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=rules.parent, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_killed_actors_make_the_rows_of_one_process(rules: Path, tmp_path: Path) -> None:
+def test_killed_actors_make_the_rows_of_one_process(tmp_path: Path, one_thread: None) -> None:
     (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
-    rules.write_text(rules.read_text(encoding="utf-8").replace('"streamingllm"', '"slow:POLICY"'), encoding="utf-8")
+    (rules := tmp_path / "sweep.toml").write_text(RULES.replace('"streamingllm"', '"slow:POLICY"'), encoding="utf-8")
     alone, together = tmp_path / "alone", tmp_path / "together"
     sweep(rules, alone).communicate()
     running = sweep(rules, together, "--engine", "ray", "--workers", "4")

@@ -22,7 +22,7 @@ from models_integration.tasks import (
     needle_sample,
     place,
 )
-from models_integration.tasks.assembly import frame_of, opening_ids
+from models_integration.tasks.assembly import assemble, frame_of, opening_ids
 from models_integration.tasks.context import Ground, Prose
 from models_integration.tasks.metrics import METRICS, judge
 from models_integration.tasks.samples import DEFAULT_FILLER, NEEDLE_TEMPLATES, TOPIC_TEMPLATES, mentions_of
@@ -198,13 +198,6 @@ def test_values_are_uniform_over_the_four_digit_numbers() -> None:
     assert ((counts - 100) ** 2 / 100).sum() < 26.1
 
 
-def test_values_and_filler_are_pluggable() -> None:
-    tokenizer = merged_tokenizer()
-    sample = needle_sample(tokenizer, 200, 0.5, 0, filler=("Nothing happened.",), values=(4321,))
-    assert sample.expected == "4321"
-    assert str(tokenizer.decode(list(sample.context_ids))).count("Nothing happened.") > 3
-
-
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("task", TASKS)
 def test_placements_partition_the_tokens(name: str, task: str) -> None:
@@ -228,9 +221,7 @@ BAD: dict[str, Callable[[PreTrainedTokenizerFast], object]] = {
     "density": lambda t: delayed_association_sample(t, 300, "medium", 0),
     "distractors": lambda t: needle_sample(t, 300, 0.5, 0, distractors=99),
     "distractors below": lambda t: needle_sample(t, 300, 0.5, 0, distractors=-1),
-    "values": lambda t: needle_sample(t, 300, 0.5, 0, values=()),
-    "values used up": lambda t: needle_sample(t, 300, 0.5, 0, values=(1234,), distractors=1),
-    "filler": lambda t: needle_sample(t, 300, 0.5, 0, filler=()),
+    "filler": lambda t: assemble(t, [], (), 300, np.random.default_rng(0)),
     "seed": lambda t: needle_sample(t, 300, 0.5, -1),
     "task": lambda t: draw_sample("haystack", t, 300, 0, 0),
     "index": lambda t: draw_sample("needle", t, 300, -1, 0),
