@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         # Triton reads it when kernels are defined, so before they are imported.
         os.environ["TRITON_INTERPRET"] = "1"
-    from conformance.measure.gpu.report import Report
+    from conformance.measure.gpu.measure import Report
 
     words = sys.argv[1:] if arguments is None else arguments
     report = Report(_header(words), chosen.dry_run, dict.fromkeys(LIMITS, "not run"))
@@ -98,37 +98,34 @@ def _run(report: "Report", chosen: argparse.Namespace) -> None:  # type: ignore[
 
 
 def _parts(report: "Report", chosen: argparse.Namespace) -> dict[str, Callable[[], None]]:  # type: ignore[name-defined]
-    from conformance.measure.gpu import measure, models, profile, speed
-    from conformance.measure.gpu.ceilings import ceilings
-    from conformance.measure.gpu.generation import generation
-    from conformance.measure.gpu.models import DRY, FULL
-    from conformance.measure.gpu.suite import conformance
+    from conformance.measure.gpu import generation, measure, speed
+    from conformance.measure.gpu.models import DRY, FULL, Subject
 
     scale = DRY if chosen.dry_run else FULL
 
     @cache
-    def subject() -> models.Subject:
+    def subject() -> Subject:
         measure.say("making the model")
-        return models.subject(scale, chosen.model)
+        return Subject.random(scale) if chosen.model is None else Subject.loaded(chosen.model, scale)
 
     def speeds() -> None:
         speed.s1(report, scale)
         speed.whole_prefill(report, scale, subject())
 
     return {
-        "ceilings": partial(ceilings, report, scale),
-        "conformance": partial(conformance, report, scale, LIMITS["conformance"]),
+        "ceilings": partial(speed.ceilings, report, scale),
+        "conformance": partial(generation.conformance, report, scale, LIMITS["conformance"]),
         "sessions": lambda: _of("sessions").sessions(report, scale),
-        "generation": lambda: generation(report, scale, subject()),
+        "generation": lambda: generation.generation(report, scale, subject()),
         "speed": speeds,
-        "profile": lambda: profile.profile(report, scale, subject()),
+        "profile": lambda: speed.profile(report, scale, subject()),
         "ragged": lambda: _of("decoding").ragged(report, scale),
         "decoding": lambda: _of("decoding").decoding(report, scale, subject()),
         "policies": lambda: _of("decoding").policies(report, scale, subject()),
         "families": lambda: _of("sessions").families(report, scale),
-        "splices": lambda: _of("serving").splices(report, scale, subject()),
+        "splices": lambda: _of("decoding").splices(report, scale, subject()),
         "batched": lambda: _of("decoding").batched(report, scale, subject()),
-        "paged": lambda: _of("serving").paged(report, scale, subject()),
+        "paged": lambda: _of("decoding").paged(report, scale, subject()),
     }
 
 

@@ -99,7 +99,7 @@ class Subject:
     @classmethod
     def random(cls, scale: Scale) -> "Subject":
         """A Llama made on the device."""
-        from transformers import AutoModelForCausalLM, LlamaConfig
+        from transformers import LlamaConfig
 
         config = LlamaConfig(
             hidden_size=scale.hidden, intermediate_size=scale.inner, num_hidden_layers=scale.layers,
@@ -107,11 +107,19 @@ class Subject:
             vocab_size=scale.vocabulary, max_position_embeddings=2**17, bos_token_id=0,
             eos_token_id=None, pad_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         )
+        ends = frozenset(range(0, scale.vocabulary, 18))  # sentences of some 18 tokens, as text has them
+        return cls.of_config(config, f"random Llama, {scale.layers} layers", scale, ends)
+
+    @classmethod
+    def of_config(cls, config: Any, name: str, scale: Scale, sentence_ends: frozenset[int]) -> "Subject":
+        """A model with random weights, made on the device."""
+        from transformers import AutoModelForCausalLM
+
         torch.manual_seed(0)
         with default_device():
             make: Any = AutoModelForCausalLM.from_config
             model = make(config, dtype=getattr(torch, scale.dtype))
-        return cls(model, f"random Llama, {scale.layers} layers", _every_eighteenth(scale), None)
+        return cls(model, name, sentence_ends, None)
 
     @classmethod
     def loaded(cls, path: str, scale: Scale) -> "Subject":
@@ -152,16 +160,6 @@ class Subject:
                 self.forward(ids)
         assert isinstance(run.retention, CrystalRetention)
         return run.retention, dict(run.timings)
-
-
-def subject(scale: Scale, checkpoint: str | None) -> Subject:
-    """The model to measure: random weights, or a checkpoint."""
-    return Subject.random(scale) if checkpoint is None else Subject.loaded(checkpoint, scale)
-
-
-def _every_eighteenth(scale: Scale) -> frozenset[int]:
-    """Sentence ends of a vocabulary without words: sentences of some 18 tokens, as text has them."""
-    return frozenset(range(0, scale.vocabulary, 18))
 
 
 def _row(ids: IntVector) -> torch.Tensor:

@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Lfm2Config, PreTrainedConfig, PreTrainedModel
+from transformers import DeepseekV3Config, Lfm2Config, PreTrainedConfig, PreTrainedModel
 
 from accelerated.triton_gpu.device import default_device
 from conformance.measure.gpu.counts import SHORT, deep_llama, method_on, reader, text
 from conformance.measure.gpu.decoding import tokens_a_second
-from conformance.measure.gpu.measure import median_ms, say
+from conformance.measure.gpu.measure import Report, Table, median_ms, say
 from conformance.measure.gpu.models import Scale, Subject
-from conformance.measure.gpu.report import Report, Table
 from models_integration import CrystalCache, Session
 from models_integration.session.method import Method
 from reference.policies.names import POLICIES
@@ -25,6 +24,7 @@ __all__ = ["families", "sessions"]
 
 BUDGET = 0.25
 LAYERS = 4
+ENDS = frozenset(range(0, 60, 18))
 HYBRID, LATENT = "hybrid, of LFM2's kind", "one latent for all heads, of DeepSeek V3's kind"
 
 
@@ -109,19 +109,14 @@ def families(report: Report, scale: Scale) -> None:
     rows = []
     try:
         for name, config in _configs(scale).items():
-            torch.manual_seed(0)
-            with default_device():
-                make: Any = AutoModelForCausalLM.from_config
-                model = make(config, dtype=getattr(torch, scale.dtype))
-            subject = Subject(model, name, frozenset(range(0, 60, 18)), None)
-            rows.append((name, *_costs(scale, subject)))
+            rows.append((name, *_costs(scale, Subject.of_config(config, name, scale, ENDS))))
     finally:
         report.tables.append(Table(title, columns, tuple(rows)))
 
 
 def _costs(scale: Scale, subject: Subject) -> Iterator[str]:
     say(f"{subject.name}: {sum(one.numel() for one in subject.model.parameters()) / 1e9:.2f} G parameters")
-    ids, policy, rounds = subject.prompt(scale.headline), CrystalCache(BUDGET, frozenset(range(0, 60, 18))), 3
+    ids, policy, rounds = subject.prompt(scale.headline), CrystalCache(BUDGET, ENDS), 3
     bare = median_ms(partial(subject.forward, ids), min(rounds, scale.rounds))
     runs: list[Any] = []
 

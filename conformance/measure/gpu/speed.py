@@ -1,18 +1,22 @@
-"""S1 on the device against its goals, on inputs made there, and its share of a whole prefill."""
+"""What the device can do at most, S1 on it against its goals, and the time of a whole prefill by stage."""
 
+import statistics
+import time
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from accelerated.triton_gpu import kernels
 from accelerated.triton_gpu.backend import BACKEND
 from accelerated.triton_gpu.device import default_device
 from conformance.measure.benchmarks.data import ARCHETYPES, VOCABULARY, torch_s1, zipf_tokens
-from conformance.measure.gpu.measure import Watch, median_ms, peak_bytes, say
+from conformance.measure.gpu.measure import Report, Table, Watch, median_ms, peak_bytes, say, synchronize
 from conformance.measure.gpu.models import Scale, Subject
-from conformance.measure.gpu.report import Report, Table
+from spec.backend import resolve
 
 Tensor = torch.Tensor
 MATCH = 10.0  # what a match adds to a logit
@@ -148,3 +152,95 @@ def whole_prefill(report: Report, scale: Scale, subject: Subject) -> None:
     report.add("share of S1 in it", 100_000 * watch.seconds["coattention"] / took, "%", 1.5)
     report.add("its peak memory, weights included", None if memory is None else memory[1] / 1e9, "GB", 28.0)
     report.add("peak memory of the prefill with a full cache", None if bare is None else bare[1] / 1e9, "GB")
+
+
+LANES, STEPS = 1024, 128
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def powers(X, steps, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x becomes 2 ** x - 1, again and again: one exponential and one addition a step, all in registers."""
+    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    x = tl.load(X + i)
+    for _ in range(steps):
+        x = tl.exp2(x) - 1.0
+    tl.store(X + i, x)
+
+
+def ceilings(report: Report, scale: Scale) -> None:
+    """Rates of products, copies and exponentials, and the floor of S1 at the headline length that follows from them."""
+    device, dtype = default_device(), getattr(torch, scale.dtype)
+    a, b = (torch.randn(scale.product, scale.product, device=device, dtype=dtype) for _ in range(2))
+    product = 2 * scale.product**3 / median_ms(lambda: a @ b, scale.rounds) / 1e9
+    report.add(f"product of {scale.product} x {scale.product}, {scale.dtype}", product, "TFLOP/s")
+    x = torch.randn(scale.copied, device=device)
+    y = torch.empty_like(x)
+    moved = 8 * scale.copied / median_ms(lambda: y.copy_(x), scale.rounds) / 1e6
+    report.add("copy, read and written", moved, "GB/s")
+    z = torch.rand(scale.programs * LANES, device=device)
+    exponentials = len(z) * STEPS / median_ms(lambda: powers[(scale.programs,)](z, STEPS, LANES=LANES), scale.rounds)
+    report.add("exponentials", exponentials / 1e9, "T/s")
+    n = scale.headline
+    floor = n * n * scale.H * scale.d / product / 1e9 + n * n * scale.H / 2 / exponentials
+    report.add(f"floor of S1 at {n}: its products and its exponentials, one after the other", floor, "ms")
+
+
+COLUMNS = ("length", "whose", "Forward", "S_i", "CoAttn", "M_i fin.", "Trunks", "Graph + D", "Evict", "End-to-end")
+TOTALS = ("length", "whose", "CC overhead", "Forward + CC", "CC % of (Fwd + CC)", "CC % of end-to-end")
+# Table 12, seconds on an H100 NVL: COLUMNS from Forward on, then TOTALS from CC overhead on.
+PAPER = {
+    4096: ("0.92 0.11 0.24 0.01 0.01 0.01 <0.01 3.34", "0.39 1.30 29.8 11.6"),
+    8192: ("2.10 0.45 1.03 0.03 0.02 0.01 <0.01 6.74", "1.55 3.65 42.4 23.0"),
+    16384: ("5.19 1.56 4.49 0.05 0.05 0.03 0.01 23.11", "6.18 11.37 54.3 26.7"),
+    32768: ("14.67 5.55 19.91 0.11 0.11 0.05 0.02 85.45", "25.74 40.40 63.7 30.1"),
+}
+
+
+def profile(report: Report, scale: Scale, subject: Subject) -> None:
+    """Both tables. Ours has S_i and CoAttn in one pass, and no time that is in none of the columns."""
+    stages: list[tuple[str, ...]] = []
+    totals: list[tuple[str, ...]] = []
+    for n in scale.profiled:
+        say(f"time by stage, n = {n}")
+        forward, took, whole = _measured(scale, subject, n)
+        evict = took["score"] + took["dissolve"] + took["compaction"]
+        columns = (took["coattention"], took["impact"], took["trunks"], took["graph"], evict)
+        overhead = sum(columns) + took.get("capture", 0.0)
+        cells = (_s(forward), "in CoAttn", *(_s(x) for x in columns), _s(whole))
+        shares = (f"{100 * overhead / (forward + overhead):.2f}", f"{100 * overhead / whole:.2f}")
+        first, second = PAPER.get(n, ("- " * 8, "- " * 4))
+        stages += [(str(n), "paper", *first.split()), (str(n), "here", *cells)]
+        sums = (_s(overhead), _s(forward + overhead), *shares)
+        totals += [(str(n), "paper", *second.split()), (str(n), "here", *sums)]
+    report.tables += [
+        Table("Time by stage, seconds (the paper's Table 12)", COLUMNS, tuple(stages)),
+        Table("Overhead, seconds (the paper's Table 12)", TOTALS, tuple(totals)),
+    ]
+    report.notes.append(
+        f"Table 12's columns on {subject.name}: medians of three prefills. Forward is a plain prefill with a full"
+        " cache; S1 is one pass, hence one column; M_i fin. is S3, Trunks is S2 with the trunks' impact; Evict is S5,"
+        f" S6 and the compaction. End-to-end is one generation of {scale.new_tokens} tokens. The paper's own"
+        " columns, printed as they are there, leave 45 s of its End-to-end at 32K unexplained (decoding takes"
+        " less than one)."
+    )
+
+
+def _measured(scale: Scale, subject: Subject, n: int) -> tuple[float, dict[str, float], float]:
+    """Seconds of the forward alone, of each stage, and of a whole generation."""
+    ids = subject.prompt(n)
+    forward = median_ms(lambda: subject.forward(ids), min(3, scale.rounds)) / 1000
+    runs = []
+    for _ in range(min(3, scale.rounds) + 1):
+        watch = Watch(resolve("triton"))
+        _, beside = subject.generate(ids, watch.backend, scale, 0)
+        runs.append({**beside, **watch.seconds})
+    took = {name: statistics.median(run[name] for run in runs[1:]) for name in runs[0]}
+    synchronize()
+    start = time.perf_counter()
+    subject.generate(ids, resolve("triton"), scale, scale.new_tokens)
+    synchronize()
+    return forward, took, time.perf_counter() - start
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.4f}"

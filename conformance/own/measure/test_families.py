@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from typer.testing import CliRunner
 
-from conformance.measure.families import __main__ as command
-from conformance.measure.families import models, run
-from conformance.measure.families.models import Family, families
-from conformance.measure.families.run import COLUMNS, POLICIES, Outcome, outcomes
+from conformance.measure import families as run
+from conformance.measure import family_models as models
+from conformance.measure.families import COLUMNS, POLICIES, Outcome, outcomes
+from conformance.measure.family_models import Family, families
 from models_integration import RetainedCache, StreamingLLM
 from models_integration.cli.app import app
 from models_integration.pocket import load_pocket_tokenizer
@@ -158,10 +158,10 @@ def test_a_third_outcome_ends_in_an_exit_of_1(
     monkeypatch.setattr(run, "COLUMNS", ("model",))
     with monkeypatch.context() as change:
         wrong(change)
-        assert command.main(["llama", "--out", str(tmp_path)]) == 1
+        assert run.main(["llama", "--out", str(tmp_path)]) == 1
         assert words in capsys.readouterr().err
         assert words in (tmp_path / "families.md").read_text(encoding="utf-8")
-    assert command.main(["llama", "--out", str(tmp_path)]) == 0
+    assert run.main(["llama", "--out", str(tmp_path)]) == 0
     assert "llama | holds" in (tmp_path / "families.md").read_text(encoding="utf-8")
 
 

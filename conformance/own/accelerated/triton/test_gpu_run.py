@@ -17,10 +17,10 @@ require_runtime()
 
 from accelerated.triton_gpu.device import INTERPRETED
 from conformance.measure.gpu import __main__ as command
-from conformance.measure.gpu import measure, profile, speed, suite
+from conformance.measure.gpu import generation, measure, speed
 from conformance.measure.gpu.generation import coattention_complaints
+from conformance.measure.gpu.measure import Figure, Report
 from conformance.measure.gpu.models import DRY, FULL
-from conformance.measure.gpu.report import Figure, Report
 from conformance.own.conformance.float32 import BACKEND as FLOAT32
 from conformance.paths import ROOT
 from conformance.strategies.prompts import random_prompt
@@ -36,7 +36,7 @@ pytestmark = [
 @pytest.mark.spec("CC-PREFILL")
 def test_the_dry_run_is_done_with_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ceilings, generation, speed and profile run and are written; the suite inside it is a run of its own."""
-    monkeypatch.setattr(suite, "conformance", lambda *_: None)
+    monkeypatch.setattr(generation, "conformance", lambda *_: None)
     assert command.main(["--dry-run", "--out", str(tmp_path)]) == 0
     (page,) = tmp_path.glob("*.md")
     record = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ def test_a_part_that_takes_too_long_is_stopped_and_the_rest_is_written(
         while True:
             pass
 
-    monkeypatch.setattr("conformance.measure.gpu.ceilings.ceilings", endless)
+    monkeypatch.setattr(speed, "ceilings", endless)
     monkeypatch.setitem(command.LIMITS, "ceilings", 1)
     assert command.main(["--dry-run", "--out", str(tmp_path), "--parts", "ceilings"]) == 1
     (page,) = tmp_path.glob("*.md")
@@ -149,5 +149,5 @@ def test_each_command_of_the_page_fits_in_ten_minutes_and_together_they_are_the_
     assert [part for parts in runs for part in parts] == list(command.LIMITS)
     assert all(sum(command.LIMITS[part] for part in parts) < 600 - 40 for parts in runs)
     assert set(FULL.lengths) == set(speed.GOALS)
-    assert set(FULL.profiled) == set(profile.PAPER)
+    assert set(FULL.profiled) == set(speed.PAPER)
     assert measure.START > 0

@@ -105,7 +105,6 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-
 MOST_PARAMETERS = 100_000_000
 
 

@@ -1,1 +1,0 @@
-"""Every causal family of transformers, tiny: a policy holds on it or refuses it by name."""
