@@ -4,17 +4,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spec.arrays import Matrix
-
-BLOCK = 32
-"""Values that share a scale and a minimum in Q4_1."""
+Q4_1 = GGMLQuantizationType.Q4_1
 SPECIAL = ("<unk>", "<s>", "</s>")
 LETTERS = sorted(ByteLevel.alphabet())
 MERGES = ("Ġ Ġ", "t h", "th e")
@@ -38,34 +35,11 @@ def tiny_llama() -> LlamaForCausalLM:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
-                parameter.copy_(torch.from_numpy(from_blocks(as_blocks(parameter))))
+                parameter.copy_(torch.from_numpy(dequantize(quantize(parameter.numpy(), Q4_1), Q4_1)))
     return model
 
 
-def as_blocks(weight: Tensor) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """Q4_1: of each 32 values in a row a scale and a minimum in float16, then two values a byte, low half first."""
-    rows = weight.detach().numpy().reshape(weight.shape[0], -1, BLOCK)
-    low = rows.min(axis=2, keepdims=True).astype(np.float16)
-    scale = ((rows.max(axis=2, keepdims=True) - low) / 15).astype(np.float16)
-    scale[scale == 0] = 1  # of equal values
-    steps = np.clip(np.rint((rows - low) / scale), 0, 15).astype(np.uint8)
-    packed = steps[:, :, : BLOCK // 2] | (steps[:, :, BLOCK // 2 :] << 4)
-    blocks = np.concatenate([scale.view(np.uint8), low.view(np.uint8), packed], axis=2)
-    return blocks.reshape(weight.shape[0], -1)
-
-
-def from_blocks(stored: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> Matrix:
-    """What Q4_1 says, (rows, values)."""
-    blocks = stored.reshape(stored.shape[0], -1, 4 + BLOCK // 2)
-    scale, low = (blocks[:, :, at : at + 2].copy().view(np.float16).astype(np.float32) for at in (0, 2))
-    steps = np.concatenate([blocks[:, :, 4:] & 15, blocks[:, :, 4:] >> 4], axis=2)
-    values: Matrix = (scale * steps + low).reshape(stored.shape[0], -1).astype(np.float64)
-    return values
-
-
-def write_gguf(
-    path: Path, model: LlamaForCausalLM, kind: GGMLQuantizationType = GGMLQuantizationType.Q4_1,
-) -> None:
+def write_gguf(path: Path, model: LlamaForCausalLM, kind: GGMLQuantizationType = Q4_1) -> None:
     """The file of a model, its matrices Q4_1 or F32; its tokenizer is a byte-level one that splits digits off."""
     writer = GGUFWriter(path, "llama")
     _describe(writer, model.config)
@@ -110,8 +84,8 @@ def _add(writer: GGUFWriter, name: str, parameter: Tensor, config: Any, kind: GG
         heads = config.num_attention_heads if at.endswith("q") else config.num_key_value_heads
         halves = values.reshape(heads, 2, -1, values.shape[1])
         values = halves.transpose(1, 2).reshape(values.shape)
-    if values.dim() == 2 and kind is GGMLQuantizationType.Q4_1:
-        writer.add_tensor(stored, as_blocks(values), raw_dtype=kind)
+    if values.dim() == 2 and kind is Q4_1:
+        writer.add_tensor(stored, quantize(values.numpy(), kind), raw_dtype=kind)
     else:
         writer.add_tensor(stored, values.numpy())
 

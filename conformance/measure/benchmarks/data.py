@@ -38,7 +38,7 @@ def first_layer(n: int, H: int, H_kv: int, d: int, kind: Kind, seed: int = 0) ->
         q = 2 * rng.standard_normal((H, n, d), dtype=np.float32)
         return rotate(q), rotate(2 * rng.standard_normal((H_kv, n, d), dtype=np.float32))
     tokens = zipf_tokens(n, rng)
-    shared = [_direction(ARCHETYPES[head % len(ARCHETYPES)], tokens, d, rng) for head in range(H_kv)]
+    shared = [direction(ARCHETYPES[head % len(ARCHETYPES)], tokens, d, rng) for head in range(H_kv)]
     group = H // H_kv
     k = np.stack([keys + 0.5 * _noise(n, d, rng) for _, keys in shared])
     q = np.stack([(0.8 + 0.1 * (h % group)) * shared[h // group][0] + 0.5 * _noise(n, d, rng) for h in range(H)])
@@ -49,7 +49,7 @@ def _noise(n: int, d: int, rng: np.random.Generator) -> Floats:
     return rng.standard_normal((n, d), dtype=np.float32)
 
 
-def _direction(archetype: str, tokens: NDArray[np.int64], d: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
+def direction(archetype: str, tokens: NDArray[np.int64], d: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
     """What the queries and the keys of one head have in common, scaled so that a match adds about 10 to a logit."""
     n, length = len(tokens), np.sqrt(10 * np.sqrt(d))
     if archetype == "diffuse":
