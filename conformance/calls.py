@@ -4,17 +4,19 @@ spec/implementing.md, "Calls": a stage reads arrays of any layout and changes no
 caller's, depends on its arguments alone, may be called by two threads at once, and leaves the process as it was. No
 test asks for this by name. Each call of any test gives the stage its arrays in another layout, in the memory of the
 last call's; some calls are made twice, or while another thread calls the same stage. What a call is put through
-follows from its arguments, so that a failure repeats.
+follows from its arguments, so that a failure repeats. Below it, for tests that do ask: two threads inside one stage, in
+turns, line by line, and as the interpreter lets them run.
 """
 
 import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Thread
+from threading import Barrier, Semaphore, Thread
+from time import monotonic
 from types import FrameType
 from typing import Any
 
@@ -278,3 +280,83 @@ def _key(array: Array) -> tuple[Any, ...]:
     ends = [float(array.flat[at]) for at in (0, -1)] if array.size else []
     # The hash of NaN is its address, by which another run would judge other calls.
     return (array.shape, *(end if end == end else -0.5 for end in ends))
+
+
+Call = tuple[Any, ...]
+TURN = 1.0  # seconds that a thread waits for its turn: the other one may wait for a lock that this one holds
+TURNS = 20_000  # after so many a call runs on by itself
+SWITCH = 1e-6  # seconds after which the interpreter asks a thread to let another one run
+
+
+class _Turns:
+    """Whose turn it is, of two threads; no thread's once one has ended or waits for a lock."""
+
+    def __init__(self) -> None:
+        self._mine, self._left = (Semaphore(1), Semaphore(0)), TURNS
+
+    def begin(self, at: int) -> None:
+        self._mine[at].acquire(timeout=TURN)
+
+    def pass_on(self, at: int) -> None:
+        if self._left > 0:
+            self._left -= 1
+            self._mine[1 - at].release()
+            if not self._mine[at].acquire(timeout=TURN):
+                self._left = 0
+
+    def end(self, at: int) -> None:
+        self._left = 0
+        self._mine[1 - at].release()
+
+
+def in_turns(stage: Stage, calls: tuple[Call, Call], stride: int) -> list[Any]:
+    """The results, or what was raised, of two calls in two threads that change places at every stride-th line."""
+    turns, found = _Turns(), list[Any]([None, None])
+
+    def ask(at: int) -> None:
+        lines = iter(range(1, sys.maxsize))
+
+        def at_line() -> None:
+            if next(lines) % stride == 0:
+                turns.pass_on(at)
+
+        turns.begin(at)
+        try:
+            found[at] = traced(stage, calls[at], at_line)
+        except BaseException as error:
+            found[at] = error
+        finally:
+            turns.end(at)
+
+    _run([Thread(target=ask, args=(at,), daemon=True) for at in range(2)])
+    return found
+
+
+def side_by_side(stage: Stage, calls: Sequence[Call], seconds: float) -> list[tuple[int, Any]]:
+    """Index and result, or what was raised, of calls that a thread for each makes once, and for so many seconds."""
+    start, until, found = Barrier(len(calls)), monotonic() + seconds, list[tuple[int, Any]]()
+
+    def ask(at: int) -> None:
+        start.wait()
+        again = True
+        try:
+            while again:
+                found.append((at, stage(*calls[at])))
+                again = monotonic() < until
+        except BaseException as error:
+            found.append((at, error))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH)
+    try:
+        _run([Thread(target=ask, args=(at,), daemon=True) for at in range(len(calls))])
+    finally:
+        sys.setswitchinterval(before)
+    return found
+
+
+def _run(threads: list[Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -15,14 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from conformance.checks.bounds import BOUNDED
+from conformance.checks.vector_checks import BOUNDED
 from conformance.engine import ops
 from conformance.engine.methods import SHARED, method_ops
 from conformance.engine.ops import OPS, RECORDS
 from conformance.paths import ROOT, SPEC
 from conformance.vectors import files
-from conformance.vectors.compact import is_compact
-from conformance.vectors.models import STATE
+from conformance.vectors.codec import STATE, is_compact
 from spec import backend, decode, policy, records
 from spec.errors import SpecError
 from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY, CrystalCacheParameters, NestedKVParameters

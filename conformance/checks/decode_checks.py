@@ -18,9 +18,8 @@ from conformance import tolerances
 from conformance.checks import stage_checks
 from conformance.oracles import decode, s6
 from conformance.oracles.decode import Model
-from conformance.strategies.decoding import decode_parameters, ends, frozen_state
-from conformance.vectors.codec import fields_of, plain
-from conformance.vectors.models import STATE, model_of, results_of
+from conformance.strategies.trunks import decode_parameters, ends, frozen_state
+from conformance.vectors.codec import STATE, fields_of, model_of, plain, results_of
 from reference.crystalcache import decode_step, empty_state, extend
 from reference.crystalcache import tail as waiting
 from reference.crystalcache.breath import evict

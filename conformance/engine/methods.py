@@ -1,4 +1,7 @@
-"""Published methods as operations of an engine: their arguments follow from what the policy of a name needs."""
+"""Published methods as operations of an engine: their arguments follow from what the policy of a name needs.
+
+Methods that evict while tokens are decoded also have kept sets after each step.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from conformance.engine.ops import KeptSets, Op
-from conformance.engine.steps import decoded
+from reference import policies
 from reference.calibration import Calibration, Identity
 from reference.policies.describe import example_policy
 from reference.policies.names import BACKEND, POLICIES, make_policy
-from reference.policies.retain import retain, shown_to
+from reference.policies.retain import shown_to
 from spec.backend import Backend
 from spec.budget import Budget
 from spec.parameters import NestedKVParameters
@@ -135,9 +138,9 @@ def answered(op: str, given: Mapping[str, Any], backend: Backend) -> KeptSets:
         kept = decoded(policy, layers, given["g"], given["B"], given["n"])[-1]
         return KeptSets(np.concatenate(kept), np.cumsum([0, *map(len, kept)]))
     observed = _observation(policy, given)
-    found = retain(policy, Budget(count=given["B"]), observed)[0]
-    shown = replace(shown_to(policy.scorer.needs, observed), B=given["B"])
-    scores = policy.scorer(shown, policy.protection(given["n"])).values
+    found = policies.retain(policy, Budget(count=given["B"]), observed)[0]
+    seen = replace(shown_to(policy.scorer.needs, observed), B=given["B"])
+    scores = policy.scorer(seen, policy.protection(given["n"])).values
     return KeptSets(found.positions, found.offsets, scores if scores.shape[1] == given["n"] else None)
 
 
@@ -185,3 +188,47 @@ def _repeats(given: Mapping[str, Any], at: int) -> tuple[Repeat, ...] | None:
         Repeat(start, stop, q[:, first:end], k[:, first:end], norms[first:end])
         for (start, stop), first, end in zip(given["chunks"].tolist(), ends, ends[1:], strict=False)
     )
+
+
+Live = Sequence[Sequence[int]]
+
+
+def cached(view: LayerView, live: Live, seen: int, first: int) -> LayerView:
+    """What a cache holds: the live keys of each KV head, and the queries from `first` on."""
+    rows = [live[g % len(live)] for g in range(len(view.k))]
+    k, v = (
+        None if x is None else np.stack([head[list(at)] for head, at in zip(np.asarray(x), rows, strict=True)])
+        for x in (view.k, view.v)
+    )
+    before = view.k.shape[1] - view.q.shape[1]
+    return replace(view, q=view.q[:, max(0, first - before) : seen - before], k=k, v=v)
+
+
+def shown(layers: Sequence[LayerView], live: Live, seen: int, first: int) -> Observation:
+    """What the layers show of kept sets with these live positions."""
+    heads = len(live) // len(layers)
+    views = {at: cached(view, live[at * heads :][: heads or 1], seen, first) for at, view in enumerate(layers)}
+    return Observation(seen, len(live), None, views)
+
+
+def decoded(
+    policy: Policy, layers: Sequence[LayerView], groups: int, B: int, prompt: int,
+) -> list[list[list[int]]]:
+    """Live positions of every group, after the first `prompt` tokens and after each step that decodes one of the rest.
+
+    A policy that decides at the end of a prompt only keeps every token that is decoded.
+    """
+    n, rows, budget = layers[0].k.shape[1], policy.scorer.needs.query_rows, Budget(count=B)
+    first = 0 if rows is None else max(0, prompt - rows)
+    seen = shown(layers, [range(prompt)] * groups, prompt, first)
+    if policy.cadence.every is None:
+        found = policies.retain(policy, budget, seen)[0]
+        kept = [found.group(g).tolist() for g in range(groups)]
+        return [[[*own, *range(prompt, at)] for own in kept] for at in range(prompt, n + 1)]
+    _, running = policies.start(policy, budget, seen)
+    history = [running.live.tolist()]
+    for at in range(prompt + 1, n + 1):
+        live = np.column_stack([running.live, np.full(groups, at - 1)]).tolist()
+        _, running = policies.advance(policy, budget, running, shown(layers, live, at, at - 1))
+        history.append(running.live.tolist())
+    return history

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from conformance.oracles import added
 from conformance.oracles.diversity import Row, cosine
-from conformance.oracles.sums import added
 
 
 def unit(u: Row) -> list[float]:

@@ -7,9 +7,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from conformance.oracles import s2, s3, s4, s5, s6
+from conformance.oracles import added, s2, s3, s4, s5, s6
 from conformance.oracles.s1 import Edge, Rows
-from conformance.oracles.sums import added
 from spec.parameters import CrystalCacheParameters
 
 Pair = frozenset[int]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from conformance.oracles.sums import added
+from conformance.oracles import added
 
 Row = Sequence[float]
 

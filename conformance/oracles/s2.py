@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from conformance.oracles import added
 from conformance.oracles.s1 import Edge
-from conformance.oracles.sums import added
 from spec.parameters import CrystalCacheParameters
 
 # A sentence or a trunk is the list of its positions.

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
+from conformance.oracles import added
 from conformance.oracles.s1 import Edge
 from conformance.oracles.s2 import Trunk
-from conformance.oracles.sums import added
 from spec.parameters import CrystalCacheParameters
 
 

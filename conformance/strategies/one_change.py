@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.strategies.decoding import csr_of_matrix
+from conformance.strategies.trunks import csr_of_matrix
 from spec.decode import LiveTrunks, TrunkWeights
 from spec.parameters import NESTEDKV, TINY
 from spec.records import CoAttention, Trunks

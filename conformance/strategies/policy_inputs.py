@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.engine.steps import decoded as decoded_sets
+from conformance.engine.methods import decoded as decoded_sets
 from reference.calibration import Calibration, Identity
 from reference.policies import retain
 from reference.policies.kvzip import rehearsal_chunks

@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from conformance.strategies.decoding import frozen_state
 from conformance.strategies.numbers import Numbers
-from conformance.strategies.trunks import EvictionProblem
+from conformance.strategies.trunks import EvictionProblem, frozen_state
 from spec.arrays import BoolVector, IntMatrix, IntVector, Matrix, Vector
 from spec.budget import Budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights

@@ -14,8 +14,8 @@ from conformance import tolerances
 from conformance.checks.refusals import refused
 from conformance.oracles import decode
 from conformance.oracles.decode import Model, Trunk
-from conformance.strategies.decoding import decode_parameters, inverse_norms
 from conformance.strategies.numbers import TYPES, Numbers, of_type
+from conformance.strategies.trunks import decode_parameters, inverse_norms
 from spec.arrays import Vector
 from spec.backend import BreathStages
 from spec.decode import LiveTrunks

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.calls import arrays_of
+from conformance.calls import arrays_of, in_turns, side_by_side
 from conformance.checks import stage_checks
 from conformance.checks.refusals import refused, unchecked
 from conformance.oracles import s1
@@ -23,7 +23,6 @@ from conformance.plugin import skip_without
 from conformance.strategies.numbers import TYPE_PAIRS, of_type
 from conformance.strategies.one_change import CALLS, LARGE, Calls
 from conformance.strategies.prompts import AttentionInputs, attention_inputs, later_segments
-from conformance.threads import in_turns, side_by_side
 from reference.crystalcache import prefill
 from spec.arrays import Matrix
 from spec.backend import Backend, CrystalStages

@@ -14,9 +14,8 @@ from conformance.checks import decode_checks
 from conformance.oracles import decode, s5
 from conformance.oracles import decode as oracle
 from conformance.plugin import sparingly
-from conformance.strategies.decoding import decode_parameters, ends, flags, random_state, sixteenths, states
-from conformance.vectors.codec import fields_of, plain, state_of
-from conformance.vectors.models import WAITING, model_of, results_of, state
+from conformance.strategies.trunks import decode_parameters, ends, flags, random_state, sixteenths, states
+from conformance.vectors.codec import WAITING, fields_of, model_of, plain, results_of, state, state_of
 from reference.crystalcache import breath, decode_step, empty_state, extend, live, tail
 from spec.backend import Backend, BreathStages
 from spec.budget import Budget

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from conformance import tolerances
 from conformance.oracles import decode
 from conformance.oracles.decode import Model, Trunk
-from conformance.strategies.decoding import csr_of_matrix, decode_parameters, flags, graphs, sixteenths
+from conformance.strategies.trunks import csr_of_matrix, decode_parameters, flags, graphs, sixteenths
 from conformance.suite.test_activation import table
-from conformance.vectors.models import csr_of, pairs_of
+from conformance.vectors.codec import csr_of, pairs_of
 from spec.arrays import BoolVector, Vector
 from spec.backend import BreathStages
 from spec.decode import TrunkWeights

@@ -12,11 +12,10 @@ from conformance import tolerances
 from conformance.checks import decode_checks, stage_checks
 from conformance.oracles import decode, s4
 from conformance.oracles.decode import Trunk
-from conformance.strategies.decoding import decode_parameters, ends, states
 from conformance.strategies.numbers import token_ids
 from conformance.strategies.prompts import AttentionInputs, prompts
-from conformance.strategies.trunks import degrees, record, texts
-from conformance.vectors.models import csr_of, pairs_of
+from conformance.strategies.trunks import decode_parameters, degrees, ends, record, states, texts
+from conformance.vectors.codec import csr_of, pairs_of
 from reference.crystalcache import empty_state, extend, prefill, start_state
 from spec.arrays import IntVector, Vector
 from spec.backend import Backend, BreathStages, CrystalStages

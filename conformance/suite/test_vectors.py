@@ -6,7 +6,7 @@ import pytest
 
 from conformance.checks.vector_checks import BOUNDED, cases, problems
 from conformance.plugin import skip_without
-from conformance.vectors.compact import is_compact
+from conformance.vectors.codec import is_compact
 from conformance.vectors.subject import FAMILIES, STAGES
 from spec.backend import Backend
 

@@ -1,18 +1,103 @@
-"""JSON values as what a function takes, by its annotations, and what it gives as a mapping of results by name."""
+"""JSON values as what a function takes, by its annotations, and what it gives as a mapping of results by name.
+
+A decode state is flat in JSON, one name per field; here it is also the oracle's model. Values of large vectors are
+compact, as spec/vectors/README.md has them: inputs from a seed, results as digests.
+"""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from fractions import Fraction
+from itertools import pairwise
 from typing import Any, get_args, get_origin
 
 import numpy as np
 
+from conformance.oracles.decode import Model, Pair, Trunk
+from conformance.oracles.s6 import tokens
+from conformance.strategies.numbers import Numbers, mixed
 from conformance.vectors.files import Json, nestedkv_parameters
-from conformance.vectors.models import STATE
 from spec.budget import Budget, parse_budget
 from spec.decode import DecodeState, LiveTrunks, TrunkWeights
 from spec.parameters import CrystalCacheParameters, NestedKVParameters
 from spec.records import CoAttention, Edges, Trunks
+
+WEIGHTS = ("indptr", "indices", "weights")
+STATE = (
+    "seen", "step", "positions", "offsets", "impact", "inverse_norms", "trunk_impact", "D", *WEIGHTS, "ids", "counts",
+    "mu", "sigma", "tail_ids", "tail_inverse_norms",
+)
+
+
+def pairs_of(i: Json, names: Sequence[int]) -> dict[Pair, float]:
+    """W by unordered pair of names, from the rows of its CSR form."""
+    return {
+        frozenset({names[g], names[i["indices"][e]]}): i["weights"][e]
+        for g, (start, stop) in enumerate(pairwise(i["indptr"])) for e in range(start, stop)
+    }
+
+
+def csr_of(W: Mapping[Pair, float], names: Sequence[int]) -> dict[str, Any]:
+    """The CSR form of W, columns ascending."""
+    rows = [[(b, W[frozenset({g, h})]) for b, h in enumerate(names) if frozenset({g, h}) in W] for g in names]
+    entries = [entry for row in rows for entry in row]
+    return {
+        "indptr": [sum(len(row) for row in rows[:g]) for g in range(len(rows) + 1)],
+        "indices": [b for b, _ in entries], "weights": [w for _, w in entries],
+    }
+
+
+def budget_of(budget: Json, most: int) -> Fraction | int:
+    """A written budget as the oracles take it, exact for up to `most` tokens seen."""
+    whole = tokens(budget, 10**6) if isinstance(budget, float) or not str(budget).isdecimal() else None
+    return int(budget) if whole is None else Fraction(whole, 10**6)
+
+
+def model_of(i: Json) -> Model:
+    """The oracle's model of a state; a trunk is named after its first live position."""
+    members = [i["positions"][start:stop] for start, stop in pairwise(i["offsets"])]
+    trunks = [Trunk(g[0], g, i["trunk_impact"][at], i["D"][at]) for at, g in enumerate(members)]
+    return Model(
+        budget_of(i["budget"], i["seen"]), i["seen"], i["step"], trunks,
+        dict(zip(i["positions"], i["impact"], strict=True)),
+        dict(zip(i["positions"], i["inverse_norms"], strict=True)),
+        pairs_of(i, [g.name for g in trunks]), Counter(dict(zip(i["ids"], i["counts"], strict=True))), i["mu"],
+        i["sigma"], list(zip(i["tail_ids"], i["tail_inverse_norms"], strict=True)),
+    )
+
+
+def results_of(now: Model) -> dict[str, Any]:
+    """The fields of a state, as `STATE` names them."""
+    order = [i for g in now.trunks for i in g.members]
+    ids = sorted(token for token, number in now.counts.items() if number)
+    return {
+        "seen": now.seen, "step": now.step, "positions": order,
+        "offsets": [sum(len(g.members) for g in now.trunks[:at]) for at in range(len(now.trunks) + 1)],
+        "impact": [now.M[i] for i in order], "inverse_norms": [now.norm[i] for i in order],
+        "trunk_impact": [g.M_bar for g in now.trunks], "D": [g.D for g in now.trunks],
+        **csr_of(now.W, [g.name for g in now.trunks]), "ids": ids, "counts": [now.counts[token] for token in ids],
+        "mu": now.mu, "sigma": now.sigma, "tail_ids": [token for token, _ in now.tail],
+        "tail_inverse_norms": [norm for _, norm in now.tail],
+    }
+
+
+CHAIN: Json = {"indptr": [0, 1, 3, 4], "indices": [1, 0, 2, 1], "weights": [0.5, 0.5, 0.25, 0.25]}
+# Three tokens in the tail, and what a state that holds them has seen.
+WAITING = {"tail_ids": [3, 2, 5], "tail_inverse_norms": [0.5, float("inf"), 1.0], "seen": 14, "step": 3}
+
+
+def state(**changes: Json) -> dict[str, Any]:
+    """Three trunks of which 8 of 11 tokens live, in a chain of edges; nothing in the tail."""
+    return {
+        "budget": 8, "seen": 11, "step": 0, "positions": [0, 1, 2, 5, 6, 7, 9, 10], "offsets": [0, 3, 6, 8],
+        "impact": [4.0, 1.0, 2.0, 3.0, 3.0, 1.0, 0.5, 8.0],
+        "inverse_norms": [1.0, 0.25, 0.125, 1.0, 0.5, 0.125, 0.25, 0.25], "trunk_impact": [2.0, 3.0, 4.0],
+        "D": [0.5, 0.25, 0.75], **CHAIN, "ids": [2, 3, 7], "counts": [2, 8, 1], "mu": 0.5, "sigma": 0.25,
+        "tail_ids": [], "tail_inverse_norms": [], **changes,
+    }
+
 
 Item = Callable[[Any, CrystalCacheParameters], Mapping[str, object]]
 
@@ -130,3 +215,151 @@ def results(found: Any, names: Sequence[str] = ()) -> Mapping[str, Any]:
     if not names:
         return vars(found) if is_dataclass(found) else dict(found._asdict())
     return {names[0]: found} if len(names) == 1 else named(names, found)
+
+
+BLOCKS, SMALLEST = 16, 32  # a summary has at most so many blocks, of at least so many values
+NAN_BITS, NAN_STEP = np.uint64(0x7FF8_0000_0000_0000), np.uint64(2**63)  # what a digest reads where there is NaN
+
+Inputs = Mapping[str, Any]
+
+
+def is_compact(value: Json) -> bool:
+    """Whether a value, or one inside its lists, is an object."""
+    return isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(map(is_compact, value)))
+
+
+def expanded(inputs: Mapping[str, Json]) -> dict[str, Json]:
+    """Inputs without compact values: plain numbers in nested lists."""
+    found: dict[str, Json] = {}
+    for name, value in inputs.items():
+        found[name] = _array(value, found).tolist() if is_compact(value) else value
+    return found
+
+
+def _array(value: Json, others: Inputs) -> Any:
+    """An array; a list of compact values is a stack of them."""
+    if isinstance(value, Mapping):
+        return FORMS[value["form"]]({name: _whole(x) for name, x in value.items()}, others)
+    if is_compact(value):
+        return np.stack([_array(x, others) for x in value])
+    return np.array(_whole(value))
+
+
+def _whole(value: Json) -> Json:
+    """Digits in quotes as an integer, in every depth: one beyond 2^53."""
+    if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
+        return int(value)
+    return [_whole(x) for x in value] if isinstance(value, list | tuple) else value
+
+
+def _integers(form: Any, others: Inputs) -> Any:
+    size = int(np.prod(form["shape"]))
+    return Numbers(form["seed"]).integers(form["low"], form["high"], size).reshape(form["shape"])
+
+
+def _fractions(form: Any, others: Inputs) -> Any:
+    return Numbers(form["seed"]).fractions(int(np.prod(form["shape"])), form["bits"]).reshape(form["shape"])
+
+
+def _permutation(form: Any, others: Inputs) -> Any:
+    return Numbers(form["seed"]).permutation(form["n"])
+
+
+def _choice(form: Any, others: Inputs) -> Any:
+    at = Numbers(form["seed"]).integers(0, len(form["of"]), int(np.prod(form["shape"])))
+    return np.array(form["of"])[at].reshape(form["shape"])
+
+
+def _runs(form: Any, others: Inputs) -> Any:
+    values, lengths = zip(*form["of"], strict=True)
+    return np.repeat(np.array(values), lengths, axis=0)
+
+
+def _sums(form: Any, others: Inputs) -> Any:
+    return np.cumsum(np.concatenate([[form["start"]], _array(form["of"], others)]))
+
+
+def _joined(form: Any, others: Inputs) -> Any:
+    return np.concatenate([_array(part, others) for part in form["of"]], axis=form["axis"])
+
+
+def _neighbours(form: Any, others: Inputs) -> Any:
+    """Of each token the first k admitted places, in the order of the steps from a drawn one on."""
+    (n, k), steps, C = form["shape"], np.array(form["steps"]), form["C"]
+    at = np.arange(n)[:, None]
+    first = Numbers(form["seed"]).integers(0, len(steps), n)[:, None]
+    place = at + steps[(first + np.arange(len(steps))) % len(steps)]
+    admitted = place // C < at // C if form["earlier"] else place // C == at // C
+    admitted &= (place >= 0) & (place < n)
+    order = np.argsort(~admitted, axis=1, kind="stable")[:, :k]
+    chosen = np.take_along_axis(np.where(admitted, place + form["start"], -1), order, axis=1)
+    return np.pad(chosen, ((0, 0), (0, k - chosen.shape[1])), constant_values=-1)
+
+
+def _falling(form: Any, others: Inputs) -> Any:
+    lists = np.array(others[form["along"]])
+    drawn = Numbers(form["seed"]).fractions(lists.size, form["bits"]).reshape(lists.shape)
+    return np.where(lists >= 0, -np.sort(-drawn, axis=1), 0.0)
+
+
+def _signs(form: Any, others: Inputs) -> Any:
+    bits = _array(form["of"], others)[..., None] >> np.arange(form["bits"]) & 1
+    return (2 * bits - 1) * float(form["scale"])
+
+
+FORMS: Mapping[str, Callable[[Any, Inputs], Any]] = {
+    "integers": _integers, "fractions": _fractions, "permutation": _permutation, "choice": _choice, "runs": _runs,
+    "sums": _sums, "joined": _joined, "neighbours": _neighbours, "falling": _falling, "signs": _signs,
+}
+
+
+def words(flat: Any, bits: int | None) -> Any:
+    """What a digest reads of each value, as uint64."""
+    if flat.dtype.kind != "f":
+        return flat.astype(np.int64).view(np.uint64)
+    missing = np.isnan(flat)
+    if bits is None:
+        return np.where(missing, NAN_BITS, np.ascontiguousarray(flat, dtype=np.float64).view(np.uint64))
+    steps = np.floor(np.where(missing, 0.0, flat) * 2.0**bits + 0.5).astype(np.int64).view(np.uint64)
+    return np.where(missing, NAN_STEP, steps)
+
+
+def _block(length: int) -> int:
+    """Values of one digest: a power of two, at least 32, so that there are at most 16 digests."""
+    return max(SMALLEST, 1 << (-(-length // BLOCKS) - 1).bit_length())
+
+
+def summary(values: Any, bits: int | None = None, block: int | None = None) -> dict[str, Json]:
+    """The shape, the first value of each block, and a digest of each: to the bit, or on the grid 2^-bits."""
+    array = np.array(values)
+    flat = array.ravel()
+    block = block or _block(len(flat))
+    read = words(flat, bits)
+    return {
+        "shape": list(array.shape), "block": block, "first": flat[::block].tolist(),
+        "digests": [digest(read[at : at + block]) for at in range(0, len(read), block)],
+        **({} if bits is None else {"bits": bits}),
+    }
+
+
+def digest(read: Any) -> str:
+    return f"{int(mixed(read, np.arange(1, len(read) + 1)).sum()):016x}"
+
+
+def mismatches(name: str, found: Any, want: Mapping[str, Json]) -> Iterator[str]:
+    """How a result differs from its summary: in kind, in shape, and in its first wrong block."""
+    got = np.array(found)
+    if got.dtype.kind != np.array(want["first"]).dtype.kind:
+        yield f"{name} is of {got.dtype}, not of {np.array(want['first']).dtype}"
+        return
+    here = summary(got, want.get("bits"), want["block"])
+    if here["shape"] != want["shape"]:
+        yield f"{name} is of shape {here['shape']}, not {want['shape']}"
+    pairs = zip(here["digests"], want["digests"], strict=False)
+    wrong = [at for at, (ours, theirs) in enumerate(pairs) if ours != theirs]
+    if wrong:
+        at = wrong[0] * want["block"]
+        yield (
+            f"{name} differs between its values {at} and {at + want['block']}, the first of which is "
+            f"{here['first'][wrong[0]]} where {want['first'][wrong[0]]} is expected ({len(wrong)} blocks are wrong)"
+        )

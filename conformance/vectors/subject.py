@@ -9,6 +9,7 @@ import numpy as np
 from conformance.engine.ops import OPS, PARAMETERS, array_of
 from conformance.engine.wire import DTYPES
 from conformance.strategies.prompts import AttentionInputs, Prompt
+from conformance.strategies.trunks import record as lists_of
 from conformance.vectors.codec import RECORDS, call, floats, integers, results
 from conformance.vectors.files import Json, nestedkv_parameters
 from reference.crystalcache import breath, segments
@@ -69,16 +70,6 @@ def prefill(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str
     return {**{name: getattr(found, name) for name in names}, "offsets": found.trunks.offsets, "record": found}
 
 
-def padded(rows: list[list[tuple[int, float]]]) -> tuple[Any, Any]:
-    """Neighbours and weights of lists of any length."""
-    k = max(map(len, rows))
-    index, weight = np.full((len(rows), k), -1, dtype=np.int64), np.zeros((len(rows), k))
-    for at, row in enumerate(rows):
-        for rank, (j, w) in enumerate(row):
-            index[at, rank], weight[at, rank] = j, w
-    return index, weight
-
-
 def as_record(triples: Json, start: int, n: int) -> CoAttention:
     """Edges as neighbour lists: (source, owner) across if the first endpoint lies before the segment."""
     intra: list[list[tuple[int, float]]] = [[] for _ in range(n)]
@@ -88,7 +79,7 @@ def as_record(triples: Json, start: int, n: int) -> CoAttention:
             cross[second - start].append((first, weight))
         else:
             intra[first - start].append((second, weight))
-    return CoAttention(start, np.ones(n), *padded(intra), *padded(cross))
+    return lists_of([1.0] * n, intra, cross, max(map(len, intra)), max(map(len, cross)), start)
 
 
 def segment_graph(backend: Backend, i: Json, p: CrystalCacheParameters) -> Mapping[str, object]:

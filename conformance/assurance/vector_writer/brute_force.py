@@ -101,7 +101,7 @@ def renewed_D(D: Sequence[float], active: Sequence[bool], renewal: float) -> lis
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation, under the id of an item or the name of a stage. `conformance.checks.bounds` has its bound.
+    """An operation, under the id of an item or the name of a stage. `conformance.checks.vector_checks` has its bound.
 
     Attributes:
         oracle: The names of the functions that confirm it.

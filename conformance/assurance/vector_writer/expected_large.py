@@ -10,7 +10,7 @@ from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.checks.scale_checks import chosen
 from conformance.oracles.scale import decode, s1, stages
 from conformance.oracles.scale.s1 import Ranked
-from conformance.vectors.compact import digest, expanded, is_compact, summary, words
+from conformance.vectors.codec import digest, expanded, is_compact, summary, words
 from conformance.vectors.files import Json, Results
 from spec.arrays import IntMatrix, Matrix
 from spec.parameters import CrystalCacheParameters

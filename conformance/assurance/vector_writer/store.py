@@ -11,11 +11,11 @@ from fractions import Fraction
 from conformance.assurance.vector_writer.brute_force import encoded
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.assurance.vector_writer.expected_large import LARGE_OPERATIONS, made, shortened
-from conformance.checks.bounds import BOUNDED
+from conformance.checks.vector_checks import BOUNDED
 from conformance.methods import brutes
 from conformance.methods.brute import Brute
 from conformance.vectors import files
-from conformance.vectors.compact import expanded, is_compact
+from conformance.vectors.codec import expanded, is_compact
 from conformance.vectors.files import Json, decoded, parameters_of
 from spec import SPEC_VERSION
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from conformance.oracles.sums import added
+from conformance.oracles import added
 from spec.arrays import BoolVector, IntVector, Vector
 from spec.parameters import CrystalCacheParameters
 

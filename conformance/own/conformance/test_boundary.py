@@ -18,11 +18,10 @@ import numpy as np
 import pytest
 from hypothesis.errors import UnsatisfiedAssumption
 
-from conformance.calls import TWICE, held_to_rules
+from conformance.calls import TWICE, held_to_rules, in_turns, side_by_side
 from conformance.checks.refusals import SubjectFailure, boundary, guarded, refused, tells
 from conformance.paths import ROOT
 from conformance.policy_suite import test_promises
-from conformance.threads import in_turns, side_by_side
 from conformance.verify import outcomes
 from conformance.verify.outcomes import failure
 from reference.backend import BACKEND

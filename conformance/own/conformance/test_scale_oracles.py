@@ -20,15 +20,25 @@ from conformance.oracles import s1, s2, s3, s4, s5, s6
 from conformance.oracles.decode import Model, Trunk
 from conformance.oracles.scale import decode, selectors, stages
 from conformance.oracles.scale import s1 as scale_s1
-from conformance.strategies.decoding import decode_parameters, flags, graphs, inverse_norms
 from conformance.strategies.numbers import Numbers, seeds
 from conformance.strategies.policy_inputs import drawn, with_sinks
 from conformance.strategies.prompts import AttentionInputs, attention_inputs, later_segments
 from conformance.strategies.scale_attention import RANKS, Shape
-from conformance.strategies.trunks import EvictionProblem, Text, degrees, evictions, partitions, texts
+from conformance.strategies.trunks import (
+    EvictionProblem,
+    Text,
+    decode_parameters,
+    degrees,
+    evictions,
+    flags,
+    graphs,
+    inverse_norms,
+    partitions,
+    texts,
+)
 from conformance.suite import test_scale_prefill as prefill
 from conformance.suite import test_scale_s1 as s1_cases
-from conformance.vectors.models import pairs_of
+from conformance.vectors.codec import pairs_of
 from spec.arrays import Vector
 from spec.parameters import NESTEDKV, PAPER, NestedKVParameters
 from spec.records import Trunks

@@ -59,7 +59,7 @@ def test_each_bound_has_its_reason_and_its_use(key: tuple[str, str]) -> None:
 POLICIES_ARE_MADE = ("brute.py", "method.py")
 """Where a policy of the reference is made, to be compared."""
 WITH_ARRAYS = {*(SUITE / "oracles" / "scale").glob("*.py"), *map(SUITE.joinpath, (
-    "strategies/numbers.py", "checks/scale_checks.py", "vectors/compact.py",
+    "strategies/numbers.py", "checks/scale_checks.py", "vectors/codec.py",
     "assurance/vector_writer/expected_large.py",
 ))}
 IN_PLAIN_PYTHON = {

@@ -16,7 +16,7 @@ from conformance.assurance.vector_writer.brute_force import score as plain_score
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.checks.vector_checks import BOUNDED, complaints
 from conformance.vectors import files
-from conformance.vectors.compact import expanded
+from conformance.vectors.codec import expanded
 from conformance.vectors.files import decoded, parameters_of
 from conformance.vectors.subject import STAGES
 from spec.backend import resolve

@@ -17,9 +17,9 @@ from conformance.checks.vector_checks import BOUNDED, complaints
 from conformance.oracles.nestedkv import unit
 from conformance.own.reference.test_injection import attentions, keys, tensors
 from conformance.strategies import numbers
-from conformance.strategies.decoding import decode_parameters, flags, inverse_norms, sixteenths
 from conformance.strategies.numbers import Numbers, seeds
 from conformance.strategies.policy_inputs import TEMPLATE, drawn
+from conformance.strategies.trunks import decode_parameters, flags, inverse_norms, sixteenths
 from conformance.suite.test_decode import situations
 from conformance.suite.test_nestedkv import lengths
 from conformance.vectors.codec import fields_of, plain

@@ -14,7 +14,7 @@ import pytest
 from conformance.assurance.item_vectors.adapters import vocabulary
 from conformance.assurance.item_vectors.items import BY_ITEM
 from conformance.assurance.vector_writer.expected import OPERATIONS
-from conformance.checks.bounds import BOUNDED
+from conformance.checks.vector_checks import BOUNDED
 from conformance.items import items_of
 from conformance.paths import SPEC
 from conformance.tolerances import scores_agree

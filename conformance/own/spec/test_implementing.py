@@ -25,7 +25,7 @@ from conformance.assurance.implementer_tables import (
 from conformance.assurance.implementer_tables import FAMILIES as PROTOCOLS
 from conformance.assurance.trace import read_tree, stage_items
 from conformance.assurance.vector_writer.expected import OPERATIONS
-from conformance.checks.bounds import BOUNDED
+from conformance.checks.vector_checks import BOUNDED
 from conformance.paths import ROOT, SPEC
 from conformance.vectors.subject import STAGES
 from spec import backend as protocols

@@ -24,7 +24,7 @@ from conformance.methods.brute import Brute, from_vector
 from conformance.paths import SPEC
 from conformance.strategies.numbers import Numbers
 from conformance.vectors import files
-from conformance.vectors.compact import expanded, mismatches, summary
+from conformance.vectors.codec import expanded, mismatches, summary
 from conformance.vectors.files import decoded
 from conformance.vectors.subject import STAGES
 from spec.parameters import CrystalCacheParameters

@@ -10,7 +10,7 @@ from typing import Any
 from conformance.assurance.proofs.coq.build import run_coq
 from conformance.assurance.vector_writer.brute_force import encoded
 from conformance.assurance.vector_writer.expected import OPERATIONS
-from conformance.vectors.compact import expanded, is_compact, mismatches
+from conformance.vectors.codec import expanded, is_compact, mismatches
 from conformance.vectors.files import decoded, parameters_of, published
 from spec.parameters import PAPER
 

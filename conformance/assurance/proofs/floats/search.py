@@ -19,8 +19,7 @@ import numpy as np
 from flint import arb, ctx, fmpq
 
 from conformance import tolerances
-from conformance.oracles import decode, nestedkv, s1, s3, s4, s5
-from conformance.oracles.sums import added
+from conformance.oracles import added, decode, nestedkv, s1, s3, s4, s5
 from reference.crystalcache import breath, coattention, crystallization, impact, score, tail
 from reference.crystalcache.activation import inverse_key_norms
 from reference.nestedkv import anomaly_score

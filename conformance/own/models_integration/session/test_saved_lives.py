@@ -11,7 +11,7 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 
 from conformance.checks import decode_checks
 from conformance.checks.decode_checks import Life
-from conformance.strategies.decoding import frozen_state
+from conformance.strategies.trunks import frozen_state
 from models_integration.cache.snapshot import packed, unpacked
 from models_integration.cache.tensor_file import read, write
 from spec.backend import Backend
