@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from conformance import tolerances
+from conformance.checks import scale_checks
 from conformance.measure.gpu.measure import PartTimeout, Report, Watch, peak_bytes, say, synchronize
 from conformance.measure.gpu.models import Scale, Subject
+from conformance.oracles.scale.s1 import coattention
 from conformance.paths import ROOT
-from conformance.tolerances import Interval
 from reference.backend import BACKEND
 from reference.crystalcache import prefill
-from reference.crystalcache.coattention import attention, row_normalise
-from spec.arrays import IntMatrix, Matrix
+from spec.arrays import Matrix, Vector
 from spec.backend import Backend, CrystalStages, resolve
 from spec.parameters import CrystalCacheParameters
 from spec.records import CoAttention, CrystalRetention
@@ -55,65 +55,22 @@ def coattention_complaints(
     found: CoAttention, q: Array, k: Array, p: CrystalCacheParameters, scaling: float, softcap: float | None,
     precision: str,
 ) -> Iterator[str]:
-    """S1 of one segment from position 0 against the reference, chunk by chunk."""
-    n, at = q.shape[1], np.arange(q.shape[1])
-    for c in range(0, n, p.C):
-        stop = min(n, c + p.C)
-        rows = slice(c, stop)
-        error = tolerances.attention_error(q[:, rows], k[:, :stop], scaling, softcap, precision)
-        A = attention(q[:, rows], k[:, :stop], at[rows], at[:stop], scaling, softcap)
-        own = A[:, :, c:]
-        S = np.clip(np.sort(own.sum(axis=1), axis=0)[::-1][: p.k_heads].sum(axis=0), p.M_min, p.M_max)
-        radius = tolerances.salience_radius(own, error, p.k_heads, p.M_min, precision)
-        far = np.flatnonzero(~(np.abs(found.salience[rows] - S) <= radius))
-        if len(far):
-            yield f"salience of {len(far)} tokens from {c + far[0]} on is outside its box"
-        mean: Matrix = A.mean(axis=0)
-        unit = row_normalise(mean[:, c:], p.epsilon)
-        cosine = unit @ unit.T
-        relative = tolerances.cosine_error(error[:, None], error, stop - c, len(q), precision)
-        index = np.where(found.intra[rows] >= 0, found.intra[rows] - c, -1)
-        others = ~np.eye(stop - c, dtype=np.bool_)
-        boxes = _Boxes(cosine, cosine * relative, others)
-        yield from boxes.complaints(f"inside the chunk at {c}", index, found.intra_weight[rows], p.tau_intra)
-        relative = error + tolerances.gamma(len(q) + 2, precision) + tolerances.gamma(len(q) + 2, "float64")
-        earlier = mean[:, :c]
-        boxes = _Boxes(earlier, earlier * relative[:, None], np.ones(earlier.shape, dtype=np.bool_))
-        where = f"before the chunk at {c}"
-        yield from boxes.complaints(where, found.cross[rows], found.cross_weight[rows], p.tau_cross)
+    """S1 of one segment from position 0 against the oracle of full sizes, with the certified errors of these inputs."""
+    H, n = q.shape[:2]
 
+    def weights(q: Array, k: Array) -> Vector:
+        return tolerances.attention_error(q, k, scaling, softcap, precision)
 
-@dataclass(frozen=True)
-class _Boxes:
-    """Weights (rows, columns) that may be chosen where `admitted`, each known up to a radius."""
+    def cosines(error: Vector, Q: int) -> Matrix:
+        found: Matrix = tolerances.cosine_error(error[:, None], error, Q, H, precision)
+        return found
 
-    centre: Matrix
-    radius: Matrix
-    admitted: Any
-
-    def complaints(self, where: str, index: IntMatrix, weight: Matrix, tau: float) -> Iterator[str]:
-        """Lists that no weights in their boxes produce.
-
-        Of the columns not chosen only the strongest matters: by its least possible weight, then by its index. If
-        that one need not be chosen, none need be.
-        """
-        radius = self.radius + tolerances.SMALLEST["float32"]
-        least = np.where(self.admitted, (self.centre - radius).astype(np.float32), -np.inf)
-        for row, (places, w) in enumerate(zip(index.tolist(), weight.tolist(), strict=True)):
-            chosen = [j for j in places if j != -1]
-            legal = all(0 <= j < least.shape[1] and self.admitted[row, j] for j in chosen)
-            if not legal or places[len(chosen) :] != [-1] * (len(places) - len(chosen)) or any(w[len(chosen) :]):
-                yield f"row {row}, neighbours {where}: {places} with {w} is no list"
-                continue
-            rest = least[row].copy()
-            rest[chosen] = -np.inf
-            other = [int(rest.argmax())] if len(rest) and rest.max() > -np.inf else []
-            boxes = {j: Interval.around(self.centre[row, j], radius[row, j]) for j in [*chosen, *other]}
-            inside = all(x in boxes[j] for j, x in zip(chosen, w, strict=False))
-            order = [(-np.float32(x), j) for j, x in zip(chosen, w, strict=False)]
-            legal = inside and order == sorted(order)
-            if not (legal and tolerances.list_is_realisable(chosen, boxes, len(places), tau)):
-                yield f"row {row}, neighbours {where}: {places} with {w}"
+    mean_error = tolerances.head_mean_error(H, precision)
+    want = coattention(q, k, np.arange(n), p, scaling, softcap, weights, cosines, mean_error, behind=n)
+    yield from scale_checks.salience(found.salience, want, p, precision, strict=False)
+    intra, cross = (p.k_intra, p.tau_intra), (p.k_cross, p.tau_cross)
+    yield from scale_checks.neighbours(found.intra, found.intra_weight, want.intra, *intra, strict=False)
+    yield from scale_checks.neighbours(found.cross, found.cross_weight, want.cross, *cross, strict=False)
 
 
 def generation(report: Report, scale: Scale, subject: Subject) -> None:

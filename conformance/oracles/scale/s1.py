@@ -44,12 +44,13 @@ class Scored:
 
 def coattention(
     q: Any, k: Any, positions: IntVector, p: CrystalCacheParameters, scaling: float, softcap: float | None,
-    row_error: RowError, cosine_error: CosineError, mean_error: float, sinks: Any = None,
+    row_error: RowError, cosine_error: CosineError, mean_error: float, sinks: Any = None, behind: int = BEHIND,
 ) -> Scored:
     """CC-ATTENTION to CC-CROSS.
 
     `row_error` bounds the relative error of weights by query row of (H, Q, d), (H_kv, n, d); `cosine_error` that of
-    cosines (Q, Q) of rows with such errors; `mean_error` is what the mean over heads adds.
+    cosines (Q, Q) of rows with such errors; `mean_error` is what the mean over heads adds. `behind` candidates are
+    remembered after the last place of a list.
     """
     n, before = q.shape[1], k.shape[1] - q.shape[1]
     unclipped, moves, inside, across = [], [], [], []
@@ -68,9 +69,9 @@ def coattention(
         rows = own / (np.sqrt((own * own).sum(axis=1)) + p.epsilon)[:, None]
         cosines = rows @ rows.T
         np.fill_diagonal(cosines, -1.0)
-        inside.append(_ranked(cosines, cosine_error(error, stop - c), positions[first:last], p.k_intra))
+        inside.append(_ranked(cosines, cosine_error(error, stop - c), positions[first:last], p.k_intra, behind))
         shares = np.broadcast_to(error[:, None] + mean_error, (stop - c, first))
-        across.append(_ranked(mean[:, :first], shares, positions[:first], p.k_cross))
+        across.append(_ranked(mean[:, :first], shares, positions[:first], p.k_cross, behind))
     total = np.concatenate(unclipped)
     salience = np.clip(total, p.M_min, p.M_max)
     return Scored(
@@ -105,9 +106,10 @@ def _chunk(
     return mean, sums, wide
 
 
-def _ranked(weights: Matrix, error: Matrix, positions: IntVector, k: int) -> Ranked:
+def _ranked(weights: Matrix, error: Matrix, positions: IntVector, k: int, behind: int) -> Ranked:
     """The best of each row as float32; candidates are numbered by rising position."""
-    width = min(k + BEHIND, weights.shape[1])
+    wide = k + behind
+    width = min(wide, weights.shape[1])
     order = _best(weights.astype(np.float32), width)
     best = np.take_along_axis(weights, order, axis=1)
     real = best > 0
@@ -115,7 +117,6 @@ def _ranked(weights: Matrix, error: Matrix, positions: IntVector, k: int) -> Ran
         np.where(real, positions[order] if width else order, -1), np.where(real, best, 0.0),
         np.where(real, np.take_along_axis(error, order, axis=1), 0.0),
     ]
-    wide = k + BEHIND
     index, weight, bound = (
         np.pad(x, ((0, 0), (0, wide - width)), constant_values=-1 if x.dtype.kind == "i" else 0) for x in padded
     )
