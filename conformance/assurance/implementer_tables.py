@@ -83,19 +83,6 @@ def nestedkv_parameters() -> str:
     return table(["Parameter", "Value", "Admitted", "What"], rows)
 
 
-def bounds() -> str:
-    """The bounds of results, each once, with the operations that have it."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for operation, bound in BOUNDED.items():
-        for names, says in bound.says.items():
-            found.setdefault((names, says), []).append(operation)
-    rows = [
-        [", ".join(having), ", ".join(f"`{name}`" for name in names.split()), says]
-        for (names, says), having in found.items()
-    ]
-    return table(["Operation", "Results", "Bound"], rows)
-
-
 @cache
 def operations() -> Mapping[str, Sequence[Any]]:
     """The published tests of each operation, but the large ones, whose inputs are compact."""
@@ -162,16 +149,8 @@ def sides(tests: Sequence[Any]) -> tuple[Sequence[Mapping[str, Any]], Sequence[M
     return [test["inputs"] for test in tests], [test["expected"] for test in tests if test["result"] == "valid"]
 
 
-def vectors() -> str:
-    rows = []
-    for operation, tests in operations().items():
-        inputs, results = sides(tests)
-        rows.append([operation, typed(named(inputs, INPUT_KINDS)), typed(named(results, {}))])
-    return table(["Operation", "Inputs", "Results"], rows)
-
-
 def for_programs() -> str:
-    """What the page's tables hold, as JSON: parameters with their values and bounds, operations with theirs."""
+    """Parameters with their values, operations with inputs, results and bounds, methods with arguments, as JSON."""
     crystal, nested = meanings(crystal_module.__file__), meanings(nestedkv_module.__file__)
     profiles = {"PAPER": PAPER, "ESSAY": ESSAY, "TINY": TINY}
     parameters = {
@@ -196,6 +175,7 @@ def for_programs() -> str:
     return in_lines({
         "parameters": in_lines({of: in_lines(dumped(rows)) for of, rows in parameters.items()}),
         **dumped({"state": state_members()}), "operations": in_lines(dumped(described)),
+        "methods": in_lines(dumped({op: row.arguments for op, row in method_ops().items()})),
     }) + "\n"
 
 
@@ -243,15 +223,6 @@ def asked() -> str:
     return table(["Operation", "Arguments", "Result", "What"], rows)
 
 
-def methods() -> str:
-    """The methods, by the arguments that they have in common; constants have their names from `kvspec policies`."""
-    rows = [
-        [f"`{op}`", ", ".join(f"`{name}`" + (f" {kind}" if name not in SHARED else "") for name, kind in found)]
-        for op, row in method_ops().items() for found in [row.arguments.items()]
-    ]
-    return table(["Operation", "Arguments"], rows)
-
-
 def shared() -> str:
     """The arguments that mean the same in all methods."""
     rows = {name: kind for row in method_ops().values() for name, kind in row.arguments.items() if name in SHARED}
@@ -268,11 +239,10 @@ def members() -> str:
 
 PAGES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     PAGE: {
-        "crystalcache parameters": crystal_parameters, "nestedkv parameters": nestedkv_parameters, "bounds": bounds,
-        "state": state, "vectors": vectors,
+        "crystalcache parameters": crystal_parameters, "nestedkv parameters": nestedkv_parameters, "state": state,
     },
     SPEC / "protocol.md": {
-        "operations": asked, "records": members, "arguments of methods": shared, "methods": methods,
+        "operations": asked, "records": members, "arguments of methods": shared,
     },
 }
 
