@@ -55,13 +55,13 @@ def globals_of(code: CodeType) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/trust.md"])
 def test_a_page_counts_what_there_is(page: str) -> None:
-    """Items, vectors, and mutants that were killed and accepted."""
+    """Items, vectors, and mutants that were killed and accepted: the number on the page, and at most a tenth more."""
     killed = {line.split()[0] for line in written.KILLED.read_text(encoding="utf-8").splitlines()}
     vectors = sum(json.loads(path.read_text(encoding="utf-8")).get("numberOfTests", 0) for path in VECTORS)
     counts = {"items": len(known_items()), "mutants": len(killed & set(MUTANTS)), "vectors": vectors}
-    said = re.findall(r"(\d+) (?:written )?(items|mutants|vectors)", (ROOT / page).read_text(encoding="utf-8"))
+    said = re.findall(r"over \**(\d+) (items|mutants|vectors)", (ROOT / page).read_text(encoding="utf-8"))
     assert {word for _, word in said} >= {"items", "mutants"}
-    assert [(number, word) for number, word in said if int(number) != counts[word]] == []
+    assert [(number, word) for number, word in said if not int(number) <= counts[word] <= 1.1 * int(number)] == []
 
 
 def test_every_edit_applies_and_changes_its_function() -> None:

@@ -87,7 +87,8 @@ def test_a_session_on_a_device_is_the_session_on_the_host(name: str) -> None:
             given["input_ids"] = text(N)[:, -1:]
     assert same(session, run)
     counts = reads[0], max(reads[1:])
-    assert [(count - own) % (LAYERS - L) for count, own in zip(COMMITTED[name], counts, strict=True)] == [0, 0]
+    if name in COMMITTED:
+        assert [(count - own) % (LAYERS - L) for count, own in zip(COMMITTED[name], counts, strict=True)] == [0, 0]
     if method.policy.cadence.every is None:
         assert reads[1:] == [0, 0]
     if is_layerwise(method.policy) and policy_on_device(method.policy, BACKEND) is not None:
