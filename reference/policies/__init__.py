@@ -8,6 +8,7 @@ from reference.policies.caote import caote
 from reference.policies.chunkkv import chunkkv, chunkkv_described
 from reference.policies.criticalkv import critical_adakv, criticalkv, with_critical_selection
 from reference.policies.crystalcache import crystalcache
+from reference.policies.curdkv import curdkv
 from reference.policies.defensivekv import defensivekv
 from reference.policies.diversity import diverse, scheduled, toward_mean_values
 from reference.policies.epicache import epicache
@@ -41,10 +42,10 @@ from reference.policies.vatp import vatp, with_value_norms
 
 __all__ = [
     "adakv", "advance", "advance_turn", "cake", "caote", "chunkkv", "chunkkv_described", "critical_adakv", "criticalkv",
-    "crystalcache", "defensivekv", "diverse", "epicache", "eviction_budget", "expected_attention", "full_cache", "h2o",
-    "h2o_described", "in_blocks", "keydiff", "knorm", "kvcrush", "kvzip", "kvzip_heads", "kvzip_plus", "kvzip_uniform",
-    "lagkv", "morphkv", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both", "nestedkv_without_continuum",
-    "policy_from_score", "pyramidkv", "pyramidkv_described", "retain", "retain_turn", "rkv", "scheduled", "snapkv",
-    "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "vase", "vatp", "with_adaptive_budgets",
-    "with_critical_selection", "with_representatives", "with_value_norms",
+    "crystalcache", "curdkv", "defensivekv", "diverse", "epicache", "eviction_budget", "expected_attention",
+    "full_cache", "h2o", "h2o_described", "in_blocks", "keydiff", "knorm", "kvcrush", "kvzip", "kvzip_heads",
+    "kvzip_plus", "kvzip_uniform", "lagkv", "morphkv", "nestedkv", "nestedkv_without_adaptive", "nestedkv_without_both",
+    "nestedkv_without_continuum", "policy_from_score", "pyramidkv", "pyramidkv_described", "retain", "retain_turn",
+    "rkv", "scheduled", "snapkv", "start", "streaming_llm", "tova", "toward_mean_values", "triattention", "vase",
+    "vatp", "with_adaptive_budgets", "with_critical_selection", "with_representatives", "with_value_norms",
 ]

@@ -1,0 +1,30 @@
+"""CurDKV by brute force: tokens with a large share of the squared norms of their window."""
+
+from conformance.methods.brute import BLOCK, SINK, Brute, by_layer, sinks
+from conformance.methods.policies import Layer, Row, Score
+from conformance.oracles.boxes import dot, fsum
+
+
+def leverage_shares(rows: list[Row], window: int) -> list[float]:
+    found: list[float] = []
+    for start in range(0, len(rows), window):
+        squares = [dot(row, row) for row in rows[start : start + window]]
+        total = fsum(squares)
+        found += [square / total if total else 0.0 for square in squares]
+    return found
+
+
+def curdkv(layer: Layer, N_sink: int, window: int, shares: str = "window") -> list[Score]:
+    """The share of a token's key times the share of its value; the first tokens have no score."""
+    found: list[Score] = []
+    for keys, values in zip(layer["k"], layer["v"], strict=True):
+        length = len(keys) if shares == "row" else window
+        both = zip(leverage_shares(keys, length), leverage_shares(values, length), strict=True)
+        found.append([None if at < N_sink else a * b for at, (a, b) in enumerate(both)])
+    return found
+
+
+BRUTES = [
+    Brute("PO-CURDKV", "curdkv", by_layer(curdkv), {"N_sink": SINK, "window": BLOCK}, SINK, sinks,
+          published={"N_sink": 4, "window": 16}, readings={"shares": ("window", "row")}),
+]
