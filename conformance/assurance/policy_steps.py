@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.engine import steps
+from conformance.engine import methods
 from conformance.strategies.policy_inputs import Inputs, drawn, groups_of
 from reference import policies
 from reference.policies.cadences import take_up
@@ -17,12 +17,12 @@ PROMPT, STEPS = 8, 9
 
 def shown(policy: Policy, inputs: Inputs, live: Any, seen: int, first: int) -> Observation:
     assert len(live) == groups_of(policy, inputs)
-    return steps.shown(inputs.layers, live, seen, first)
+    return methods.shown(inputs.layers, live, seen, first)
 
 
 def decoded(policy: Policy, inputs: Inputs, B: int) -> list[list[list[int]]]:
     """Live positions of every group, after the prompt and after each step."""
-    return steps.decoded(policy, inputs.layers, groups_of(policy, inputs), B, PROMPT)
+    return methods.decoded(policy, inputs.layers, groups_of(policy, inputs), B, PROMPT)
 
 
 def long(seed: int) -> Inputs:
