@@ -19,9 +19,9 @@ CALLS = {
     ),
     fcntl: ("flock", "lockf", "fcntl"),
 }
-KILL, SHORT, LAST = 0, -1, -2
-"""In the place of an error: the process is killed; only half of what was asked for is read or written; this call and
-all later ones do nothing, as if the process were killed, and raise `Killed`."""
+SHORT, LAST = -1, -2
+"""In the place of an error: only half of what was asked for is read or written; this call and all later ones do
+nothing, as if the process were killed, and raise `Killed`."""
 
 
 def half(size: int) -> int:
@@ -54,8 +54,6 @@ class Faults:
         if self.number == SHORT and not can_be_short:
             return False
         self.calls.append(name)
-        if len(self.calls) == self.at and self.number == KILL:
-            os.kill(os.getpid(), 9)
         return len(self.calls) == self.at or (self.number == LAST and len(self.calls) > self.at)
 
     def wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:

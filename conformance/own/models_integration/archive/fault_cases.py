@@ -5,15 +5,13 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 
-from conformance.assurance.faults import KILL, faults
+from conformance.assurance.faults import Killed, faults
 from models_integration.archive.errors import ArchiveError
 from models_integration.archive.keyring import Keyring, key_in
 from models_integration.archive.manifest import ALL, Manifest, ids_digest
@@ -132,7 +130,7 @@ class Case:
                     OPERATIONS[self.operation](archive, self.keys)
                     done = True
                     promised()
-            except (ArchiveError, OSError):
+            except (ArchiveError, OSError, Killed):
                 assert len(made.calls) >= at > 0
         return done, made.calls
 
@@ -215,12 +213,3 @@ def verify(archive: Archive, keys: dict[str, str]) -> None:
 OPERATIONS: dict[str, Callable[[Archive, dict[str, str]], None]] = {
     "put": put, "get": get, "forget": forget, "gc": gc, "verify": verify,
 }
-
-
-def killed(case: Case, at: int, say: Connection) -> None:
-    """Be killed at the n-th call; `say` gets a byte when the operation has given its promise.
-
-    Salts and nonces are of a seed, so that the calls are as many as where they were counted.
-    """
-    os.urandom = Random(2).randbytes
-    case.attempt(at, KILL, lambda: say.send_bytes(b"x"))

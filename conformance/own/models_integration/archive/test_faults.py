@@ -4,7 +4,6 @@ import ast
 import errno
 import fcntl
 import gc
-import multiprocessing
 import os
 import random
 import resource
@@ -18,11 +17,10 @@ from types import ModuleType
 
 import pytest
 
-from conformance.assurance.faults import CALLS, SHORT, faults
+from conformance.assurance.faults import CALLS, LAST, SHORT, faults
 from conformance.assurance.power_loss import Disk, recording
-from conformance.own.models_integration.archive.fault_cases import MADE, OPERATIONS, Case, chunk, killed, path_of
+from conformance.own.models_integration.archive.fault_cases import MADE, OPERATIONS, Case, chunk, path_of
 from conformance.own.models_integration.archive.test_gate import ROWS, mistake
-from conformance.own.processes import started
 from conformance.plugin import profile_of
 from models_integration.archive import keyring, object_folder, objects, store
 from models_integration.archive.errors import ArchiveError, ArchiveFull
@@ -35,7 +33,7 @@ pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 
 
 ERRORS = {**{errno.errorcode[number]: number for number in (errno.ENOSPC, errno.EIO, errno.EROFS)}, "short": SHORT}
-SAMPLE, KILLED_SAMPLE = 3, 1
+SAMPLE = 3
 """Of each case, where the profile is not nightly."""
 LEAST_STEP, STEP = 128, 8192
 """Bytes between two sizes of a full disk."""
@@ -58,7 +56,7 @@ def prepared(folder: Path, operation: str, encrypted: bool) -> Case:
     return case
 
 
-def chosen(template: Case, number: int, config: pytest.Config, sample: int) -> Iterator[tuple[int, Case]]:
+def chosen(template: Case, number: int, config: pytest.Config) -> Iterator[tuple[int, Case]]:
     """Numbers of calls, of as many kinds as can be, each with a copy of the archive."""
     calls = template.copied(template.folder.parent / "counted").attempt(0, number)[1]
     every = list(range(1, len(calls) + 1))
@@ -66,7 +64,7 @@ def chosen(template: Case, number: int, config: pytest.Config, sample: int) -> I
         rng = random.Random(f"{template.operation} {number} {template.encrypted}")
         rng.shuffle(every)
         one_of_each = {calls[at - 1]: at for at in every}
-        every = rng.sample(list(one_of_each.values()), min(sample, len(one_of_each)))
+        every = rng.sample(list(one_of_each.values()), min(SAMPLE, len(one_of_each)))
     for at in every:
         case = template.copied(template.folder.parent / str(at))
         yield at, case
@@ -80,7 +78,7 @@ def test_no_failing_call_makes_the_archive_unusable(
     quick_path: Path, pytestconfig: pytest.Config, operation: str, number: int, encrypted: bool,
 ) -> None:
     template = prepared(quick_path / "template", operation, encrypted)
-    for at, case in chosen(template, number, pytestconfig, SAMPLE):
+    for at, case in chosen(template, number, pytestconfig):
         gc.collect()  # what other tests left would be closed during the attempt
         before = descriptors()
         done, _ = case.attempt(at, number)
@@ -99,15 +97,10 @@ def descriptors() -> int:
 def test_no_kill_makes_the_archive_unusable(
     quick_path: Path, pytestconfig: pytest.Config, operation: str, encrypted: bool,
 ) -> None:
+    """Killed writers of other processes are test_attacks.py's."""
     template = prepared(quick_path / "template", operation, encrypted)
-    for at, case in chosen(template, errno.EIO, pytestconfig, KILLED_SAMPLE):
-        heard, say = multiprocessing.Pipe(duplex=False)
-        child = started(killed, case, at, say)
-        child.join()
-        assert child.exitcode == -9
-        case.check(heard.poll(), killed=True)
-        say.close()
-        heard.close()
+    for at, case in chosen(template, errno.EIO, pytestconfig):
+        case.check(case.attempt(at, LAST)[0], killed=True)
 
 
 def get_hers(archive: Archive, key: str) -> Stored | None:
