@@ -51,7 +51,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 # All that judges a backend. Only this is collected for one: the rest takes each worker half a minute to import.
 JUDGING = ["conformance/suite", "conformance/own/spec/test_resolve.py"]
-SAVED_LIVES = "conformance/own/models_integration/session/test_saved_lives.py"
+SAVED_LIVES = "conformance/own/models_integration/session/test_snapshots.py"
 OF_NUMBA = [*JUDGING, SAVED_LIVES, "conformance/own/accelerated/test_numba.py"]
 OF_TRITON = [*JUDGING, "conformance/own/accelerated/triton"]
 

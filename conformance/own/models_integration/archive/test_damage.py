@@ -15,15 +15,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from conformance.assurance.faults import Killed
-from conformance.own.models_integration.archive.fault_cases import (
-    ALICE,
-    blobs,
-    chunk,
-    damage,
-    failing,
-    opened,
-    path_of,
-)
+from conformance.own.models_integration.archive.fault_cases import ALICE, blobs, chunk, damage, failing, opened, path_of
 from models_integration.archive.errors import ArchiveError
 from models_integration.archive.manifest import Manifest
 from models_integration.archive.store import Archive

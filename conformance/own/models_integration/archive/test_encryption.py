@@ -9,15 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.own.models_integration.archive.fault_cases import (
-    MASTER,
-    MODEL,
-    blobs,
-    chunk,
-    failing,
-    opened,
-    path_of,
-)
+from conformance.own.models_integration.archive.fault_cases import MASTER, MODEL, blobs, chunk, failing, opened, path_of
 from models_integration.archive.errors import ForeignVersion, KeyUnavailable, NotEncrypted
 from models_integration.archive.keyring import Keyring, read_master
 from models_integration.archive.objects import padded, read_claim

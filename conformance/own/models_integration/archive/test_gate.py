@@ -3,7 +3,9 @@
 import copy
 import errno
 import tomllib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from conformance.assurance.faults import WELL, Fault
 from conformance.assurance.mutants.edits import Edit, replaced
 from conformance.own.models_integration.archive.block_mask import REFUSED, ROTATIONS, build
 from conformance.own.models_integration.archive.test_archive_machine import TENANTS, ArchiveMachine
+from conformance.own.models_integration.session.families import _GQA, VOCABULARY, prepared
 from conformance.own.reference.test_injection import keys, near
 from conformance.plugin import sparingly
 from models_integration.archive.errors import ArchiveError
@@ -32,12 +35,52 @@ from reference.injection.rotation import TURNS, shift_angles
 from spec.arrays import Cube, Vector
 from spec.errors import SpecError
 
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}
+_WIDTH: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 48}
+
+
+def growing_queries(beta: float = 0.1) -> Any:
+    parameters = {**_YARN, "llama_4_scaling_beta": beta}
+    return prepared("Ministral3", **_GQA, head_dim=12, rope_parameters=parameters)
+
+
+UNTURNED: dict[str, tuple[Callable[[], Any], str]] = {
+    "MPT": (partial(prepared, "Mpt", vocab_size=VOCABULARY, d_model=48, n_heads=4, n_layers=3), "ALiBi"),
+    "Bloom": (partial(prepared, "Bloom", **_WIDTH, n_layer=3, n_head=4), "ALiBi"),
+    "Falcon": (partial(prepared, "Falcon", **_WIDTH, num_hidden_layers=3, num_attention_heads=4, alibi=True), "ALiBi"),
+    "one layer": (partial(prepared, "Bloom", **_WIDTH, n_layer=1, n_head=4), "ALiBi"),
+    "Ministral3": (growing_queries, "queries are scaled with the position"),
+}
+
 
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize("family", REFUSED)
-def test_a_model_that_is_not_recognised_is_refused_by_name(family: str) -> None:
-    with pytest.raises(UnknownModel, match=family):
-        recognise(build(family))
+@pytest.mark.parametrize("name", [*REFUSED, *UNTURNED])
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_is_not_recognised_is_refused_by_name(name: str) -> None:
+    """Also one whose turned keys would not follow."""
+    make, words = UNTURNED.get(name, (partial(build, name), name))
+    with pytest.raises(UnknownModel, match=words):
+        recognise(make())
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_growing_queries_are_seen_past_the_original_length_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the configuration calls them."""
+    monkeypatch.setattr(rope, "_originals", lambda *_: [64])
+    with pytest.raises(UnknownModel, match="into the keys at position 128"):
+        recognise(growing_queries())
+
+
+@pytest.mark.law("as-it-is-described")
+def test_a_model_whose_keys_need_no_turn_or_an_even_one_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries that do not grow; and no positions at all."""
+    assert all(layer.slot == "keys" for layer in recognise(growing_queries(0.0)).layers)
+    model = build("Llama")
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", lambda q, k, *_: (q, k))
+    assert all(layer.slot is None for layer in recognise(model).layers)
 
 
 @pytest.mark.law("refused-before-anything-changes")

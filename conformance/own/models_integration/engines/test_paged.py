@@ -2,8 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.requests import RequestState
 
 from conformance.measure.paged import greedy, pool
-from conformance.own.models_integration.session.families import ENDS, VOCABULARY, build
+from conformance.own.models_integration.session.families import ENDS, VOCABULARY, build, relative
 from conformance.own.models_integration.session.masked import HeadSets, Masked, head_sets
 from conformance.paths import ROOT
 from models_integration import CrystalCache, FullCache, Published, RetentionPolicy, StreamingLLM, decide, observe
@@ -50,7 +49,7 @@ def check_answers(
         answer = output.generated_tokens
         expected = masked_logits(model, text, answer, head_sets(run.kept[str(place)], range(LAYERS), HEADS))
         assert expected.argmax(dim=1).tolist() == answer
-        assert closest(rows[str(place)][-len(answer) :], expected) < TOLERANCE
+        assert relative(torch.stack(rows[str(place)][-len(answer) :]), expected) < TOLERANCE
 
 
 @pytest.mark.law("eviction-equals-masking")
@@ -59,14 +58,11 @@ def test_requests_answer_as_the_masked_forwards(
     family: str, name: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, random, evicted = build(family, attention="eager" if name == "knorm" else "sdpa"), Random(7), 0
-    watched = Between(monkeypatch)
     for seed in range(2):
         texts = prompts(10, (2, 90), seed)
         config = pool(random.randint(20, 60), page=random.choice([4, 8, 16]), chunk=random.randint(12, 100))
         run = PagedSession(POLICIES[name](random.uniform(0.2, 0.7)), model)
-        with run, recorded_logits(model, watched.processors) as rows:
-            outputs = serve(model, texts, config, NEW, arrivals=random)
-        check_answers(model, run, texts, outputs, rows)
+        check_answers(model, run, texts, *answered(model, run, texts, config, monkeypatch, arrivals=random))
         evicted += sum(one.seen * one.groups - len(one.positions) for one in run.kept.values())
     assert evicted > 0
 
@@ -133,11 +129,9 @@ def test_whole_pages_are_freed_where_they_are(monkeypatch: pytest.MonkeyPatch) -
     page, written = 8, list[int]()
     for released in (pool_module.SectorPool, pool_module.BlockPool):
         monkeypatch.setattr(released, "layer", lambda own, index: written.append(index))
-    model, texts, watched = build("llama"), prompts(12, (2, 90), seed=5), Between(monkeypatch)
+    model, texts = build("llama"), prompts(12, (2, 90), seed=5)
     run = PagedSession(StreamingLLM(0.4, N_sink=2, block=page), model)
-    with run, recorded_logits(model, watched.processors) as rows:
-        outputs = serve(model, texts, pool(40, page), NEW)
-    check_answers(model, run, texts, outputs, rows)
+    check_answers(model, run, texts, *answered(model, run, texts, pool(40, page), monkeypatch))
     evicted = [one.seen - len(one.group(0)) for one in run.kept.values()]
     assert {each % page for each in evicted} == {0}
     assert run.freed_pages >= sum(evicted) // page > len(texts)
@@ -169,10 +163,9 @@ def test_a_request_that_gives_its_pages_back_goes_on_as_it_would_have(monkeypatc
         return own(state)
 
     monkeypatch.setattr(RequestState, "create_equivalent_initial_request", noted)
-    model, texts, watched = build("llama"), prompts(10, (30, 60)), Between(monkeypatch)
-    run = PagedSession(POLICIES["crystalcache"](0.6), model)
-    with run, recorded_logits(model, watched.processors) as rows:
-        outputs = serve(model, texts, pool(24, page=4, chunk=64, safety_margin=0.0), new=24)
+    model, texts = build("llama"), prompts(10, (30, 60))
+    run, config = PagedSession(POLICIES["crystalcache"](0.6), model), pool(24, page=4, chunk=64, safety_margin=0.0)
+    outputs, rows = answered(model, run, texts, config, monkeypatch, new=24)
     assert max(again, default=0) > 1  # some had answered before
     assert {len(output.generated_tokens) for output in outputs.values()} == {24}
     check_answers(model, run, texts, outputs, rows)
@@ -217,12 +210,11 @@ def take_slots_for_positions(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mistake", [keep_the_first, keep_the_next, take_slots_for_positions])
 def test_a_mistake_is_seen(mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mistake(monkeypatch)
-    model, texts, watched = build("llama"), prompts(4, (40, 60)), Between(monkeypatch)
+    model, texts = build("llama"), prompts(4, (40, 60))
     run = PagedSession(POLICIES["crystalcache"](0.4), model)
-    with run, recorded_logits(model, watched.processors) as rows:
-        outputs = serve(model, texts, pool(60), NEW)
+    found = answered(model, run, texts, pool(60), monkeypatch)
     with pytest.raises(AssertionError):
-        check_answers(model, run, texts, outputs, rows)
+        check_answers(model, run, texts, *found)
 
 
 def prompts(count: int, lengths: tuple[int, int], seed: int = 0) -> list[list[int]]:
@@ -252,20 +244,21 @@ def serve(
     return found
 
 
-@contextmanager
-def recorded_logits(model: PreTrainedModel, processors: list[Any]) -> Iterator[dict[str, list[Tensor]]]:
-    """The logits that each answered token was chosen from, by request."""
+def answered(
+    model: PreTrainedModel, run: PagedSession, texts: Sequence[Sequence[int]], config: ContinuousBatchingConfig,
+    monkeypatch: pytest.MonkeyPatch, new: int = NEW, arrivals: Random | None = None,
+) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
+    """The outputs of a session, and the logits that each answered token was chosen from, by request."""
     rows: dict[str, list[Tensor]] = {}
-    head: Any = model.lm_head
+    head, processors = model.get_submodule("lm_head"), Between(monkeypatch).processors
 
     def hook(module: object, args: object, output: Tensor) -> None:
         requests = list(processors[-1].inputs_and_outputs.req_id_to_new_token_position)
         for request, row in zip(requests, output[0].detach().clone(), strict=False):
             rows.setdefault(request, []).append(row)
 
-    handle = head.register_forward_hook(hook)
-    yield rows
-    handle.remove()
+    with run, head.register_forward_hook(hook):
+        return serve(model, texts, config, new, arrivals), rows
 
 
 class Between:
@@ -299,11 +292,6 @@ def all_free(processor: Any) -> bool:
         return not any(tables(processor).values()) and bool(cache.get_num_free_blocks() == cache.num_blocks)
     cache.pool.try_to_free_sectors()
     return not any(tables(processor).values()) and bool(cache.pool.num_free_sectors == cache.num_sectors)
-
-
-def closest(found: Sequence[Tensor], expected: Tensor) -> float:
-    """Largest difference, by the largest value expected."""
-    return float((torch.stack(list(found)) - expected).abs().max() / expected.abs().max())
 
 
 def masked_logits(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int], kept: HeadSets) -> Tensor:

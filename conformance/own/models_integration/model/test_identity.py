@@ -17,14 +17,7 @@ from typer.testing import CliRunner
 
 from conformance.own.models_integration.archive.block_mask import FAMILIES, build
 from conformance.own.models_integration.model.disguised_pairs import DISGUISED, EQUAL, EXCHANGED
-from conformance.own.models_integration.model.identity_pairs import (
-    CHANGES,
-    FIELDS,
-    HOOKS,
-    SAME,
-    UNREADABLE,
-    made,
-)
+from conformance.own.models_integration.model.identity_pairs import CHANGES, FIELDS, HOOKS, SAME, UNREADABLE, made
 from conformance.own.models_integration.session.families import SMALL, at_once, prepared, prompt
 from models_integration import Published, RetainedCache, StreamingLLM, load_cache, save_cache
 from models_integration.archive.errors import WrongModel

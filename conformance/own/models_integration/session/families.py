@@ -108,6 +108,12 @@ def states_of(cache: RetainedCache) -> CrystalStates:
     return states
 
 
+def tensors(cache: RetainedCache) -> list[Tensor]:
+    """Keys and values of every layer."""
+    layers: list[Any] = cache.layers
+    return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+
+
 def relative(found: Tensor, expected: Tensor) -> float:
     """Largest difference, by the largest value expected."""
     return float((found - expected).abs().max() / expected.abs().max())

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conformance.checks.decode_checks import same_bits
-from conformance.own.models_integration.session.families import at_once, build, prompt, states_of
+from conformance.own.models_integration.session.families import at_once, build, prompt, states_of, step_by_step
 from conformance.own.models_integration.session.sessions import T, breathing, method, tokens
 from models_integration import RetainedCache
 from models_integration.archive.layer_masks import layer_masks
@@ -29,8 +29,7 @@ def lived(family: str, steps: int = T + 3) -> tuple[PreTrainedModel, RetainedCac
     cache = RetainedCache(model.config)
     with breathing()(model):
         at_once(model, prompt(N), cache)
-        for token in torch.split(tokens(steps), 1, dim=1):
-            at_once(model, token, cache)
+        step_by_step(model, tokens(steps), cache)
     return model, cache
 
 
@@ -40,9 +39,9 @@ def go_on(family: str, path: Path, out: Path, threads: int) -> None:
     model = build(family)
     cache = load_cache(path, model)
     with breathing()(model):
-        logits = [at_once(model, token, cache) for token in torch.split(tokens(2 * T), 1, dim=1)]
+        logits = step_by_step(model, tokens(2 * T), cache)
     save_cache(cache, model, path)
-    torch.save(torch.cat(logits, dim=1), out)
+    torch.save(logits, out)
 
 
 def differing(name: str, family: str) -> tuple[PreTrainedModel, RetainedCache]:
@@ -51,21 +50,19 @@ def differing(name: str, family: str) -> tuple[PreTrainedModel, RetainedCache]:
     cache = RetainedCache(model.config)
     with method(name)(model) as run:
         at_once(model, torch.cat([prompt(N), prompt(N, seed=4)]), cache)
-        for token in torch.split(tokens(3, rows=2), 1, dim=1):
-            at_once(model, token, cache)
+        step_by_step(model, tokens(3, rows=2), cache)
     assert run.cache is cache
     return model, cache
 
 
-def gapped(steps: int) -> tuple[PreTrainedModel, RetainedCache]:
-    """Windows that have not read a chunk which is spliced behind them; then come so many tokens."""
+def gapped() -> tuple[PreTrainedModel, RetainedCache]:
+    """Windows that have not read a chunk which is spliced behind them; then come two tokens."""
     model = build("gemma3")
     cache, rotary = RetainedCache(model.config), recognise(model)
     at_once(model, prompt(N), cache)
     splice(cache, [computed(model, prompt(9, seed=5)[0].tolist(), rotary)], rotary)
     with layer_masks(model, cache):
-        for token in torch.split(tokens(2), 1, dim=1)[:steps]:
-            at_once(model, token, cache)
+        step_by_step(model, tokens(2), cache)
     return model, cache
 
 

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from inspect import signature
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -28,19 +29,12 @@ from conformance.own.models_integration.session.families import (
     step_by_step,
 )
 from conformance.own.models_integration.session.masked import HeadSets, Masked
-from models_integration import (
-    CrystalCache,
-    CustomPolicy,
-    Published,
-    RetainedCache,
-    RetentionPolicy,
-    Session,
-    calibrate,
-)
+from models_integration import CrystalCache, CustomPolicy, Published, RetainedCache, RetentionPolicy, Session, calibrate
 from models_integration.attention.capture import observing
 from models_integration.cache.crystal_states import DecodeRule
 from models_integration.model.architecture import attention_modules, describe
 from models_integration.policies.methods import policy_from_name
+from reference.calibration import Calibration
 from reference.crystalcache import decode_step, empty_state, extend
 from reference.crystalcache.activation import inverse_key_norms
 from reference.crystalcache.tail import append
@@ -124,11 +118,10 @@ def sets(run: Session) -> list[list[int]]:
 CLASSES = ("crystalcache", "streamingllm", "fullcache")
 
 
-def calibrated(name: str, model: Any) -> dict[str, Any]:
-    """The calibration of a model, over another text, where the policy takes one."""
-    if "calibration" not in constants_of(name):
-        return {}
-    return {"calibration": calibrate(model, prompt(PROMPT, seed=9), template=REHEARSED["template"])}
+@lru_cache(1)
+def calibration(model: PreTrainedModel) -> Calibration:
+    """Over another text, with head scores."""
+    return calibrate(model, prompt(PROMPT, seed=9), template=REHEARSED["template"])
 
 
 ONE_SEGMENT = [one.name for one in list_policies() if not one.later_turns]
@@ -137,7 +130,7 @@ ONE_SEGMENT = [one.name for one in list_policies() if not one.later_turns]
 def published(name: str, model: Any, budget: float = 0.3) -> RetentionPolicy:
     """With constants that fit a prompt of 64 tokens; signatures are a head's own, where kept sets are."""
     host = name.removeprefix(DIVERSE)
-    constants: dict[str, Any] = {**small(host), **calibrated(host, model)}
+    constants = {**small(host), **({"calibration": calibration(model)} if "calibration" in constants_of(host) else {})}
     policy = policy_from_name(host, budget, **constants)
     if name.startswith(DIVERSE) and policy.on(model).policy.granularity is Granularity.HEAD:
         constants["signature"] = "head"
@@ -173,6 +166,14 @@ def method_of(scorer: Looking | Failing) -> RetentionPolicy:
     full = full_cache()
     policy = Policy("probe", scorer, full.budgets, full.selector, full.protection)
     return CustomPolicy(policy, parse_budget(1.0))
+
+
+def shown(model: PreTrainedModel, ids: Tensor, needs: Needs, **options: Tensor) -> Observation:
+    """What a scorer of these needs is shown of a prompt, of its last row."""
+    scorer = Looking(needs)
+    with method_of(scorer)(model):
+        at_once(model, ids, RetainedCache(model.config), **options)
+    return scorer.shown[-1]
 
 
 _STOCK = ("sdpa", "eager", "flash_attention_2", "flex_attention")

@@ -1,7 +1,10 @@
-"""Which rotations the archive's gate and calibration take; queries before their rotation, and the policy at work."""
+"""Calibrations: queries before their rotation, head scores, and the files of TriAttention and DuoAttention.
+
+Files of others are read without running them, and decide as ours do.
+"""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,33 +24,23 @@ from conformance.methods.brute import rehearsed
 from conformance.own.models_integration.archive.block_mask import ROTATIONS
 from conformance.own.models_integration.archive.block_mask import build as rotated
 from conformance.own.models_integration.session import test_other_architectures as architectures
-from conformance.own.models_integration.session.families import (
-    _GQA,
-    VOCABULARY,
-    at_once,
-    build,
-    greedy,
-    prepared,
-    prompt,
-)
+from conformance.own.models_integration.session.families import _GQA, at_once, build, greedy, prepared, prompt
 from conformance.own.models_integration.session.sessions import REHEARSED, live_sets, read_prompt
 from conformance.strategies.policy_inputs import Inputs
 from conformance.tolerances import scores_agree
 from models_integration import Published, RetainedCache
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cli.app import app
-from models_integration.model import rotation
 from models_integration.model.architecture import describe
-from models_integration.model.errors import UnknownModel
-from models_integration.model.rotation import recognise
 from models_integration.policies.calibration import calibrate
+from models_integration.policies.shared_calibration import read_head_pattern, read_statistics, write_statistics
 from models_integration.session.verbs import observe
 from models_integration.studies.results import load_rows
 from reference.calibration import load_calibration, save_calibration
 from reference.policies import kvzip, triattention
 from spec.errors import SpecError
 from spec.policy import Needs
-from spec.retention import Granularity
+from spec.retention import Granularity, Retention
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -60,13 +53,13 @@ BOUND = 2e-6
 def hooked(model: Any, ids: Tensor) -> list[Tensor]:
     """Each layer's queries (H, n, d) as they enter the rotation: q_proj's output, or its norm's where there is one."""
     found: list[Tensor] = []
-
-    def note(module: Any, given: Any, output: Tensor) -> None:
-        found.append(output.view(1, N, -1, 12)[0].transpose(0, 1))
-
     handles = []
     for layer in model.model.layers:
         attention: Any = layer.self_attn
+
+        def note(module: Any, given: Any, output: Tensor, d: int = attention.head_dim) -> None:
+            found.append(output.view(N, -1, d).transpose(0, 1))
+
         handles.append(getattr(attention, "q_norm", attention.q_proj).register_forward_hook(note))
     with torch.no_grad():
         model(input_ids=ids)
@@ -109,21 +102,27 @@ def test_a_file_serves_its_own_model_and_rotation_only(name: str, tmp_path: Path
 
 
 @pytest.mark.spec("TA-CALIBRATION")
-def test_the_command_makes_a_file_that_compare_takes(tmp_path: Path) -> None:
-    text, file, out = tmp_path / "text.txt", tmp_path / "mine.npz", tmp_path / "results"
+def test_the_command_makes_and_converts_files_that_compare_takes(tmp_path: Path) -> None:
+    text, theirs, file, out = (tmp_path / name for name in ("text.txt", "stats.pt", "mine.npz", "results"))
     text.write_text("The chair thanked the members. The special magic number is 1516.", encoding="utf-8")
     runner = CliRunner()
-    made = runner.invoke(app, ["calibrate", str(text), "--out", str(file)])
-    assert made.exit_code == 0, made.output
-    digest = load_calibration(file).digest
-    assert digest in made.output
+    for source, made in ((text, file), (text, theirs), (theirs, file)):
+        said = runner.invoke(app, ["calibrate", str(source), "--out", str(made)])
+        assert said.exit_code == 0, said.output
+        assert made == theirs or load_calibration(file).digest in said.output
+    stats, taken = torch.load(theirs, weights_only=True)["stats"], load_calibration(file)
+    assert np.array_equal(taken.magnitude[0, 1], stats["layer00_head01"]["q_abs_mean"].double().numpy())
+    with pytest.raises(SpecError, match=r"kvspec calibrate stats.pt --model NAME"):
+        load_calibration(theirs)
+    wrong = runner.invoke(app, ["calibrate", str(theirs), "--threshold", "0.5", "--out", str(file)])
+    assert "can be used only with a head pattern" in str(wrong.exception)
     policies = "triattention,diverse-triattention-by-head"
     asked = ["--policies", policies, "--budgets", "160", "--tasks", "needle", "--samples", "1", "--length", "400"]
     found = runner.invoke(app, ["compare", *asked, "--no-controls", "--calibration", str(file), "--out", str(out)])
     assert found.exit_code == 0, found.output
     (row,) = load_rows(out / "study.jsonl")
     assert [cell["policy"] for cell in row["cells"]] == policies.split(",")
-    assert row["calibration"] == {"digest": digest, "controlled": False}
+    assert row["calibration"] == {"digest": taken.digest, "controlled": False}
     missing = runner.invoke(app, ["compare", *asked, "--no-controls", "--out", str(out)])
     assert "`kvspec calibrate " in str(missing.exception)
 
@@ -143,16 +142,10 @@ def test_rotations_of_fixed_frequencies_are_served(kind: str) -> None:
     model, ids = rotated("Llama", rope_parameters=dict(ROTATIONS[kind])), prompt(N)
     found = calibrate(model, ids)
     assert (found.identity.factor != 1) == (kind == "yarn")
-    attention: Any = model.model.layers[1].self_attn
-    queries: list[Tensor] = []
-    handle = attention.q_proj.register_forward_hook(lambda module, given, output: queries.append(output))
-    with torch.no_grad():
-        model(input_ids=ids)
-    handle.remove()
-    expected = queries[0].view(N, 4, -1).double().mean(dim=0).numpy()
-    assert np.abs(found.mean[1] - expected).max() < BOUND * float(queries[0].abs().max())
+    for at, q in enumerate(hooked(model, ids)):
+        assert np.abs(found.mean[at] - q.double().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
     for name, constants in (("triattention", {"calibration": found}), ("expected-attention", {})):
-        with Published(name, 20, **constants)(model) as run:
+        with Published(name, 20, **constants, backend="numpy")(model) as run:
             greedy(model, ids, 2)
         assert run.cache is not None
 
@@ -245,67 +238,159 @@ def test_head_scores_are_the_largest_of_a_rehearsal(family: str) -> None:
     assert calibrate(model, ids).head_scores is None
 
 
+def check_full_heads(model: Any, calibration: Any, full: Sequence[int]) -> None:
+    """At half of 200 tokens two of six heads hold all, and the four others have a window of 200 tokens together."""
+    n = 200
+    policy = Published("kvzip-heads", 0.5, calibration=calibration, N_sink=2, N_recent=4)
+    run, cache = read_prompt(model, policy, n)
+    sets = [list(own) for heads in live_sets(cache).values() for own in heads]
+    assert sets == [list(range(n)) if g in full else [0, 1, *range(n - 48, n)] for g in range(6)]
+    assert run.bytes_freed == 2 * 6 * n * 12 * 4 - storage_bytes(cache.layers) == 6 * n * 12 * 4
+
+
 @pytest.mark.law("freed-memory")
 @pytest.mark.spec("PO-KVZIP-HEADS")
 def test_full_heads_hold_all_and_the_others_a_window() -> None:
-    """At half of 200 tokens in six heads: two full heads, and 200 tokens for four others."""
-    model, n = build("llama"), 200
+    model = build("llama")
     taken = calibrate(model, prompt(N, seed=9), template=REHEARSED["template"])
     assert taken.head_scores is not None
-    policy = Published("kvzip-heads", 0.5, calibration=taken, N_sink=2, N_recent=4)
-    run, cache = read_prompt(model, policy, n)
-    best = np.argsort(-taken.head_scores.ravel(), kind="stable")[:2]
-    sets = [list(own) for heads in live_sets(cache).values() for own in heads]
-    for g, own in enumerate(sets):
-        assert own == (list(range(n)) if g in best else [0, 1, *range(n - 48, n)])
-    full = 2 * 6 * n * 12 * 4
-    assert run.bytes_freed == full - storage_bytes(cache.layers) == full / 2
+    check_full_heads(model, taken, np.argsort(-taken.head_scores.ravel(), kind="stable")[:2].tolist())
 
 
-_YARN = {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
-    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-}
-_WIDTH: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 48}
+L, H, HALF = 3, 4, 6  # of the family llama
 
 
-def growing_queries(beta: float = 0.1) -> Any:
-    parameters = {**_YARN, "llama_4_scaling_beta": beta}
-    return prepared("Ministral3", **_GQA, head_dim=12, rope_parameters=parameters)
+@pytest.fixture
+def payload() -> dict[str, Any]:
+    """A payload by the published shapes: for each head of each layer three rows of head_dim / 2 float32 numbers."""
+    rng, pairs = np.random.default_rng(3), [(layer, head) for layer in range(L) for head in range(H)]
+    stats = {}
+    for layer, head in pairs:
+        real, imaginary = rng.standard_normal((2, HALF))
+        rows = {"q_mean_real": real, "q_mean_imag": imaginary, "q_abs_mean": np.hypot(real, imaginary) + 0.25}
+        stats[f"layer{layer:02d}_head{head:02d}"] = {name: torch.tensor(x).float() for name, x in rows.items()}
+    metadata = {"num_traces": 1, "head_dim": 2 * HALF, "rope_style": "half", "rope_type": "default",
+                "dtype": "bfloat16", "sampled_heads": [[layer, head] for layer, head in pairs]}
+    return {"metadata": metadata, "stats": stats}
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "MPT": (partial(prepared, "Mpt", vocab_size=VOCABULARY, d_model=48, n_heads=4, n_layers=3), "ALiBi"),
-    "Bloom": (partial(prepared, "Bloom", **_WIDTH, n_layer=3, n_head=4), "ALiBi"),
-    "Falcon": (partial(prepared, "Falcon", **_WIDTH, num_hidden_layers=3, num_attention_heads=4, alibi=True), "ALiBi"),
-    "one layer": (partial(prepared, "Bloom", **_WIDTH, n_layer=1, n_head=4), "ALiBi"),
-    "Ministral3": (growing_queries, "queries are scaled with the position"),
-}
-
-
-@pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.filterwarnings("ignore")
-def test_what_a_turned_key_cannot_follow_is_refused(name: str) -> None:
-    make, words = REFUSED[name]
-    with pytest.raises(UnknownModel, match=words):
-        recognise(make())
-
-
-@pytest.mark.law("refused-before-anything-changes")
-def test_growing_queries_are_seen_past_the_original_length_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the configuration calls them."""
-    monkeypatch.setattr(rotation, "_originals", lambda *_: [64])
-    with pytest.raises(UnknownModel, match="into the keys at position 128"):
-        recognise(growing_queries())
-
-
-def test_without_them_the_same_model_is_served() -> None:
-    assert all(layer.slot == "keys" for layer in recognise(growing_queries(0.0)).layers)
-
-
-def test_a_model_in_which_order_is_nowhere_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No positions at all: nothing has to be turned."""
+@pytest.mark.spec("TA-CALIBRATION")
+@pytest.mark.parametrize("name", ["triattention", "triattention-by-layer-and-head"])
+def test_statistics_decide_as_our_file_does(name: str, payload: dict[str, Any], tmp_path: Path) -> None:
     model = build("llama")
-    monkeypatch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", lambda q, k, *_: (q, k))
-    assert all(layer.slot is None for layer in recognise(model).layers)
+    torch.save(payload, tmp_path / "stats.pt")
+    found = read_statistics(tmp_path / "stats.pt", model)
+    save_calibration(found, tmp_path / "mine.npz")
+    sets = []
+    for calibration in (found, load_calibration(tmp_path / "mine.npz"), calibrate(model, prompt(60))):
+        with Published(name, 20, calibration=calibration)(model) as run:
+            greedy(model, prompt(60), 4)
+        assert isinstance(run.retention, Retention)
+        sets.append(run.retention.positions.tolist())
+    assert sets[0] == sets[1] != sets[2]
+
+
+@pytest.mark.spec("TA-CALIBRATION")
+def test_both_formats_hold_equal_numbers(payload: dict[str, Any], tmp_path: Path) -> None:
+    """Read and written again, the payload is what it was; ours is read back as float32 has it."""
+    model, path = build("llama"), tmp_path / "stats.pt"
+    torch.save(payload, path)
+    write_statistics(read_statistics(path, model), path)
+    again = torch.load(path, weights_only=True)
+    assert again["stats"].keys() == payload["stats"].keys()
+    for key, rows in payload["stats"].items():
+        assert all(torch.equal(again["stats"][key][part], row) for part, row in rows.items())
+    shown = ("head_dim", "rope_style", "sampled_heads")
+    assert [again["metadata"][name] for name in shown] == [payload["metadata"][name] for name in shown]
+    taken = calibrate(model, prompt(60))
+    write_statistics(taken, path)
+    found = read_statistics(path, model)
+    assert found.identity.rope == taken.identity.rope
+    for name in ("mean", "magnitude"):
+        assert np.array_equal(getattr(found, name), getattr(taken, name).astype(np.float32))
+
+
+class Code:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.mkdir, (self.folder,)
+
+
+def code_in(payload: dict[str, Any], tmp_path: Path) -> None:
+    payload["stats"]["layer00_head00"] = Code(tmp_path / "was run")
+
+
+def edit(key: str, part: str, value: Any) -> Callable[[dict[str, Any], Path], None]:
+    return lambda payload, tmp_path: payload[key].__setitem__(part, value)
+
+
+HEAD = "layer02_head03"
+WRONG: dict[str, tuple[Callable[[dict[str, Any], Path], Any], str, str]] = {
+    "code": (code_in, "path", "it contains code, which is not run"),
+    "no statistics": (lambda payload, _: payload.pop("stats"), "path", "must have `metadata` and `stats`"),
+    "style": (edit("metadata", "rope_style", "interleaved"), "rope_style", "must be 'half'"),
+    "head": (lambda payload, _: payload["stats"].pop(HEAD), f"{HEAD}.q_mean_real", "is missing in"),
+    "part": (lambda payload, _: payload["stats"][HEAD].pop("q_abs_mean"), f"{HEAD}.q_abs_mean", "is missing in"),
+    "layer": (edit("stats", "layer03_head00", {}), "stats", "does not have"),
+    "shape": (
+        lambda payload, _: payload["stats"][HEAD].update(q_mean_imag=torch.zeros(8)), f"{HEAD}.q_mean_imag",
+        r"\(8,\).*must have the shape \(6,\)",
+    ),
+    "infinite": (
+        lambda payload, _: payload["stats"][HEAD].update(q_mean_imag=torch.full((6,), torch.inf)), "calibration.mean",
+        "must be finite",
+    ),
+}
+
+
+@pytest.mark.spec("TA-CALIBRATION")
+@pytest.mark.parametrize("name", WRONG)
+def test_other_files_are_refused_and_not_run(name: str, payload: dict[str, Any], tmp_path: Path) -> None:
+    change, argument, words = WRONG[name]
+    change(payload, tmp_path)
+    torch.save(payload, tmp_path / "stats.pt")
+    with pytest.raises(SpecError, match=words) as caught:
+        read_statistics(tmp_path / "stats.pt", build("llama"))
+    assert caught.value.argument == argument
+    assert not (tmp_path / "was run").exists()
+
+
+def pattern(path: Path, values: Any) -> Path:
+    """As DuoAttention writes it, by numpy.savetxt."""
+    np.savetxt(path, values, delimiter="\t")
+    return path
+
+
+SHARES = np.array([[-5.7e-5, 0.98], [0.25, 1.0], [0.75, 0.5]])
+
+
+@pytest.mark.spec("PO-KVZIP-HEADS")
+@pytest.mark.parametrize(("threshold", "full"), [(None, [3, 1]), (0.7, [1, 3]), (0.99, [3, 0])])
+def test_a_head_pattern_names_the_full_heads(threshold: float | None, full: list[int], tmp_path: Path) -> None:
+    """By value, or the first ones from a threshold on."""
+    model = build("llama")
+    found = read_head_pattern(pattern(tmp_path / "heads.tsv", SHARES), model, threshold)
+    expected = np.clip(SHARES, 0, 1) if threshold is None else (np.clip(SHARES, 0, 1) >= threshold)
+    assert found.head_scores is not None
+    assert np.array_equal(found.head_scores, expected)
+    save_calibration(found, tmp_path / "mine.npz")
+    check_full_heads(model, tmp_path / "mine.npz", full)
+    with pytest.raises(SpecError, match="has head scores alone"):
+        Published("triattention", 20, calibration=found)(model)
+
+
+@pytest.mark.spec("PO-KVZIP-HEADS")
+@pytest.mark.parametrize("values", [SHARES[:2], SHARES.T, SHARES[:, :1], SHARES * np.nan])
+def test_a_pattern_of_another_model_is_refused(values: Any, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="3 layers of 2 KV heads") as caught:
+        read_head_pattern(pattern(tmp_path / "heads.tsv", values), build("llama"))
+    assert caught.value.argument == "path"
+    (tmp_path / "heads.tsv").write_text("1.0\tmuch\n", encoding="utf-8")
+    with pytest.raises(SpecError, match="must be lines of numbers"):
+        read_head_pattern(tmp_path / "heads.tsv", build("llama"))
+    with pytest.raises(SpecError, match="must be between 0 and 1"):
+        read_head_pattern(tmp_path / "heads.tsv", build("llama"), threshold=1.5)

@@ -11,45 +11,32 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, PreTrainedModel
 
-from conformance.own.models_integration.session.families import (
-    ENDS,
-    FAMILIES,
-    at_once,
-    build,
-    greedy,
-    prompt,
-)
-from conformance.own.models_integration.session.sessions import Looking, batch, method_of, prompts
+from conformance.own.models_integration.session.families import ENDS, FAMILIES, at_once, build, prompt
+from conformance.own.models_integration.session.sessions import Looking, batch, method_of, prompts, shown
 from models_integration import CrystalCache, RetainedCache, RetentionPolicy, decide, observe
 from models_integration.attention.capture import _WATCHERS
 from models_integration.model.architecture import describe
 from reference.crystalcache.observed_layer import observed_layer
 from spec.errors import SpecError
 from spec.parameters import TINY
-from spec.policy import LayerView, Needs, Observation
+from spec.policy import LayerView, Needs
 
 pytestmark = pytest.mark.law("decided-as-the-reference")
 
 
 N = 40
-
-def shown(model: PreTrainedModel, needs: Needs, n: int = N) -> Observation:
-    scorer = Looking(needs)
-    with method_of(scorer)(model):
-        greedy(model, prompt(n), 2)
-    (observation,) = scorer.shown
-    return observation
+TEXT, OBSERVED = prompt(N), Needs("observed", None)
 
 
 def test_nothing_is_captured_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The observation itself: scorers are shown it less what they did not ask for."""
     monkeypatch.setattr(sys.modules["reference.policies.retain"], "shown_to", lambda needs, observation: observation)
     model = build("llama")
-    nothing = shown(model, Needs())
+    nothing = shown(model, TEXT, Needs())
     assert nothing.layers == {}
     assert nothing.token_ids is None
     assert (nothing.seen, nothing.groups) == (N, 1)
-    (view,) = shown(model, Needs("observed", 5, token_ids=True)).layers.values()
+    (view,) = shown(model, TEXT, Needs("observed", 5, token_ids=True)).layers.values()
     assert view.q.shape == (4, 5, 12)
     assert view.k.shape == (2, N, 12)
     assert view.v is None
@@ -57,7 +44,7 @@ def test_nothing_is_captured_that_was_not_asked_for(monkeypatch: pytest.MonkeyPa
 
 def test_all_full_layers_and_values_can_be_asked_for() -> None:
     model = build("gemma3")
-    observation = shown(model, Needs("all", None, values=True, token_ids=True))
+    observation = shown(model, TEXT, Needs("all", None, values=True, token_ids=True))
     assert sorted(observation.layers) == [1, 3]
     cache = DynamicCache()
     at_once(model, prompt(N), cache)
@@ -74,9 +61,9 @@ def test_all_full_layers_and_values_can_be_asked_for() -> None:
 
 def test_the_last_rows_are_those_of_the_whole() -> None:
     model = build("qwen3")
-    (whole,) = shown(model, Needs("observed", None)).layers.values()
-    (part,) = shown(model, Needs("observed", 7)).layers.values()
-    (more,) = shown(model, Needs("observed", 700)).layers.values()
+    (whole,) = shown(model, TEXT, OBSERVED).layers.values()
+    (part,) = shown(model, TEXT, Needs("observed", 7)).layers.values()
+    (more,) = shown(model, TEXT, Needs("observed", 700)).layers.values()
     np.testing.assert_array_equal(part.q, whole.q[:, -7:])
     np.testing.assert_array_equal(more.q, whole.q)
     assert whole.lse is not None
@@ -88,7 +75,7 @@ def test_the_last_rows_are_those_of_the_whole() -> None:
 ])
 def test_half_precision_becomes_float32_exactly(dtype: torch.dtype, becomes: type) -> None:
     model = build("llama", dtype=dtype)
-    (view,) = shown(model, Needs("observed", None)).layers.values()
+    (view,) = shown(model, TEXT, OBSERVED).layers.values()
     assert view.q.dtype == view.k.dtype == becomes
     cache = DynamicCache()
     at_once(model, prompt(N), cache)
@@ -99,15 +86,13 @@ def test_half_precision_becomes_float32_exactly(dtype: torch.dtype, becomes: typ
 @pytest.mark.law("the-model-stays-as-it-was")
 def test_no_watcher_outlives_its_forward() -> None:
     model = build("llama")
-    shown(model, Needs("all", None))
+    shown(model, TEXT, Needs("all", None))
     assert not any(module in _WATCHERS for module in describe(model).attention.values())
 
 
-def seen_of(model: PreTrainedModel, ids: Tensor, needs: Needs = Needs("observed", None), **options: Any) -> LayerView:  # noqa: B008
-    scorer = Looking(needs)
-    with method_of(scorer)(model):
-        at_once(model, ids, RetainedCache(model.config), **options)
-    return next(iter(scorer.shown[-1].layers.values()))
+def lse_of(model: PreTrainedModel, ids: Tensor = TEXT, **options: Tensor) -> object:
+    (seen,) = shown(model, ids, OBSERVED, **options).layers.values()
+    return seen.lse
 
 
 def log_sum_exp(seen: LayerView) -> np.ndarray[Any, Any]:
@@ -160,15 +145,15 @@ def in_chunks(model: PreTrainedModel) -> LayerView:
 
 def test_it_is_none_where_the_forward_does_not_give_it() -> None:
     """Eager attention, a soft cap, half precision on a CPU, padding, chunks, and another kernel's choice."""
-    assert seen_of(build("llama", attention="eager"), prompt(N)).lse is None
-    assert seen_of(build("gemma2"), prompt(N)).lse is None
-    assert seen_of(build("llama", dtype=torch.bfloat16), prompt(N)).lse is None
+    assert lse_of(build("llama", attention="eager")) is None
+    assert lse_of(build("gemma2")) is None
+    assert lse_of(build("llama", dtype=torch.bfloat16)) is None
     ids, mask = batch(prompts())
-    assert seen_of(build("llama"), ids, attention_mask=mask).lse is None
+    assert lse_of(build("llama"), ids, attention_mask=mask) is None
     assert in_chunks(build("llama")).lse is None
     with sdpa_kernel(SDPBackend.MATH):
-        assert seen_of(build("llama"), prompt(N)).lse is None
-    assert seen_of(build("llama"), prompt(N)).lse is not None
+        assert lse_of(build("llama")) is None
+    assert lse_of(build("llama")) is not None
 
 
 def observing(which: int) -> RetentionPolicy:

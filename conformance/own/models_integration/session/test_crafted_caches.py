@@ -221,7 +221,7 @@ WINDOWS: dict[str, tuple[str, Craft]] = {
 }
 TABLES: dict[str, tuple[Callable[[], Any], dict[str, tuple[str, Craft]]]] = {
     "one set": (lambda: lived("llama", steps=T + 3), CRAFTED), "windows": (lambda: lived("gemma3"), WINDOWS),
-    "heads": (lambda: differing("adakv", "llama"), HEADS), "gaps": (lambda: gapped(2), GAPS),
+    "heads": (lambda: differing("adakv", "llama"), HEADS), "gaps": (gapped, GAPS),
 }
 identity_of = cache(identify)
 LISTS, FIELDS = ("layers", "states", "chunks", "dtypes"), ("columns", "pending", "differ")

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from conformance.own.models_integration.session.families import (
-    METHODS,
-    at_once,
-    build,
-    greedy,
-    prompt,
-    step_by_step,
-)
+from conformance.own.models_integration.session.families import METHODS, at_once, build, greedy, prompt, step_by_step
 from conformance.own.models_integration.session.sessions import breathing, live_sets, method
 from models_integration import RetainedCache, RetentionPolicy, prefill
 from models_integration.model.cache_argument import CACHE

@@ -1,17 +1,24 @@
-"""Compaction frees memory, each layer right after that layer, and keeps what it would keep after the forward pass."""
+"""Compaction frees memory, each layer right after that layer.
+
+CAKE's cascade keeps what the reference keeps of the whole prompt, and the cache never outgrows budget and layer.
+"""
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from conformance.own.models_integration.session.families import (
@@ -26,32 +33,28 @@ from conformance.own.models_integration.session.families import (
     relative,
     states_of,
 )
-from conformance.own.models_integration.session.saved import same
-from conformance.own.models_integration.session.sessions import method, published, sets
-from models_integration import (
-    CustomPolicy,
-    FullCache,
-    RetainedCache,
-    RetentionPolicy,
-    Session,
-    StreamingLLM,
-    prefill,
-)
+from conformance.own.models_integration.session.sessions import method, published
+from conformance.strategies.numbers import seeds
+from models_integration import CustomPolicy, FullCache, RetainedCache, RetentionPolicy, Session, StreamingLLM, prefill
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
 from models_integration.cache.retained_cache import storage_bytes
+from models_integration.cache.scorer_records import join_layers
 from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.model.architecture import describe
-from reference.policies import cake
-from reference.policies.describe import describe_policy, list_policies
+from models_integration.policies.methods import method_of
+from models_integration.session.cascade import Cascade, can_cascade
+from reference.policies import cake, diverse, in_blocks, pyramidkv, retain
+from reference.policies.layers import is_cascading
+from spec.budget import Budget
 from spec.errors import SpecError
+from spec.policy import LayerView, Observation, Policy
+from spec.retention import Granularity
 
 pytestmark = pytest.mark.law("freed-memory")
 
 
 N = 64
-L = 3
-H_KV = 2
-D = 12
+L, H_KV, D = 3, 2, 12
 
 
 def blocks(layers: list[RetainedLayer]) -> int:
@@ -143,9 +146,7 @@ def test_a_window_with_gaps_gives_back_what_it_has_read() -> None:
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("rows", [[0, 2], [0.5], [[0]], [False, False], []])
 def test_rows_that_are_not_there_change_no_layer(rows: Any) -> None:
-    model, cache = build("llama"), RetainedCache(build("llama").config)
-    with FullCache()(model):
-        at_once(model, torch.cat([prompt(N), prompt(N, seed=4)]), cache)
+    cache = prefill(build("llama"), FullCache(), torch.cat([prompt(N), prompt(N, seed=4)])).cache
     before = held(cache)
     for change in (cache.reorder_cache, cache.batch_select_indices):
         with pytest.raises(SpecError, match=r"must name rows of the cache, in \[0, 2\)"):
@@ -157,9 +158,7 @@ def test_rows_that_are_not_there_change_no_layer(rows: Any) -> None:
 
 @pytest.mark.law("a-cache-like-any-other")
 def test_a_mask_of_rows_chooses_their_records_too() -> None:
-    model, cache = build("llama"), RetainedCache(build("llama").config)
-    with METHODS["crystalcache"]()(model):
-        at_once(model, torch.cat([prompt(N), prompt(N, seed=4)]), cache)
+    cache = prefill(build("llama"), METHODS["crystalcache"](), torch.cat([prompt(N), prompt(N, seed=4)])).cache
     second = states_of(cache).rows[1]
     cache.batch_select_indices(torch.tensor([False, True]))
     assert states_of(cache).rows == (second,)
@@ -211,15 +210,9 @@ def test_the_caller_s_own_cache_is_the_one_that_is_compacted() -> None:
         ]
 
 
-def read(model: PreTrainedModel, method: RetentionPolicy, ids: Tensor, *, streamed: bool) -> tuple[Session, Tensor]:
-    """A prompt in one forward; inside `run.prompt()` it is decided and compacted when the forward is over."""
-    cache = RetainedCache(model.config)
-    with method(model) as run:
-        if streamed:
-            return run, at_once(model, ids, cache)
-        with run.prompt():
-            logits = at_once(model, ids, cache)
-    return run, logits
+def streamed(session: Session) -> AbstractContextManager[None]:
+    """No block: in `session.prompt()` a prompt is decided and compacted when its forward is over."""
+    return nullcontext()
 
 
 @pytest.mark.parametrize(
@@ -242,51 +235,13 @@ def test_one_layer_at_most_is_whole(family: str, method: str, monkeypatch: pytes
     policy = METHODS[method]() if method in METHODS else published(method, model)
     policy(model)  # what a policy finds out once for each model is no forward of this prompt
     full = len(describe(model).full_layers)
-    for streamed, expected in ((True, [0] * full), (False, [2 * done for done in range(full)])):
+    for block, expected in ((streamed, [0] * full), (Session.prompt, [2 * done for done in range(full)])):
         alive.clear()
         counts.clear()
-        read(model, policy, prompt(N), streamed=streamed)
+        with policy(model) as run, block(run):
+            at_once(model, prompt(N), RetainedCache(model.config))
         assert counts == expected
         assert sum(reference() is not None for reference in alive) == 0
-
-
-BY_LAYER = tuple(one.name for one in list_policies() if one.layer_by_layer and one.layers == "all")
-
-
-def of_two_prompts(family: str, name: str, *, streamed: bool) -> tuple[Session, Tensor]:
-    """Two prompts under a policy, one of them padded where the policy takes padding, and three decode steps.
-
-    Inside `run.prompt()` a prompt is decided and compacted when the forward is over.
-    """
-    model, ids = build(family), torch.cat([prompt(N), prompt(N, seed=4)])
-    mask = torch.ones_like(ids)
-    mask[1, : 9 * describe_policy(name).padded_batches] = 0
-    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
-    policy = METHODS[name]() if name in METHODS else published(name, model)
-    with torch.no_grad(), policy(model) as run:
-        if streamed:
-            logits = [model(**given).logits]
-        else:
-            with run.prompt():
-                logits = [model(**given).logits]
-        for step in range(3):
-            given = {"input_ids": prompt(2, seed=5 + step).T, "past_key_values": run.cache}
-            logits.append(model(**given).logits)
-    return run, torch.cat(logits, dim=1)
-
-
-@pytest.mark.spec("CC-COMPACT")
-@pytest.mark.parametrize(("family", "name"), [
-    *product(["llama"], [*METHODS, *BY_LAYER, "diverse-snapkv", "diverse-tova"]), *product(["gemma3"], METHODS),
-])
-def test_layers_that_are_decided_alone_keep_what_they_would_together(family: str, name: str) -> None:
-    (first, logits), (second, other) = (of_two_prompts(family, name, streamed=streamed) for streamed in (True, False))
-    assert torch.equal(logits, other)
-    assert sets(first) == sets(second)
-    assert first.cache is not None
-    assert second.cache is not None
-    same(first.cache, second.cache)
-    assert (first.bytes_freed, first.over_budget) == (second.bytes_freed, second.over_budget)
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
@@ -318,6 +273,127 @@ def test_the_peak_of_a_deep_model_is_what_it_keeps_and_one_layer(policy: Retenti
         with torch.no_grad(), policy(model) as session, block(session):
             model.base_model(input_ids=prompt(512))
 
-    deferred, streamed = (peak_bytes(partial(run, block)) for block in (Session.prompt, lambda session: nullcontext()))
-    assert deferred - streamed > least * 2 * 4 * 12 * 512 * 4
-    assert streamed < deferred / 3
+    whole, streaming = (peak_bytes(partial(run, block)) for block in (Session.prompt, streamed))
+    assert whole - streaming > least * 2 * 4 * 12 * 512 * 4
+    assert streaming < whole / 3
+
+
+WEIGHTS = (0.0, 5e-324, 1e-300, 0.5, 1.0, 1.0, 2.0, 3.0, 1e3, 1e6, 1e300)
+"""Preferences: none, equal ones, and such that differ by all that float64 can hold."""
+
+
+def given_scores(view: LayerView, *constants: object) -> tuple[Any, Any]:
+    """Scores and a preference that stand in the place of keys and scaling."""
+    return view.k[:, :, 0], np.array([[view.scaling]])
+
+
+def policy_of(W: int) -> Policy:
+    """CAKE on given scores."""
+    policy: Any = cake(W)
+    return Policy(**vars(policy) | {"scorer": replace(policy.scorer, layer=given_scores)})
+
+
+@dataclass
+class Rows:
+    """What a session shows of one layer of a batch."""
+
+    observations: list[Observation]
+    columns: int
+    copies: int
+
+    @property
+    def prompts(self) -> Sequence[int]:
+        return range(0, self.copies * len(self.observations), self.copies)
+
+    def prompt(self, row: int, granularity: Granularity) -> Observation:
+        return self.observations[row // self.copies]
+
+
+def check_cascade(
+    sizes: Sequence[int], preferences: Sequence[Sequence[float]], W: int, B: int, H: int, copies: int, seed: int,
+) -> None:
+    """Prompts of these sizes; each layer has a preference for each prompt."""
+    rng, columns, L, rows = np.random.default_rng(seed), max(sizes), len(preferences), copies * len(sizes)
+    policy, budget = policy_of(W), Budget(count=B)
+    scores = [[rng.integers(-2, 3, (H, n, 1)).astype(float) for n in sizes] for _ in preferences]
+    views = [
+        [LayerView(None, own, None, weight, None) for own, weight in zip(layer, weights, strict=True)]
+        for layer, weights in zip(scores, preferences, strict=True)
+    ]
+    cache = RetainedCache(LlamaConfig(num_hidden_layers=L))
+    cascade, tokens = Cascade(method_of(policy, budget), cache, copies), torch.rand(L, 2, rows, H, columns, 3)
+    slots = L * (max(min(n, max(B, W)) for n in sizes) + 2)
+    for index, layer in enumerate(views):
+        cache.update(tokens[index, 0], tokens[index, 1], index)
+        shown = [Observation(n, H, None, {index: view}) for n, view in zip(sizes, layer, strict=True)]
+        assert cascade.take(index, policy, Rows(shown, columns, copies))  # type: ignore[arg-type]
+        held_slots = min(slots, (index + 1) * columns)
+        assert storage_bytes(cache.full_layers) == 2 * rows * H * held_slots * 3 * 4
+    padding = torch.tensor([columns - n for n in sizes]).repeat_interleave(copies)
+    found = join_layers(policy, cascade.read(padding if padding.any() else None)).retentions
+    freed = 2 * rows * H * L * columns * 3 * 4 - storage_bytes(cache.full_layers)
+    assert cache.bytes_freed == freed
+    for row, n in enumerate(sizes):
+        whole = Observation(n, L * H, None, {index: layer[row] for index, layer in enumerate(views)})
+        expected, _ = retain(policy, budget, whole)
+        assert np.array_equal(found[row].offsets, expected.offsets)
+        assert np.array_equal(found[row].positions, expected.positions)
+        for group in range(L * H):
+            (index, head), kept = divmod(group, H), torch.tensor(expected.group(group))
+            for at in range(row * copies, (row + 1) * copies):
+                stored = cache.full_layers[index]
+                assert torch.equal(stored.head_positions(at, head), kept)
+                held = torch.cat(stored.held(at, slice(head, head + 1)))
+                assert torch.equal(held, tokens[index, :, at, head, kept + columns - n])
+
+
+weights = st.one_of(st.sampled_from(WEIGHTS), st.floats(0, 1e6))
+
+
+@pytest.mark.spec("PO-PREFERENCE-BUDGET")
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=2), W=st.integers(1, 4), B=st.integers(1, 13),
+    preferences=st.lists(st.tuples(weights, weights), min_size=1, max_size=6), H=st.integers(1, 2),
+    copies=st.integers(1, 2), seed=seeds,
+)
+def test_a_cascade_keeps_what_the_reference_keeps(
+    sizes: list[int], preferences: list[tuple[float, float]], W: int, B: int, H: int, copies: int, seed: int,
+) -> None:
+    """Of one or two prompts in up to six layers. After each layer the slots are counted, in bytes."""
+    check_cascade(sizes, [own[: len(sizes)] for own in preferences], W, B, H, copies, seed)
+
+
+@pytest.mark.law("as-it-is-described")
+def test_other_selectors_and_several_devices_do_not_cascade() -> None:
+    here, there = torch.nn.Linear(1, 1, device="cpu"), torch.nn.Linear(1, 1, device="meta")
+    one, two = (SimpleNamespace(decoder=torch.nn.ModuleList(parts)) for parts in ([here], [here, there]))
+    assert can_cascade(cake(), one)  # type: ignore[arg-type]
+    assert not can_cascade(cake(), two)  # type: ignore[arg-type]
+    assert not any(map(is_cascading, (in_blocks(cake(), 4), diverse(cake()), pyramidkv())))
+
+
+@pytest.mark.law("a-cache-like-any-other")
+def test_gradients_are_those_of_a_whole_prompt() -> None:
+    """Through the keys and values of the pool, to the weights of the first layer."""
+    model, policy, found = build("llama", dtype=torch.float64), CustomPolicy(cake(W=4), 0.3), []
+    for block in (Session.prompt, streamed):
+        model.zero_grad()
+        with policy(model) as session:
+            with block(session):
+                model(input_ids=prompt(64))
+            model(input_ids=prompt(1), past_key_values=session.cache).logits.square().mean().backward()
+        weights = model.base_model.get_submodule("layers.0.self_attn").parameters()
+        found.append([own.grad.clone() for own in weights if own.grad is not None])
+    assert len(found[0]) >= 4
+    for own, other in zip(*found, strict=True):
+        assert other.abs().max() > 0
+        torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12)
+
+
+def check_cascades() -> None:
+    """The same for fixed prompts."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        sizes = rng.integers(6, 13, 2).tolist()
+        preferences = rng.choice(WEIGHTS[: 3 + seed % 9], (4, 2)).tolist()
+        check_cascade(sizes, preferences, 1 + seed % 3, int(rng.integers(4, 9)), 2, 1, seed)

@@ -12,14 +12,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from conformance.own.models_integration.session.families import FAMILIES, build, greedy, prompt, relative
-from conformance.own.models_integration.session.sessions import (
-    CLASSES,
-    PROMPT,
-    calibrated,
-    live_sets,
-    small,
-)
+from conformance.own.models_integration.session.families import FAMILIES, build, prompt, relative
+from conformance.own.models_integration.session.sessions import CLASSES, PROMPT, small
 from models_integration import (
     CrystalCache,
     FullCache,
@@ -36,33 +30,12 @@ from models_integration.policies.model_values import output_projections
 from models_integration.studies.evidence.rules import rules_of
 from reference import policies
 from reference.policies.names import DIVERSE, NAMES, POLICIES
-from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import TINY
-from spec.retention import Granularity
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
 PUBLISHED = tuple(name for name in POLICIES if name not in CLASSES)
-
-
-@pytest.mark.parametrize("name", ["streamingllm", *PUBLISHED])
-def test_each_evicts_at_its_own_granularity(name: str) -> None:
-    model = build("llama")
-    policy = policy_from_name(name, 0.3, **small(name), **calibrated(name, model))
-    with policy(model) as run:
-        greedy(model, prompt(PROMPT), 4)
-    assert run.cache is not None
-    assert run.over_budget == 0
-    sets = [own for heads in live_sets(run.cache).values() for own in heads]
-    granularity = policy.on(model).policy.granularity
-    distinct = {Granularity.MODEL: 1, Granularity.LAYER: 3, Granularity.HEAD: 6}[granularity]
-    # Sums over all queries prefer the first chunks, here in every layer; a KV-head index is one set in all layers; one
-    # head is full, and of the others one has a recent token more.
-    fewer = {"chunkkv-described": 1, "triattention-by-head": 2, "kvzip-heads": 3}
-    assert len(set(map(tuple, sets))) == fewer.get(name, distinct)
-    prompt_only = [[at for at in own if at < PROMPT] for own in sets]
-    assert sum(map(len, prompt_only)) <= 6 * parse_budget(0.3).tokens(PROMPT)
 
 
 def test_the_help_names_the_list_of_policies() -> None:

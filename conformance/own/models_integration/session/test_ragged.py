@@ -1,4 +1,8 @@
-"""Kept sets per layer, and per layer and KV head, in prompts and turns: what is kept, and that the rest is freed."""
+"""Kept sets per layer, and per layer and KV head, in prompts and turns: what is kept, and that the rest is freed.
+
+Decode steps over such heads in one call need a GPU's kernel. Here each of its sequences is computed alone, by the
+contract of its documentation: the runs of a head are merged to what the whole head gives.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conformance.own.models_integration.session.families import (
-    METHODS,
-    at_once,
-    build,
-    prompt,
-    relative,
-    step_by_step,
-)
+from conformance.own.models_integration.session.families import METHODS, at_once, build, prompt, relative, step_by_step
 from conformance.own.models_integration.session.masked import HeadSets, Masked
 from conformance.own.models_integration.session.sessions import (
     NEW,
@@ -30,14 +27,15 @@ from conformance.own.models_integration.session.sessions import (
     small,
 )
 from models_integration import CustomPolicy, Published, RetentionPolicy, StreamingLLM
+from models_integration.attention import ragged_attention
 from models_integration.attention.capture import observing
-from models_integration.cache.ragged_layer import RaggedLayer
+from models_integration.attention.ragged_attention import RUN, attended_in_runs
+from models_integration.cache.ragged_layer import HeadLayout, RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, storage_bytes
 from models_integration.model.architecture import describe
 from models_integration.policies.methods import policy_from_name
 from reference.policies import chunkkv, diverse, snapkv
 from reference.policies.describe import describe_policy
-from reference.policies.names import DIVERSE, NAMES
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.policy import Needs
@@ -128,20 +126,6 @@ def test_a_quarter_of_the_bytes(name: str) -> None:
             assert layer.layout.spare <= 3
 
 
-@pytest.mark.parametrize("name", ["adakv", "chunkkv"])
-def test_a_2d_mask_hides_positions_in_every_head(name: str) -> None:
-    model, following = build("llama"), prompt(NEW, seed=9)
-    _, cache = read_prompt(model, method(name))
-    kept = live_sets(cache)
-    hidden = kept[2][0][4]
-    mask = torch.ones(1, PROMPT + NEW, dtype=torch.int64)
-    mask[0, hidden] = 0
-    shown = {layer: [[at for at in own if at != hidden] for own in sets] for layer, sets in kept.items()}
-    expected = Masked(model, prompt(PROMPT), shown).read(following)
-    with observing(describe(model), cache):
-        assert relative(at_once(model, following, cache, attention_mask=mask), expected) < TOLERANCE
-
-
 @pytest.mark.law("a-cache-like-any-other")
 def test_inference_mode_can_end_between_prompt_and_steps() -> None:
     model, following = build("llama"), prompt(NEW, seed=9)
@@ -227,27 +211,6 @@ def test_a_turn_is_decided_over_each_head_s_own_keys() -> None:
             assert list(own) == stored[norms[head, stored].argsort()[:B]].sort().values.tolist()
 
 
-@pytest.mark.spec("DV-POLICY")
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(DIVERSE)])
-def test_no_diversity_is_the_policy_itself_bit_for_bit(name: str) -> None:
-    """lambda = 0 in a session: kept sets, logits and stored tensors, at each policy's own granularity."""
-    model, found = build("llama"), []
-    base = published(name.removeprefix(DIVERSE), model)
-    constants = base.constants if isinstance(base, Published) else {}
-    for chosen in (base, Published(name, 0.3, **constants, diversity=0.0)):
-        with chosen(model) as run, torch.no_grad():
-            model(input_ids=prompt(PROMPT))
-            assert run.cache is not None
-            logits = at_once(model, prompt(1, seed=8), run.cache)
-        stored: list[Any] = [layer.keys for layer in run.cache.full_layers]
-        found.append((live_sets(run.cache), logits, stored))
-    (sets, logits, keys), (others, same, equal) = found
-    assert sets == others
-    assert torch.equal(logits, same)
-    assert all(isinstance(one, Tensor) for one in keys)
-    assert all(map(torch.equal, keys, equal))
-
-
 FIRST_ALONE = r"evicts from the first prompt only: .* `with run\.reading"
 CHANGED: list[tuple[str, Callable[[], RetentionPolicy], str]] = [
     ("adakv", lambda: StreamingLLM(20), "needs the same tokens in all layers and heads"),
@@ -274,3 +237,75 @@ def test_a_turn_that_cannot_be_decided_is_named(before: str, after: Callable[[],
         model(input_ids=prompt(8), past_key_values=cache)
     assert live_sets(cache) == kept
     assert cache.get_seq_length() == PROMPT
+
+
+D, G = 8, 2
+LENGTHS = [(1,), (RUN,), (RUN + 1, 3), (5, 3 * RUN, 2 * RUN - 1, 1)]
+
+
+def sequences(
+    query: Tensor, keys: Tensor, values: Tensor, query_ends: Tensor, key_ends: Tensor, most_queries: int,
+    most_keys: int, *, scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Output (T, 1, d) and log-sum-exp (1, T) of T queries; sequence i attends within its own keys."""
+    assert query_ends[0] == key_ends[0] == 0
+    assert len(query_ends) == len(key_ends)
+    assert query_ends[-1] == len(query)
+    assert key_ends[-1] == len(keys)
+    outputs, sums = [], []
+    for at in range(len(query_ends) - 1):
+        q, k, v = (
+            tensor[ends[at] : ends[at + 1], 0]
+            for tensor, ends in ((query, query_ends), (keys, key_ends), (values, key_ends))
+        )
+        if len(q):
+            assert len(q) <= most_queries
+            assert 0 < len(k) <= most_keys
+            logits = q @ k.T * (D**-0.5 if scale is None else scale)
+            outputs.append(logits.softmax(dim=1) @ v)
+            sums.append(logits.logsumexp(dim=1))
+    return torch.cat(outputs)[:, None], torch.cat(sums)[None]
+
+
+@pytest.mark.parametrize("scale", [None, 3.0])
+@pytest.mark.parametrize("spare", [0, 7])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_runs_are_merged_to_the_attention_of_the_whole_head(
+    lengths: tuple[int, ...], rows: int, spare: int, scale: float | None,
+) -> None:
+    generator = torch.Generator().manual_seed(sum(lengths) + spare)
+    kept = tuple(torch.arange(length - 1) for _ in range(rows) for length in lengths)
+    layout = HeadLayout(kept, grown=1, spare=spare)
+    slots = sum(layout.lengths) + spare * len(kept)
+    keys, values = (10 * torch.randn(slots, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    query = torch.randn(rows, G * len(lengths), 1, D, generator=generator, dtype=torch.float64)
+    found = attended_in_runs(sequences, query, keys, values, layout, scale)
+    assert found.shape == (rows, 1, G * len(lengths), D)
+    for head, (start, length) in enumerate(zip(layout.starts, layout.lengths, strict=True)):
+        own = slice(start, start + length)
+        row, first = divmod(head, len(lengths))
+        for each in range(first * G, first * G + G):
+            logits = keys[own] @ query[row, each, 0] * (D**-0.5 if scale is None else scale)
+            assert torch.allclose(found[row, 0, each], logits.softmax(dim=0) @ values[own], rtol=1e-5, atol=1e-5)
+
+
+def test_a_session_s_steps_are_those_of_one_call_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    monkeypatch.setattr(ragged_attention, "RUN", 4)
+    logits: list[Tensor] = []
+    calls: list[Any] = []
+
+    def counted(*given: Any, scale: float | None) -> tuple[Tensor, Tensor]:
+        calls.append(given)
+        return sequences(*given, scale=scale)
+
+    for served in (False, True):
+        monkeypatch.setattr(ragged_attention, "_flash", lambda query, served=served: served)
+        monkeypatch.setattr(ragged_attention, "variable_length", lambda: counted)
+        with method("adakv")(model) as run, torch.no_grad():
+            model(input_ids=prompt(PROMPT))
+            assert run.cache is not None
+            logits.append(step_by_step(model, prompt(NEW), run.cache))
+        assert (len(calls) > NEW) == served
+    assert relative(logits[1], logits[0]) < TOLERANCE

@@ -1,6 +1,5 @@
 """The rehearsal: a model that repeats a prompt shows what it shows of the whole text, and nothing of it is left."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from conformance.own.models_integration.session.families import (
     prompt,
     relative,
     step_by_step,
+    tensors,
 )
 from conformance.own.models_integration.session.masked import Masked
 from conformance.own.models_integration.session.sessions import PROMPT, REHEARSED, TOLERANCE, live_sets
@@ -38,12 +38,6 @@ pytestmark = pytest.mark.spec("PO-REHEARSAL")
 
 PLAN = Rehearsal(REHEARSED["template"], 4, 3, 25, 8)
 POLICY = kvzip(**REHEARSED, N_recent=3)
-
-
-def tensors(cache: RetainedCache) -> Iterator[Tensor]:
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        yield from (layer.keys, layer.values)
 
 
 def rehearsed(model: Any, ids: Tensor) -> ObservedSegment:

@@ -1,5 +1,9 @@
-"""A cache with its states in one file: another process goes on from it, and a file that does not fit is refused."""
+"""A cache with its states in one file: another process goes on from it, and a file that does not fit is refused.
 
+The state machine of the suite also goes through files, for any backend.
+"""
+
+import json
 import os
 import random
 from collections.abc import Callable
@@ -7,15 +11,20 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis.stateful import rule, run_state_machine_as_test
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from conformance.assurance.faults import LAST, Killed, faults
+from conformance.checks import decode_checks
+from conformance.checks.decode_checks import Life
 from conformance.own.models_integration.session.families import (
     _GQA,
     METHODS,
@@ -25,6 +34,7 @@ from conformance.own.models_integration.session.families import (
     prepared,
     prompt,
     states_of,
+    step_by_step,
 )
 from conformance.own.models_integration.session.saved import N, differing, gapped, go_on, lived, same
 from conformance.own.models_integration.session.sessions import (
@@ -37,6 +47,7 @@ from conformance.own.models_integration.session.sessions import (
     tokens,
 )
 from conformance.own.processes import started
+from conformance.strategies.trunks import frozen_state
 from models_integration import RetainedCache, RetentionPolicy
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.splice import computed, splice, upper_half
@@ -44,9 +55,11 @@ from models_integration.cache import snapshot as snapshot_module
 from models_integration.cache.crystal_states import Pending
 from models_integration.cache.positions import EMPTY
 from models_integration.cache.retained_cache import storage_bytes
-from models_integration.cache.snapshot import load_cache, save_cache
+from models_integration.cache.snapshot import load_cache, packed, save_cache, unpacked
+from models_integration.cache.tensor_file import read, write
 from models_integration.model.identity import identify
 from models_integration.model.rotation import recognise
+from spec.backend import Backend
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("saved-is-what-was")
@@ -61,8 +74,7 @@ def waiting(decode: bool) -> Lived:
     cache = RetainedCache(model.config)
     with breathing(decode=decode)(model):
         at_once(model, ids, cache, attention_mask=mask)
-        for token in torch.split(tokens(3, rows=3), 1, dim=1):
-            at_once(model, token, cache)
+        step_by_step(model, tokens(3, rows=3), cache)
     assert bool((cache.full_layers[0].stored_positions() == EMPTY).any())
     assert states_of(cache).pending_tokens == 3
     assert states_of(cache).kind is (Pending.DECODED if decode else Pending.GENERATED)
@@ -107,11 +119,11 @@ def with_fewer_rows(name: str, crop: int) -> GoesOn:
     """Steps, then a row goes, tokens are taken back, and others are only read."""
     def go_on(model: PreTrainedModel, cache: RetainedCache) -> list[Tensor]:
         with method(name)(model) as session:
-            logits = [at_once(model, token, cache) for token in torch.split(tokens(2, rows=2), 1, dim=1)]
+            logits = step_by_step(model, tokens(2, rows=2), cache)
             cache.batch_select_indices(torch.tensor([1]))
             cache.crop(-crop)
             with session.reading():
-                return [*logits, at_once(model, prompt(4, seed=5), cache)]
+                return [logits, at_once(model, prompt(4, seed=5), cache)]
 
     return go_on
 
@@ -138,7 +150,7 @@ LIVES: dict[str, tuple[Callable[[], Lived], GoesOn]] = {
             partial(method, name), tokens(3, rows=3)[:, :1]
         )) for name in ("adakv", "chunkkv")
     },
-    "a window with a gap": (partial(gapped, 2), through_masks),
+    "a window with a gap": (gapped, through_masks),
     **{f"layers that have read nothing, {family}": (partial(unread, family), through_masks) for family in WHOLE},
 }
 
@@ -161,10 +173,10 @@ def test_prefill_and_decode_in_different_processes(tmp_path: Path) -> None:
     save_cache(cache, model, path)
     other = started(go_on, "gemma3", path, out, torch.get_num_threads())
     with breathing()(model):
-        expected = [at_once(model, token, cache) for token in torch.split(tokens(2 * T), 1, dim=1)]
+        expected = step_by_step(model, tokens(2 * T), cache)
     other.join()
     assert other.exitcode == 0
-    assert torch.equal(torch.load(out), torch.cat(expected, dim=1))
+    assert torch.equal(torch.load(out), expected)
     same(load_cache(path, model), cache)
 
 
@@ -279,3 +291,26 @@ def test_killed_while_saving_it_leaves_the_old_file_or_the_new_one(tmp_path: Pat
         os.utime(left, (1, 1))
     save_cache(first, model, path)
     assert [left.name for left in tmp_path.iterdir()] == ["cache"]
+
+
+class SavedLife(Life):
+    """A life that also goes through files, as a cache's states do."""
+
+    @rule()
+    def save_and_load(self) -> None:
+        """Written to a file and read again, it is the same state and goes on as such."""
+        numbers, arrays = packed(self.state)
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "state"
+            write(path, {"format": "state", "manifest": json.dumps(numbers)}, arrays)
+            said, arrays = read(path)
+            again = unpacked(json.loads(said["manifest"]), arrays)
+        assert decode_checks.same_bits(again, self.state)
+        self.state = frozen_state(again)
+
+
+def test_a_sequence_lives_on_from_files(decoder: Backend) -> None:
+    """Any order of prompts, steps, turns, chunks, evictions, copies and files."""
+    profile = settings.default or settings()
+    lives = settings(profile, max_examples=max(20, profile.max_examples // 3), stateful_step_count=20)
+    run_state_machine_as_test(partial(SavedLife, decoder), settings=lives)  # type: ignore[arg-type]

@@ -18,17 +18,10 @@ from conformance.own.models_integration.session.families import (
     prompt,
     relative,
     states_of,
+    step_by_step,
 )
 from conformance.own.models_integration.session.masked import Masked
-from conformance.own.models_integration.session.sessions import (
-    PROMPT,
-    SHORT,
-    T,
-    breathing,
-    check_states,
-    now,
-    tokens,
-)
+from conformance.own.models_integration.session.sessions import PROMPT, SHORT, T, breathing, check_states, now, tokens
 from models_integration import CrystalCache, RetainedCache
 from reference.crystalcache.breath import decay
 from spec.backend import Backend, resolve
@@ -136,8 +129,7 @@ def test_tokens_can_be_taken_back_until_a_breath(decode: bool) -> None:
         cache = RetainedCache(model.config)
         with breathing(decode=decode)(model):
             at_once(model, prompt(PROMPT), cache)
-            for token in torch.split(tokens(2 + extra), 1, dim=1):
-                at_once(model, token, cache)
+            step_by_step(model, tokens(2 + extra), cache)
             cache.crop(-extra)
             at_once(model, prompt(5, seed=1), cache)
             caches.append(cache.stored_positions().tolist())
@@ -155,8 +147,7 @@ def test_steps_read_without_decode_do_not_fade() -> None:
     with breathing(decode=False)(model):
         at_once(model, prompt(PROMPT), cache)
         (start,) = states_of(cache).rows
-        for token in torch.split(tokens(2), 1, dim=1):
-            at_once(model, token, cache)
+        step_by_step(model, tokens(2), cache)
         assert np.array_equal(now(cache)[0].D, start.D)
     with breathing()(model):
         at_once(model, tokens(1), cache)
@@ -164,8 +155,7 @@ def test_steps_read_without_decode_do_not_fade() -> None:
     assert np.array_equal(now(cache)[0].D, expected)
     assert now(cache)[0].step == 3
     with breathing()(model):
-        for token in torch.split(tokens(T - 3), 1, dim=1):
-            at_once(model, token, cache)
+        step_by_step(model, tokens(T - 3), cache)
     assert states_of(cache).rows[0].step == T
     assert states_of(cache).rows[0].tail_ids == ()
 
@@ -247,8 +237,7 @@ def test_generated_tokens_are_steps_where_decode_is_on() -> None:
 def test_a_first_token_alone_may_be_followed_by_steps() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with streaming(decode=True)(model):
-        for token in torch.split(prompt(12), 1, dim=1):
-            at_once(model, token, cache)
+        step_by_step(model, prompt(12), cache)
     (state,) = now(cache)
     assert (state.seen, state.step, len(state.tail_ids)) == (12, 12, 4)
 

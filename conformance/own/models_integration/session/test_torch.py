@@ -10,9 +10,19 @@ from accelerate import cpu_offload, disk_offload
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from conformance.own.models_integration.session.families import METHODS, at_once, build, prompt, relative
+from conformance.own.models_integration.session.families import (
+    _GQA,
+    METHODS,
+    at_once,
+    build,
+    greedy,
+    prompt,
+    relative,
+    step_by_step,
+    tiny,
+)
 from conformance.own.models_integration.session.sessions import live_sets, method
-from models_integration import RetentionPolicy, load_cache, save_cache
+from models_integration import RetentionPolicy, load_cache, observe, save_cache
 from models_integration.model.rotation import recognise
 from spec.errors import SpecError
 
@@ -89,11 +99,10 @@ def forget_traces() -> Iterator[None]:
 def read_compiled(call: Any, policy: RetentionPolicy) -> tuple[Tensor, Any]:
     """Logits of a prompt's last token and of steps; what was stored in the end."""
     with policy(call) as run, torch.no_grad():
-        logits = [call(input_ids=prompt(100)).logits[:, -1:]]
-        for token in torch.split(prompt(2, seed=9), 1, dim=1):
-            logits.append(call(input_ids=token, past_key_values=run.cache).logits)
+        last = call(input_ids=prompt(100)).logits[:, -1:]
         assert run.cache is not None
-        return torch.cat(logits, dim=1), live_sets(run.cache)
+        steps = step_by_step(call, prompt(2, seed=9), run.cache)
+        return torch.cat([last, steps], dim=1), live_sets(run.cache)
 
 
 @pytest.mark.law("the-model-stays-as-it-was")
@@ -122,12 +131,11 @@ def tokens(n: int, seed: int = 3) -> Tensor:
 def life(model: PreTrainedModel, name: str) -> Tensor:
     """Logits of a prompt, of steps, and of a text that is only read."""
     with method(name)(model) as run, torch.no_grad():
-        logits = [model(input_ids=tokens(N)).logits]
-        for token in torch.split(tokens(2, seed=9), 1, dim=1):
-            logits.append(model(input_ids=token, past_key_values=run.cache).logits)
+        first = model(input_ids=tokens(N)).logits
+        assert run.cache is not None
+        steps = step_by_step(model, tokens(2, seed=9), run.cache)
         with run.reading():
-            logits.append(model(input_ids=tokens(3, seed=8), past_key_values=run.cache).logits)
-    return torch.cat(logits, dim=1)
+            return torch.cat([first, steps, at_once(model, tokens(3, seed=8), run.cache)], dim=1)
 
 
 def rows(model: PreTrainedModel, path: Path) -> Tensor:
@@ -196,3 +204,62 @@ def test_nor_for_rows_and_saved_caches(tmp_path: Path) -> None:
         assert torch.equal(rows(model, tmp_path / "other"), expected)
 
 
+class Adapted(nn.Module):
+    """As peft's PeftModel: no PreTrainedModel, with one inside."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self) -> PreTrainedModel:
+        return self.base_model
+
+
+@pytest.mark.parametrize(("wrap", "name"), [
+    (Adapted, "critical-adakv"), (lambda model: torch.compile(Adapted(model), backend="eager"), "crystalcache"),
+], ids=["adapters", "compiled adapters"])
+def test_what_wraps_a_model_is_served_as_the_model(wrap: Callable[[Any], Any], name: str) -> None:
+    """Its hooks, its generate and what a policy must know of it are those of the model inside."""
+    model = build("llama")
+    wrapped, found = wrap(model), []
+    for given in (wrapped, model):
+        with method(name)(given) as run, torch.no_grad():
+            model(input_ids=prompt(40))
+            with pytest.raises(SpecError, match="assisted decoding"):
+                greedy(model, prompt(40), 2, prompt_lookup_num_tokens=3)
+        assert run.cache is not None
+        found.append(live_sets(run.cache))
+    assert found[0] == found[1]
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the name of the switch is about to change
+@pytest.mark.parametrize("when", ["before the context", "inside it"])
+def test_gradient_checkpointing_leaves_the_cache_out(when: str) -> None:
+    model, words = build("llama"), "gradient checkpointing disables the cache"
+    if when == "before the context":
+        model.gradient_checkpointing_enable()  # type: ignore[no-untyped-call]
+        model.train(True)
+        with pytest.raises(SpecError, match=words):
+            method("adakv")(model)
+        return
+    with method("adakv")(model) as run, torch.no_grad():
+        model.gradient_checkpointing_enable()  # type: ignore[no-untyped-call]
+        model.train(True)
+        with pytest.raises(SpecError, match=words):
+            model(input_ids=prompt(40))
+        model.train(False)  # then nothing is checkpointed
+        model(input_ids=prompt(40))
+        assert run.cache is not None
+
+
+@pytest.mark.law("refused-before-anything-changes")
+def test_a_model_without_values_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = tiny("Llama", **_GQA)
+    refused: list[Callable[[], object]] = [
+        lambda: METHODS["crystalcache"]()(model), lambda: method("adakv")(model), lambda: observe(model, prompt(40)),
+    ]
+    for act in refused:
+        with pytest.raises(SpecError, match=r"'LlamaModel': has weights without values \(device meta\)"):
+            act()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conformance.own.models_integration.session.families import ENDS, VOCABULARY, at_once, build, prompt
+from conformance.own.models_integration.session.families import ENDS, VOCABULARY, at_once, build, prompt, tensors
 from conformance.own.models_integration.session.saved import same as same_cache
 from conformance.own.models_integration.session.sessions import (
     CLASSES,
@@ -37,10 +36,11 @@ from models_integration import (
 from models_integration.session.verbs import EVERYTHING
 from reference.policies import kvzip, snapkv
 from reference.policies.names import DIVERSE, NAMES
+from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import Needs
-from spec.retention import Retention
+from spec.retention import Granularity, Retention
 
 pytestmark = pytest.mark.law("parts-equal-the-whole")
 
@@ -62,11 +62,6 @@ OWN: dict[str, Make] = {
 
 def made(name: str, model: PreTrainedModel, budget: float) -> RetentionPolicy:
     return OWN[name](model, budget) if name in OWN else published(name, model, budget)
-
-
-def tensors(cache: RetainedCache) -> list[Tensor]:
-    layers: list[Any] = cache.layers
-    return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
 def same(found: object, expected: object) -> bool:
@@ -94,7 +89,7 @@ def goes_on(model: PreTrainedModel, policy: RetentionPolicy, cache: RetainedCach
 
 def check(
     model: PreTrainedModel, policy: RetentionPolicy, observed: ObservedSegment, *, turn: bool = True, **mask: Tensor,
-) -> None:
+) -> Decision:
     """The retentions, stored tensors and logits are those of a context that reads the same prompts."""
     with policy(model) as run, torch.no_grad():
         model(input_ids=observed.text.input_ids, **mask)
@@ -109,6 +104,7 @@ def check(
     for one, other in zip(goes_on(model, policy, cache, turn), goes_on(model, policy, run.cache, turn), strict=True):
         assert torch.equal(one, other)
     same_cache(cache, run.cache)
+    return decision
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +122,17 @@ def llama(one_thread: None) -> Iterator[tuple[PreTrainedModel, ObservedSegment]]
 def test_one_observation_serves_every_policy_at_every_budget(
     name: str, llama: tuple[PreTrainedModel, ObservedSegment],
 ) -> None:
-    """A diverse form at the smaller one."""
+    """A diverse form at the smaller one. Published policies keep the budget, at their own granularity."""
     model, observed = llama
     for budget in BUDGETS[name.startswith(DIVERSE) :]:
-        check(model, made(name, model, budget), observed, turn=name.removeprefix(DIVERSE) not in ONE_SEGMENT)
+        policy = made(name, model, budget)
+        decision = check(model, policy, observed, turn=name.removeprefix(DIVERSE) not in ONE_SEGMENT)
+        sets = [own for heads in live_sets(compact(observed.cache, decision)).values() for own in heads]
+        if budget == BUDGETS[0]:
+            assert (sets.count(sets[0]) < 6) == (policy.on(model).policy.granularity is not Granularity.MODEL)
+        if name not in OWN:
+            assert decision.over_budget == 0
+            assert sum(map(len, sets)) <= 6 * parse_budget(budget).tokens(N)
 
 
 @pytest.mark.parametrize(
