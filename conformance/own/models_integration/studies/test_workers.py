@@ -1,7 +1,11 @@
-"""Workers that share a sweep: the same rows whoever makes them and whoever is killed, and errors that are rows too."""
+"""Workers that share a sweep: the same rows whoever makes them and whoever is killed, and errors that are rows too.
+
+`nox -s lab -- extra ray` runs those with actors of Ray.
+"""
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -20,6 +24,7 @@ from typer.testing import CliRunner
 from conformance.own.models_integration.studies.experiments import ROWS, RULES, SLOW, command, holders, measured, sweep
 from conformance.own.processes import started
 from conformance.own.test_documentation import fences
+from conformance.paths import ROOT
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.app import app
 from models_integration.policies.methods import method_of
@@ -97,6 +102,39 @@ def test_workers_are_processes_of_the_same_command(rules: Path, tmp_path: Path) 
     assert len(measured(out)) == ROWS
     assert f"samples, 0 of them stored in {Path('out') / 'study.jsonl'}" in (out / "worker-2.log").read_text()
     assert not list(out.glob(".*.lease"))
+
+
+def started_by_hand(rules: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+    """`kvspec sweep RULES`, whose processes import modules beside the rules."""
+    command = [sys.executable, "-m", "models_integration.cli", "sweep", str(rules), "--out", str(out), *options]
+    path = os.pathsep.join([str(ROOT), str(rules.parent)])
+    environment = {**os.environ, "PYTHONPATH": path, "RAY_worker_niceness": "0"}
+    return subprocess.Popen(command, cwd=rules.parent, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_killed_actors_of_ray_make_the_rows_of_one_process(rules: Path, tmp_path: Path) -> None:
+    """Half of the actors are killed, twice."""
+    pytest.importorskip("ray", reason="actors of Ray: nox -s lab -- extra ray runs this")
+    (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
+    rules.write_text(rules.read_text(encoding="utf-8").replace('"streamingllm"', '"slow:POLICY"'), encoding="utf-8")
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    started_by_hand(rules, alone).communicate()
+    running = started_by_hand(rules, together, "--engine", "ray", "--workers", "4")
+    killed: set[int] = set()
+    for stored in (2, 5):
+        while len(load_rows(together / "study.jsonl")) < stored or len(holders(together) - killed) < 2:
+            assert running.poll() is None, running.communicate()
+            time.sleep(0.02)
+        for process in sorted(holders(together) - killed)[:2]:
+            os.kill(process, signal.SIGKILL)
+            killed.add(process)
+    said, _ = running.communicate()
+    assert running.returncode == 0, said
+    assert measured(together) == measured(alone)
+    assert len(measured(alone)) == ROWS
+    assert len(killed) == 4
+    assert not list(together.glob(".*.lease"))
+    assert f"study.jsonl: {ROWS} of {ROWS} samples done, 0 failed" in said
 
 
 def test_what_cannot_be_measured_is_a_row_with_its_error(
