@@ -1,13 +1,15 @@
-"""Decode: the state, the tail, decay, breaths, each transition from the state before it; the essay's breath."""
+"""Decode: the state, the tail, decay, breaths, each transition from the state before it; whole lives; the essay."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
 
 from conformance import tolerances
 from conformance.checks import decode_checks
@@ -224,6 +226,14 @@ def one_trunk(D: float, M_bar: float) -> DecodeState:
         Budget(count=100), 4, 0, table, np.array([D]), TrunkWeights(np.zeros(2, dtype=np.int64), none, np.empty(0)),
         np.array([1]), np.array([4]), 0.0, 1.0,
     )
+
+
+@pytest.mark.spec("CC-STEP", "CC-BREATH", "CC-SEGMENT", "CC-REEVICT", "CC-LIVE")
+def test_a_sequence_lives(decoder: Backend) -> None:
+    """Any order of prompts, steps, turns, chunks, evictions and copies."""
+    profile = settings.default or settings()
+    lives = settings(profile, max_examples=max(20, profile.max_examples // 3), stateful_step_count=20)
+    run_state_machine_as_test(partial(decode_checks.Life, decoder), settings=lives)  # type: ignore[arg-type]
 
 
 ESSAY_ENDS = frozenset({7})

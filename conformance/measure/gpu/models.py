@@ -64,8 +64,8 @@ class Scale:
 # What neither backend has is the host's. Of decode, Triton has the key norms, which test_activation.py judges.
 OF_TRITON = "conformance/own/accelerated/triton"
 OF_HOST = (
-    "decode", "decode_machine", "resonance", "segments", "diversity", "impact", "trunks", "graph", "score",
-    "dissolution", "scale_d*", "scale_graph", "scale_trunks",
+    "decode", "resonance", "segments", "diversity", "impact", "trunks", "graph", "score", "dissolution",
+    "scale_d*", "scale_graph", "scale_trunks",
 )
 ON_HOST = tuple(f"--ignore-glob=*/suite/test_{name}.py" for name in OF_HOST)
 # Llama-3.1-8B. The tests: strides, tiles, bands and half precision; then the stages of triton; then those of torch.
