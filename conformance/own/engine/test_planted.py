@@ -1,4 +1,9 @@
-"""spec/protocol.md: its examples and tables; mistakes that are made in processes are named by the items they break."""
+"""spec/protocol.md: its examples and tables; mistakes that are made in processes are named by the items they break.
+
+`python -m conformance.own.engine.test_planted REPORT.json [NAME=COMMAND]...` runs the suite on several engines in one
+process. The report has, of each planted backend and of each example's command, how many tests passed, and the items and
+the message of each that failed.
+"""
 
 import inspect
 import json
@@ -8,9 +13,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +27,6 @@ from conformance.engine import ops
 from conformance.engine.serve import answer
 from conformance.engine.wire import CLASSES, as_it_is, checked, decode, encode, sizes
 from conformance.measure.certificates.__main__ import COMPILERS, compile_engine
-from conformance.own.engine.judge import SELECTED
 from conformance.own.engine.planted import EVERY
 from conformance.paths import DOCS, ROOT, SPEC
 from conformance.strategies.numbers import NESTED
@@ -30,6 +35,70 @@ from spec import SPEC_VERSION
 from spec.backend import Backend
 from spec.errors import SpecError
 from spec.parameters import ESSAY, NESTEDKV, PAPER, TINY
+
+SUITE = ROOT / "conformance" / "suite"
+SELECTED: Mapping[str, Sequence[str]] = {
+    "TIES": ["test_diversity.py::test_two_of_three"],
+    "BUDGET": ["test_dissolution.py::test_the_branches_of_the_loop"],
+    "FLOAT32": ["test_coattention.py::test_a_prompt_lies_in_the_certified_box"],
+    "CRASHING": ["test_policy_stages.py::test_best_tokens"],
+    "MANY_HEADS": [
+        "test_scale_policies.py::test_every_query_of_a_long_prompt_is_counted[20-20-33]",
+        "test_policy_stages.py::test_each_query_gives_one",
+    ],
+}
+"""The tests that judge each planted backend."""
+EXAMPLES: Mapping[str, Sequence[str]] = {
+    "c": ["test_diversity.py", "test_vectors.py"],
+    "javascript": [
+        "test_coattention.py", "test_vectors.py", "test_calls.py::test_the_first_stage_refuses_bad_tensors_itself",
+    ],
+    "cpp": [
+        "../policy_suite/test_method.py", "--kvspec-as=snapkv(W=3, kernel=3)", "--kvspec-as=pyramidkv(W=3, kernel=3)",
+        "--kvspec-as=keydiff", "--kvspec-as=knorm", "--kvspec-as=streamingllm",
+    ],
+}
+"""The tests that judge each engine in docs/examples, and the methods as which they do."""
+# Its oracle alone takes two seconds; test_sets_of_thousands has larger sets.
+LEFT_OUT = ["--deselect", str(SUITE / "test_diversity.py::test_larger_sets_are_those_of_algorithm_1")]
+
+
+class _Recorder:
+    """What a run says of its tests."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self.failed: dict[str, dict[str, Any]] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
+        report = yield
+        if report.failed:
+            items = sorted({name for mark in item.iter_markers("spec") for name in mark.args})
+            self.failed[item.name] = {"items": items, "text": report.longreprtext}
+        self.passed += report.when == "call" and report.passed
+        return report
+
+
+def judged(command: str, tests: Sequence[str]) -> Mapping[str, Any]:
+    """One run of tests of the suite on the engine of a command."""
+    recorder = _Recorder()
+    arguments = ["-q", "-p", "no:cacheprovider", "--kvspec-profile", "few", "--kvspec-command", command, *LEFT_OUT]
+    words = [test if test.startswith("--") else str((SUITE / test).resolve()) for test in tests]
+    code = pytest.main([*arguments, *words], plugins=[recorder])
+    return {"code": int(code), "passed": recorder.passed, "failed": recorder.failed}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Judge the planted backends, the reference by all of their tests, and the examples."""
+    serve = f"{sys.executable} -m conformance.engine.serve conformance.own.engine.planted:"
+    found = {name: judged(serve + name, tests) for name, tests in SELECTED.items()}
+    found["RIGHT"] = judged(f"{serve}RIGHT", [test for tests in SELECTED.values() for test in tests])
+    for name, _, command in (argument.partition("=") for argument in arguments[1:]):
+        found[name] = judged(command, EXAMPLES[name])
+    Path(arguments[0]).write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
 
 Reports = Mapping[str, Any]
 
@@ -47,7 +116,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     if shutil.which("node"):
         examples.append(f"javascript={shlex.join(['node', str(DOCS / 'examples' / 'javascript' / 'engine.mjs')])}")
     done = subprocess.run(
-        [sys.executable, "-m", "conformance.own.engine.judge", str(report), *examples], cwd=ROOT, text=True,
+        [sys.executable, "-m", "conformance.own.engine.test_planted", str(report), *examples], cwd=ROOT, text=True,
         env={**clean, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True, check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -107,7 +176,6 @@ def test_the_examples_conform(reports: Reports, example: str, needs: str, tests:
 
 
 PAGE = (SPEC / "protocol.md").read_text(encoding="utf-8")
-
 
 
 @pytest.mark.law("as-it-is-described")
@@ -235,3 +303,7 @@ def test_a_result_is_checked(kind: str, value: Any, complaint: str | None) -> No
     else:
         with pytest.raises((ValueError, OverflowError), match=re.escape(complaint)):
             decode(kind, value, check)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
