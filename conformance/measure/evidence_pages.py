@@ -18,7 +18,7 @@ import numpy as np
 
 from models_integration.studies.estimate import Estimate, format_p
 from models_integration.studies.evidence.claims import ENDS, Samples, Verdict, verdicts
-from models_integration.studies.evidence.controls import FULL
+from models_integration.studies.evidence.kept import FULL
 from models_integration.studies.evidence.rules import PARTS, Claim, load_rules
 from models_integration.studies.evidence.run import merged
 from models_integration.studies.evidence.tables import lost_at

@@ -98,9 +98,12 @@ def list_chunks(
     For an encrypted chunk the tokens and the tenant are shown only with --master-key. The command reads only the
     headers of the chunks. `kvspec archive verify` checks the chunks.
     """
-    from models_integration.cli.archive_runs import run_list
+    from models_integration.cli.archive_runs import existing
 
-    run_list(tenant, folder, master_key)
+    with existing(folder, master_key) as opened:
+        for entry in opened.entries(tenant):
+            about = "encrypted" if entry.tenant is None else f"{entry.tokens} tokens  {entry.tenant}"
+            print(f"{entry.key}  {entry.bytes} bytes  {about}")
 
 
 @archive.command()
@@ -178,9 +181,11 @@ def gc(
     folder: Folder = FOLDER,
 ) -> None:
     """Remove unfinished files older than an hour. Then remove chunks until the archive fits into --limit bytes."""
-    from models_integration.cli.archive_runs import run_gc
+    from models_integration.cli.archive_runs import existing, printable
 
-    run_gc(limit, folder)
+    with existing(folder, limit=limit) as opened:
+        gone = opened.gc()
+    print("".join(f"{printable(name)}  removed\n" for name in gone), end="")
 
 
 @archive.command()
@@ -193,8 +198,9 @@ def forget(
 
     If the archive is encrypted, give --master-key. Without the master key kvspec cannot find the chunks of the tenant.
     """
-    from models_integration.cli.archive_runs import run_forget
+    from models_integration.cli.archive_runs import existing
 
     if not yes:
         typer.confirm(f"Delete all chunks of tenant {tenant!r} in {folder}?", abort=True)
-    run_forget(tenant, folder, master_key)
+    with existing(folder, master_key) as opened:
+        print(f"{opened.forget(tenant)} objects of {tenant} erased")

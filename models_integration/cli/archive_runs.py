@@ -18,7 +18,7 @@ from models_integration.studies.answers import answered, next_token
 from models_integration.studies.subject import Loading, Subject
 from spec.errors import SpecError
 
-__all__ = ["run_find", "run_forget", "run_gc", "run_get", "run_inject", "run_list", "run_put", "run_verify"]
+__all__ = ["existing", "printable", "run_find", "run_get", "run_inject", "run_put", "run_verify"]
 
 _CANDIDATES = 50
 """Number of best chunks of each ranking that are fused."""
@@ -50,7 +50,7 @@ def run_put(
 def run_get(key: str, loading: Loading, tenant: str, folder: Path, master_key: Path | None) -> None:
     """Check one chunk, and print a description and the text of the chunk."""
     subject = loading.subject()
-    with _existing(folder, master_key) as archive:
+    with existing(folder, master_key) as archive:
         library = _library(archive, subject, tenant)
         chunk, stored = library.get(key), archive.get(key, tenant)
     if chunk is None or stored is None:
@@ -65,14 +65,6 @@ def run_get(key: str, loading: Loading, tenant: str, folder: Path, master_key: P
     print(subject.tokenizer.decode(list(chunk.ids[about.start : about.stop])))
 
 
-def run_list(tenant: str | None, folder: Path, master_key: Path | None) -> None:
-    """Print one line for each chunk."""
-    with _existing(folder, master_key) as archive:
-        for entry in archive.entries(tenant):
-            about = "encrypted" if entry.tenant is None else f"{entry.tokens} tokens  {entry.tenant}"
-            print(f"{entry.key}  {entry.bytes} bytes  {about}")
-
-
 def run_find(
     query: str, top: int, encoder: str, rerank: Path | None, loading: Loading, tenant: str, folder: Path,
     master_key: Path | None,
@@ -80,7 +72,7 @@ def run_find(
     """Print the keys and texts of the chunks that match a query best."""
     check_counts(top=top)
     subject = loading.subject()
-    with _existing(folder, master_key) as archive:
+    with existing(folder, master_key) as archive:
         texts = dict(_texts(archive, subject, tenant))
     rankers = [lexical(texts)]
     if encoder:
@@ -115,7 +107,7 @@ def run_inject(
     if not after:
         raise SpecError("ask", ask, "must have at least one token")
     subject.check_positions("session", len(before), len(after) + new_tokens)
-    with _existing(folder, master_key) as archive:
+    with existing(folder, master_key) as archive:
         library = _library(archive, subject, tenant)
         cache, start = _session(subject, before), perf_counter()
         library.inject(cache, keys, room=len(after) + new_tokens)
@@ -146,7 +138,7 @@ def _answer(
 
 def run_verify(folder: Path, master_key: Path | None) -> None:
     """Check all objects and print the problems."""
-    with _existing(folder, master_key) as archive:
+    with existing(folder, master_key) as archive:
         report = archive.verify()
     print(f"{report.read} objects read")
     findings = {
@@ -157,25 +149,12 @@ def run_verify(folder: Path, master_key: Path | None) -> None:
     }
     for what, names in findings.items():
         for name in names:
-            print(f"{_printable(name)}  {what}")
+            print(f"{printable(name)}  {what}")
     if not report.clean:
         raise typer.Exit(1)
 
 
-def run_gc(limit: int, folder: Path) -> None:
-    """Remove files until the archive fits into `limit` bytes, and print the names of the removed files."""
-    with _existing(folder, limit=limit) as archive:
-        gone = archive.gc()
-    print("".join(f"{_printable(name)}  removed\n" for name in gone), end="")
-
-
-def run_forget(tenant: str, folder: Path, master_key: Path | None) -> None:
-    """Erase the chunks of a tenant, and print the number of erased objects."""
-    with _existing(folder, master_key) as archive:
-        print(f"{archive.forget(tenant)} objects of {tenant} erased")
-
-
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     """Return a file name with unprintable characters escaped, so that every terminal prints one line."""
     return name if name.isprintable() else ascii(name)
 
@@ -190,7 +169,12 @@ def _plain_ids(subject: Subject, text: str) -> list[int]:
     return ids
 
 
-def _existing(folder: Path, master_key: Path | None = None, limit: int | None = None) -> Archive:
+def existing(folder: Path, master_key: Path | None = None, limit: int | None = None) -> Archive:
+    """Open an archive that exists.
+
+    Raises:
+        SpecError: if the folder is not an archive, or if the master key is invalid.
+    """
     if not (folder / "objects").is_dir():
         raise SpecError("archive", str(folder), "is not an archive; `kvspec archive put` creates an archive")
     return Archive(folder, _keyring(folder, master_key), limit)

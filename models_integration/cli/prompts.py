@@ -17,12 +17,12 @@ from models_integration.engines.keep import keep
 from models_integration.model.published_weights import located
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.policies.calibration import calibrate
-from models_integration.policies.methods import CrystalCache, constants_of, policy_from_name, prefill, spelled
+from models_integration.policies.methods import CrystalCache, prefill, spelled
 from models_integration.policies.shared_calibration import read_head_pattern, read_statistics, write_statistics
 from models_integration.policies.tokenizer_values import repeat_template, sentence_ends
 from models_integration.studies.evidence.rules import PARTS, Rules, check_budget, load_rules
 from models_integration.studies.evidence.run import items
-from models_integration.studies.subject import AUTO, DTYPES, SHIPPED, Loading, Subject
+from models_integration.studies.subject import AUTO, DTYPES, SHIPPED, Loading, Subject, policy_with
 from reference.calibration import Calibration, save_calibration
 from spec.errors import SpecError
 from spec.records import CrystalRetention
@@ -55,16 +55,12 @@ def run_keep(prompt: Path, budget: str, policy: str, form: str, model: str, back
     check_budget("budget", budget)
     check_choices("format", (form,), ("ranges", "json"))
     check_choices("dtype", (dtype,), DTYPES)
-    name, constants = spelled(policy)
+    spelled(policy)  # an unknown policy is an error before a model is read
     folder, shipped = Path(SHIPPED.get(model) or located(model)), model in SHIPPED
     tokenizer = load_pocket_tokenizer(folder) if shipped else AutoTokenizer.from_pretrained(folder)
-    known = constants_of(name)
-    offered = {"backend": backend} | ({"sentence_ends": sentence_ends(tokenizer)} if "sentence_ends" in known else {})
-    given = {key: value for key, value in offered.items() if key in known} | constants
+    method = policy_with(policy, budget, backend=backend, sentence_ends=sentence_ends(tokenizer))
     stored = "float32" if shipped else None
-    decided = keep(
-        folder, policy_from_name(name, budget, **given), tokenizer(text).input_ids, stored if dtype == AUTO else dtype
-    )
+    decided = keep(folder, method, tokenizer(text).input_ids, stored if dtype == AUTO else dtype)
     kept = decided.positions
     breaks = np.flatnonzero(np.diff(kept) > 1)
     ranges = list(zip(kept[[0, *(breaks + 1)]].tolist(), (kept[[*breaks, -1]] + 1).tolist(), strict=True))

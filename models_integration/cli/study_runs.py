@@ -13,7 +13,7 @@ from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import calibration_of, check_counts, check_file, check_folder
 from models_integration.cli.options import names_of
 from models_integration.session.method import Method
-from models_integration.studies.evidence.controls import CONTROL_BOUNDS, FULL
+from models_integration.studies.evidence.kept import CONTROL_BOUNDS, FULL
 from models_integration.studies.evidence.page import study_sections
 from models_integration.studies.evidence.protocol import audit, check_controls, check_order, registered
 from models_integration.studies.evidence.rules import ALL, AT_PROMPT, PARTS, Rules, load_rules, rules_of, rules_text

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.studies.answers import read_budget
-from models_integration.studies.evidence.controls import CONTROL_BOUNDS, FULL, control_tokens
+from models_integration.studies.evidence.kept import CONTROL_BOUNDS, FULL, control_tokens
 from models_integration.studies.results import Row
 from reference.statistics import wilson
 from spec.errors import SpecError

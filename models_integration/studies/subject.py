@@ -31,7 +31,7 @@ from spec.errors import SpecError
 from spec.validate import check_choices
 
 __all__ = [
-    "ATTENTION", "AUTO", "DTYPES", "SHIPPED", "Loading", "Subject", "policy_in_rows", "versioned",
+    "ATTENTION", "AUTO", "DTYPES", "SHIPPED", "Loading", "Subject", "policy_in_rows", "policy_with", "versioned",
 ]
 
 SHIPPED = {"pocket": ASSETS, "chat": CHAT_ASSETS}
@@ -86,15 +86,23 @@ class Subject:
         Raises:
             SpecError: if the name, a constant or the budget is unknown, or if a needed calibration is missing.
         """
-        name, constants = spelled(text)
-        known = constants_of(name)
-        offered = {
-            "sentence_ends": self.sentence_ends, "backend": self.backend, "calibration": self.calibration,
-            "template": repeat_template(self.tokenizer) if "template" in known else None,
-        }
-        constants = {key: value for key, value in offered.items() if key in known} | constants
-        policy = policy_from_name(name, budget, **constants)
+        known = constants_of(spelled(text)[0])
+        policy = policy_with(
+            text, budget, sentence_ends=self.sentence_ends, backend=self.backend, calibration=self.calibration,
+            template=repeat_template(self.tokenizer) if "template" in known else None,
+        )
         return policy.knowing(self.identity) if isinstance(policy, Published) and "calibration" in known else policy
+
+
+def policy_with(text: str, budget: int | str | Budget, **offered: Any) -> RetentionPolicy:
+    """Make a policy from text. The policy gets those of the offered constants that it has and the text does not set.
+
+    Raises:
+        SpecError: if the name, a constant or the budget is unknown.
+    """
+    name, constants = spelled(text)
+    known = constants_of(name)
+    return policy_from_name(name, budget, **{key: offered[key] for key in offered if key in known} | constants)
 
 
 def policy_in_rows(text: str, calibration: Calibration | None = None) -> str:

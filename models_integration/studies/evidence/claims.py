@@ -23,7 +23,7 @@ from models_integration.studies.estimate import (
     pairs_of,
     share_of,
 )
-from models_integration.studies.evidence.controls import BLIND, CONTROL_BOUNDS, EVIDENCE, FULL, control_of
+from models_integration.studies.evidence.kept import BLIND, CONTROL_BOUNDS, EVIDENCE, FULL, control_of
 from models_integration.studies.evidence.rules import Claim
 from models_integration.studies.results import Row
 from reference.statistics import (

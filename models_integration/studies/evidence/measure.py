@@ -17,8 +17,7 @@ from models_integration.model.cache_argument import cache_name
 from models_integration.session.session import Session
 from models_integration.session.verbs import NOTHING, compact, read
 from models_integration.studies.answers import generated, onward
-from models_integration.studies.evidence.controls import BLIND, FULL, evidence_mask
-from models_integration.studies.evidence.kept import Prompt, Step
+from models_integration.studies.evidence.kept import BLIND, FULL, Prompt, Step, evidence_mask
 from models_integration.studies.results import Row
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Sample, score

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from models_integration.studies.estimate import SAME_CACHE, SIGNIFICANT, format_p
 from models_integration.studies.evidence.claims import Samples, verdicts
-from models_integration.studies.evidence.controls import BLIND, EVERY_CONTROL, EVIDENCE, FULL
+from models_integration.studies.evidence.kept import BLIND, EVERY_CONTROL, EVIDENCE, FULL
 from models_integration.studies.evidence.rules import PARTS, Rules
 from models_integration.studies.evidence.run import merged
 from models_integration.studies.evidence.tables import (

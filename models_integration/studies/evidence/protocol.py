@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from models_integration.studies.evidence.controls import RANDOMS, control_of
+from models_integration.studies.evidence.kept import RANDOMS, control_of
 from models_integration.studies.evidence.rules import Rules, load_rules
 from models_integration.studies.results import Row
 from models_integration.tasks.samples import CONFIRM, DEV

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from models_integration.policies.methods import spelled
 from models_integration.studies.answers import read_budget
-from models_integration.studies.evidence.controls import (
+from models_integration.studies.evidence.kept import (
     BLIND,
     CONTROL_BOUNDS,
     CONTROLS,

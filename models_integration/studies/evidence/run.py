@@ -15,17 +15,19 @@ import transformers
 from models_integration.cache.decide_anew import DecideAnew
 from models_integration.session.method import Method
 from models_integration.studies.answers import attempted, read_budget
-from models_integration.studies.evidence.controls import (
+from models_integration.studies.evidence.kept import (
     BLIND,
     EVIDENCE,
     FULL,
     RANDOM_TRUNKS,
     RANDOMS,
     WINDOWS,
+    Prompt,
     bounds_of,
     random_trunks,
+    read_prompt,
+    steps,
 )
-from models_integration.studies.evidence.kept import Prompt, read_prompt, steps
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.protocol import processor
 from models_integration.studies.evidence.rules import ALL, AT_PROMPT, Rules

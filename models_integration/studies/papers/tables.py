@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from models_integration.studies.estimate import RESAMPLES, SEED, Estimate, pairs_of, share_of
-from models_integration.studies.evidence.controls import EVERY_CONTROL, FULL
+from models_integration.studies.evidence.kept import EVERY_CONTROL, FULL
 from models_integration.studies.evidence.rules import Rules
 from models_integration.studies.papers import BEST, MEASURES, Paper, Table, decided
 from models_integration.studies.results import Row

@@ -24,8 +24,7 @@ from models_integration import ObservedSegment, observe
 from models_integration.cli.app import app
 from models_integration.cli.options import names_of
 from models_integration.cli.study_runs import GRIDS, Running, run, study_of
-from models_integration.studies.evidence.controls import CONTROL_BOUNDS, FULL
-from models_integration.studies.evidence.kept import steps
+from models_integration.studies.evidence.kept import CONTROL_BOUNDS, FULL, steps
 from models_integration.studies.evidence.rules import PARTS, Rules, load_rules, rules_of
 from models_integration.studies.evidence.run import Item, items, merged, methods
 from models_integration.studies.report import (

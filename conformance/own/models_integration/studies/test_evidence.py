@@ -25,16 +25,17 @@ from models_integration.cache.retained_cache import side_by_side
 from models_integration.model.architecture import describe
 from models_integration.pocket import ASSETS
 from models_integration.session.verbs import EVERYTHING, observe, read
-from models_integration.studies.evidence.controls import (
+from models_integration.studies.evidence.kept import (
     BLIND,
     EVIDENCE,
     FULL,
     RANDOM_HEADS,
     RANDOM_SETS,
+    Prompt,
     control_of,
     random_trunks,
+    read_prompt,
 )
-from models_integration.studies.evidence.kept import Prompt, read_prompt
 from models_integration.studies.evidence.measure import Said, measure
 from models_integration.studies.results import Row
 from models_integration.studies.subject import Loading, Subject

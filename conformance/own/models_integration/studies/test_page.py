@@ -28,7 +28,7 @@ from conformance.own.models_integration.studies.experiments import (
 )
 from models_integration.cli.app import app
 from models_integration.cli.study_runs import write_page
-from models_integration.studies.evidence.controls import EVERY_CONTROL
+from models_integration.studies.evidence.kept import EVERY_CONTROL
 from models_integration.studies.evidence.rules import Claim, Rules, Stage
 from models_integration.studies.page import legend
 from models_integration.studies.report import title_of
