@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models_integration.studies.estimate import Estimate, format_p
 from models_integration.studies.evidence.claims import ENDS, Samples, Verdict, verdicts
 from models_integration.studies.evidence.kept import FULL
 from models_integration.studies.evidence.rules import PARTS, Claim, load_rules
@@ -31,6 +30,7 @@ from models_integration.studies.papers.injection_tables import (
     tables_of,
 )
 from models_integration.studies.papers.tables import Measured, fill, shaped
+from models_integration.studies.report import Estimate, format_p
 from reference.statistics import mcnemar
 
 ROOT = Path(__file__).parents[2]

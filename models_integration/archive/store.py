@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -95,9 +94,7 @@ class Archive(AbstractContextManager["Archive"]):
         self._files = ObjectFolder(folder)
         self._objects = _ProvedObjects(self._files, keyring)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Nothing is held open."""
 
     def put(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> str:

@@ -1,11 +1,12 @@
-"""Terminal output of studies: progress, titles, tables, and the summary of samples by cell."""
+"""Numbers and terminal output of studies: estimates, the summary of samples by cell, progress, titles and tables."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from math import ceil
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich import box
@@ -17,14 +18,77 @@ from models_integration.cache.atomic_file import publish_readable
 from models_integration.studies.answers import read_budget
 from models_integration.studies.evidence.kept import CONTROL_BOUNDS, FULL, control_tokens
 from models_integration.studies.results import Row
-from reference.statistics import wilson
+from reference.statistics import bootstrap, draws, mcnemar, wilson
 from spec.errors import SpecError
 from spec.tables import result_table
 
 __all__ = [
-    "TABLES", "TITLES", "control_cells", "control_table", "failed_controls", "fits", "progress_bar", "say", "summary",
-    "summary_tables", "table_of", "title_of", "verdict", "write_table",
+    "NOTHING", "RESAMPLES", "SAME_CACHE", "SEED", "SIGNIFICANT", "TABLES", "TITLES", "Estimate", "Pairs",
+    "control_cells", "control_table", "failed_controls", "fits", "format_p", "pairs_of", "progress_bar", "say",
+    "share_of", "summary", "summary_tables", "table_of", "title_of", "verdict", "write_table",
 ]
+
+SEED, RESAMPLES = 0, 2000
+"""Seed and number of resamples of every bootstrap of a study."""
+SIGNIFICANT = 0.05
+"""Largest p value of a significant difference."""
+SAME_CACHE = 0.01
+"""Largest relative difference of the numbers of prompt tokens that two compared policies keep."""
+
+
+class Estimate(NamedTuple):
+    """Value with a 95 % interval and the number of samples. A missing number is NaN."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def known(self) -> bool:
+        """Return True if the value is not NaN."""
+        return not math.isnan(self.value)
+
+    def text(self, form: str = ".2f") -> str:
+        """Return value and interval as text, with numbers in this format, or "" without a value."""
+        if not self.known:
+            return ""
+        return f"{self.value:{form}}" + ("" if math.isnan(self.low) else f" [{self.low:{form}}, {self.high:{form}}]")
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+NOTHING = Estimate(math.nan, math.nan, math.nan, 0)
+
+
+class Pairs(NamedTuple):
+    """Comparison of two policies on the same samples: gain of the first, samples won and lost, McNemar's exact p."""
+
+    difference: Estimate
+    won: int
+    lost: int
+    p: float
+
+
+def format_p(p: float, bound: bool = False) -> str:
+    """Return a p value as text, never as 0.0000. With `bound`, the text says that p is at most this value."""
+    text = "< 0.0001" if p < 0.0001 else f"{p:.4f}"
+    return f"≤ {text.removeprefix('< ')}" if bound else text
+
+
+def share_of(correct: int, n: int) -> Estimate:
+    """Return the fraction of right answers with Wilson's interval."""
+    return Estimate(correct / n, *wilson(correct, n), n)
+
+
+def pairs_of(first: Sequence[float], second: Sequence[float]) -> Pairs:
+    """Return the paired difference of two vectors of right (1) and wrong (0) answers. One sample gives no interval."""
+    differences, n = np.subtract(first, second, dtype=np.float64), len(first)
+    low, high, _ = bootstrap(differences, draws(n, RESAMPLES, SEED)) if n > 1 else (math.nan, math.nan, 0.0)
+    won, lost = int((differences > 0).sum()), int((differences < 0).sum())
+    return Pairs(Estimate(float(differences.mean()), low, high, n), won, lost, mcnemar(lost, won))
+
 
 TITLES = {"needle": "Needle", "delayed_association": "Delayed association"}
 
@@ -125,7 +189,7 @@ def _counted(own: Sequence[tuple[Row, Row]]) -> Row:
     (row, first), n = own[0], len(own)
     policy, budget, control = first["policy"], first["budget"], first["policy"] in CONTROL_BOUNDS
     B = control_tokens(budget, row["length"]) if control else read_budget(budget).tokens(row["length"])
-    kept = [ceil(float(np.mean(cell["kept"]))) for _, cell in own]
+    kept = [math.ceil(float(np.mean(cell["kept"]))) for _, cell in own]
     allowed = [B if control else _tokens(budget, each) for each, _ in own]
     right = float(sum(cell["right"] for _, cell in own))
     return {
@@ -188,7 +252,7 @@ def _cells(rows: Sequence[Row], only: str = "") -> tuple[list[str], list[list[st
         mine = {row["task"]: row for row in rows if (row["policy"], row["budget_requested"]) == (policy, budget)}
         kept = sum(row["mean_kept"] for row in mine.values()) / len(mine)
         over = max(row["over_budget"] for row in mine.values())
-        scores = [_share(mine[task]) if task in mine else "" for task in tasks]
+        scores = [str(_share(mine[task])) if task in mine else "" for task in tasks]
         lines.append([policy, budget, f"{kept:.0f}", *scores, f"{over:.0f}" if over else ""])
     headings = ["policy", "budget", "prompt tokens kept", *(only or title_of(task) for task in tasks)]
     if any(line[-1] for line in lines):
@@ -196,14 +260,11 @@ def _cells(rows: Sequence[Row], only: str = "") -> tuple[list[str], list[list[st
     return headings, [line[:-1] for line in lines]
 
 
-def _share(row: Row) -> str:
-    low, high = _interval(row["correct"], row["n"])
-    return f"{row['accuracy']:.2f}" + ("" if np.isnan(low) else f" [{low:.2f}, {high:.2f}]")
-
-
-def _interval(correct: float, n: int) -> tuple[float, float]:
-    """Return Wilson's interval, or NaN if scores are partial."""
-    return wilson(round(correct), n) if correct == round(correct) else (np.nan, np.nan)
+def _share(row: Row) -> Estimate:
+    """Return the accuracy with Wilson's interval, or without an interval if scores are partial."""
+    correct, n = row["correct"], row["n"]
+    interval = wilson(round(correct), n) if correct == round(correct) else (np.nan, np.nan)
+    return Estimate(row["accuracy"], *interval, n)
 
 
 def verdict(row: Row) -> str:
@@ -247,6 +308,6 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
     if not rows:
         raise SpecError("table", str(path), "would be empty, because no sample has a result")
     frame = result_table(rows)
-    frame["low"], frame["high"] = zip(*map(_interval, frame["correct"], frame["n"]), strict=True)
+    frame["low"], frame["high"] = zip(*(_share(row)[1:3] for row in rows), strict=True)
     text = frame.to_csv(index=False) if path.suffix == ".csv" else frame.to_latex(index=False, float_format="%.3f")
     publish_readable(path, text.encode())

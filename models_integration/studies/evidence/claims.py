@@ -11,7 +11,9 @@ from statistics import NormalDist
 
 import numpy as np
 
-from models_integration.studies.estimate import (
+from models_integration.studies.evidence.kept import BLIND, CONTROL_BOUNDS, EVIDENCE, FULL, control_of
+from models_integration.studies.evidence.rules import Claim
+from models_integration.studies.report import (
     NOTHING,
     RESAMPLES,
     SAME_CACHE,
@@ -23,8 +25,6 @@ from models_integration.studies.estimate import (
     pairs_of,
     share_of,
 )
-from models_integration.studies.evidence.kept import BLIND, CONTROL_BOUNDS, EVIDENCE, FULL, control_of
-from models_integration.studies.evidence.rules import Claim
 from models_integration.studies.results import Row
 from reference.statistics import (
     Interval,

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isnan
 from typing import NamedTuple
 
-from models_integration.studies.estimate import SAME_CACHE, SIGNIFICANT, format_p
 from models_integration.studies.evidence.claims import Samples, verdicts
 from models_integration.studies.evidence.kept import BLIND, EVERY_CONTROL, EVIDENCE, FULL
 from models_integration.studies.evidence.rules import PARTS, Rules
@@ -25,7 +24,15 @@ from models_integration.studies.evidence.tables import (
 )
 from models_integration.studies.page import Html, best_of, forest, note, section, strong, table
 from models_integration.studies.papers import PAPERS, Paper, Table, load_paper
-from models_integration.studies.report import control_cells, failed_controls, summary, title_of
+from models_integration.studies.report import (
+    SAME_CACHE,
+    SIGNIFICANT,
+    control_cells,
+    failed_controls,
+    format_p,
+    summary,
+    title_of,
+)
 from models_integration.studies.results import Row
 
 __all__ = ["study_sections"]

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from models_integration.studies.estimate import Estimate
+from models_integration.studies.report import Estimate
 from spec.arrays import Float64, Vector
 
 __all__ = [

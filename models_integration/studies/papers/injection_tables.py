@@ -7,8 +7,8 @@ from statistics import median
 
 import numpy as np
 
-from models_integration.studies.estimate import Estimate, format_p
 from models_integration.studies.papers.injection import ASYMMETRIC, PATCHES, Session, Template
+from models_integration.studies.report import Estimate, format_p
 from models_integration.studies.results import Row
 from reference.statistics import bootstrap, draws, mcnemar, wilson
 from spec.arrays import Float64, Vector

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from models_integration.studies.estimate import RESAMPLES, SEED, Estimate, pairs_of, share_of
 from models_integration.studies.evidence.kept import EVERY_CONTROL, FULL
 from models_integration.studies.evidence.rules import Rules
 from models_integration.studies.papers import BEST, MEASURES, Paper, Table, decided
+from models_integration.studies.report import RESAMPLES, SEED, Estimate, pairs_of, share_of
 from models_integration.studies.results import Row
 from models_integration.tasks.metrics import CONTAINS, FIRST_NUMBER, boxed, judge
 from reference.statistics import bootstrap, draws
