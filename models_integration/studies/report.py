@@ -19,13 +19,14 @@ from models_integration.studies.answers import read_budget
 from models_integration.studies.evidence.kept import CONTROL_BOUNDS, FULL, control_tokens
 from models_integration.studies.results import Row
 from reference.statistics import bootstrap, draws, mcnemar, wilson
+from spec.arrays import Float64, Vector
 from spec.errors import SpecError
 from spec.tables import result_table
 
 __all__ = [
-    "NOTHING", "RESAMPLES", "SAME_CACHE", "SEED", "SIGNIFICANT", "TABLES", "TITLES", "Estimate", "Pairs",
-    "control_cells", "control_table", "failed_controls", "fits", "format_p", "pairs_of", "progress_bar", "say",
-    "share_of", "summary", "summary_tables", "table_of", "title_of", "verdict", "write_table",
+    "NOTHING", "RESAMPLES", "SAME_CACHE", "SEED", "SIGNIFICANT", "TABLES", "Estimate", "Pairs", "control_cells",
+    "control_table", "failed_controls", "fits", "format_p", "mean_of", "pairs_of", "progress_bar", "say", "share_of",
+    "summary", "summary_tables", "table_of", "title_of", "verdict", "write_table",
 ]
 
 SEED, RESAMPLES = 0, 2000
@@ -84,13 +85,18 @@ def share_of(correct: int, n: int) -> Estimate:
 
 def pairs_of(first: Sequence[float], second: Sequence[float]) -> Pairs:
     """Return the paired difference of two vectors of right (1) and wrong (0) answers. One sample gives no interval."""
-    differences, n = np.subtract(first, second, dtype=np.float64), len(first)
-    low, high, _ = bootstrap(differences, draws(n, RESAMPLES, SEED)) if n > 1 else (math.nan, math.nan, 0.0)
+    differences = np.subtract(first, second, dtype=np.float64)
     won, lost = int((differences > 0).sum()), int((differences < 0).sum())
-    return Pairs(Estimate(float(differences.mean()), low, high, n), won, lost, mcnemar(lost, won))
+    return Pairs(mean_of(differences), won, lost, mcnemar(lost, won))
 
 
-TITLES = {"needle": "Needle", "delayed_association": "Delayed association"}
+def mean_of(values: Float64[Vector, " n"], resamples: int = RESAMPLES) -> Estimate:
+    """Return the mean of values with a bootstrap interval. One value gives no interval."""
+    n, low, high = len(values), math.nan, math.nan
+    if n > 1:
+        low, high, _ = bootstrap(values, draws(n, resamples, SEED))
+    return Estimate(float(values.mean()), low, high, n)
+
 
 _LINE_EVERY = 5.0
 """Number of seconds between two lines."""
@@ -138,7 +144,7 @@ class _Lines:
 
 def title_of(task: str) -> str:
     """Return the title of a task. The title of a user's task is the given name."""
-    return TITLES.get(task, task.replace("_", " ").capitalize() if task.isidentifier() else task)
+    return task.replace("_", " ").capitalize() if task.isidentifier() else task
 
 
 def table_of(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]], texts: int = 1) -> Table:

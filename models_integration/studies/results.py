@@ -118,11 +118,11 @@ def _end_last_line(file: BinaryIO, path: Path) -> None:
         )
 
 
-def _last_line(file: BinaryIO, step: int = 1 << 16) -> bytes:
+def _last_line(file: BinaryIO) -> bytes:
     """Return the bytes after the last newline."""
     start, rest = file.seek(0, os.SEEK_END), b""
     while start and b"\n" not in rest:
-        size = min(step, start)
+        size = min(1 << 16, start)
         start = file.seek(start - size)
         rest = file.read(size) + rest
     return rest.rpartition(b"\n")[2]

@@ -8,9 +8,9 @@ from statistics import median
 import numpy as np
 
 from models_integration.studies.papers.injection import ASYMMETRIC, PATCHES, Session, Template
-from models_integration.studies.report import Estimate, format_p
+from models_integration.studies.report import SEED, format_p, mean_of, share_of
 from models_integration.studies.results import Row
-from reference.statistics import bootstrap, draws, mcnemar, wilson
+from reference.statistics import bootstrap, draws, mcnemar
 from spec.arrays import Float64, Vector
 
 __all__ = ["LOCOMO", "NOT_RUN", "InjectionTable", "filled_lines", "interaction", "tables_of"]
@@ -30,7 +30,7 @@ NOT_RUN = (
 )
 LOCOMO = "locomo"
 """Name of the table for questions from a file."""
-_RESAMPLES, _SEED = 10_000, 0
+_RESAMPLES = 10_000
 _PUBLISHED_WRAPPERS = {
     "A_full": 0.55, "B_opening_only": 0.55, "C_closing_only": 0.5625, "D_role_name_only": 0.4875,
     "E_markers_no_role": 0.5375, "A_full_phi3": 0.6, "E_markers_phi3": 0.6,
@@ -140,10 +140,9 @@ def filled_lines(table: InjectionTable, rows: Mapping[str, Sequence[Row]]) -> It
     reference = _figures(rows[base.name], table.measure)
     for name, session in table.arms.items():
         figures, n = _figures(rows[session.name], table.measure), len(reference)
-        interval = wilson(int(figures.sum()), n) if table.measure == "right" else _bootstrap(figures)[:2]
-        share = Estimate(float(figures.mean()), *interval, n)
+        share = share_of(int(figures.sum()), n) if table.measure == "right" else mean_of(figures, _RESAMPLES)
         published, before = table.published.get(name, nan), table.published.get(first, nan)
-        line = [name, f"{share.value:.3f} [{share.low:.3f}, {share.high:.3f}]"]
+        line = [name, share.text(".3f")]
         line += ["", "", "", "", ""] if name == first else _compared(figures - reference, table.measure)
         line += [
             f"{1000 * median(row['seconds'] for row in rows[session.name]):.1f}",
@@ -159,9 +158,8 @@ def _layers(table: InjectionTable, rows: Mapping[str, Sequence[Row]]) -> Iterato
         each = [np.array([row[name] for row in rows[session.name]]) for name in _PROBES[table.measure]]
         each = [np.hstack([one.mean(1, keepdims=True), one]) for one in each]
         for at in range(each[0].shape[1]):
-            own = [(one[:, at].mean(), *_bootstrap(one[:, at])[:2]) for one in each]
             name = str(at - 1) if at else "all"
-            yield [arm, name, *(f"{mean:.3f} [{low:.3f}, {high:.3f}]" for mean, low, high in own)]
+            yield [arm, name, *(mean_of(one[:, at], _RESAMPLES).text(".3f") for one in each)]
 
 
 def _figures(rows: Sequence[Row], measure: str = "right") -> Float64[Vector, " n"]:
@@ -169,7 +167,7 @@ def _figures(rows: Sequence[Row], measure: str = "right") -> Float64[Vector, " n
 
 
 def _bootstrap(figures: Float64[Vector, " n"]) -> tuple[float, float, float]:
-    return bootstrap(figures, draws(len(figures), _RESAMPLES, _SEED))
+    return bootstrap(figures, draws(len(figures), _RESAMPLES, SEED))
 
 
 def _compared(difference: Float64[Vector, " n"], measure: str) -> list[str]:

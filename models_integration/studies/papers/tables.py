@@ -12,10 +12,9 @@ import pandas as pd
 from models_integration.studies.evidence.kept import EVERY_CONTROL, FULL
 from models_integration.studies.evidence.rules import Rules
 from models_integration.studies.papers import BEST, MEASURES, Paper, Table, decided
-from models_integration.studies.report import RESAMPLES, SEED, Estimate, pairs_of, share_of
+from models_integration.studies.report import Estimate, mean_of, pairs_of, share_of
 from models_integration.studies.results import Row
 from models_integration.tasks.metrics import CONTAINS, FIRST_NUMBER, boxed, judge
-from reference.statistics import bootstrap, draws
 
 __all__ = ["NOT_RUN", "Filled", "Measured", "fill", "shaped", "write_tables"]
 
@@ -195,7 +194,7 @@ def _figure(
 ) -> Figure:
     values, samples = [one.value for one in group], [one.sample for one in group]
     shares = table.measure not in (*_UNITS, _BYTES) and set(values) <= {0.0, 1.0}
-    value = share_of(int(sum(values)), len(values)) if shares else _mean(values)
+    value = share_of(int(sum(values)), len(values)) if shares else mean_of(np.array(values, dtype=np.float64))
     over = dict[str, tuple[str, Estimate]]()
     (policy, *more) = dict.fromkeys(one.policy for one in group)
     for versus in table.versus if not more else ():
@@ -205,13 +204,6 @@ def _figure(
             if not np.isnan(second).any() and policy not in EVERY_CONTROL:
                 over[versus] = other, pairs_of(values, second).difference
     return Figure(value, float(np.mean([one.exact for one in group])), over)
-
-
-def _mean(values: Sequence[float]) -> Estimate:
-    n, low, high = len(values), np.nan, np.nan
-    if n > 1:
-        low, high, _ = bootstrap(np.array(values, dtype=np.float64), draws(n, RESAMPLES, SEED))
-    return Estimate(float(np.mean(values)), low, high, n)
 
 
 def _is_baseline(paper: Paper, policy: str) -> bool:
