@@ -50,11 +50,12 @@ class Estimate(NamedTuple):
         """Return True if the value is not NaN."""
         return not math.isnan(self.value)
 
-    def text(self, form: str = ".2f") -> str:
+    def text(self, form: str = ".2f", interval: bool = True) -> str:
         """Return value and interval as text, with numbers in this format, or "" without a value."""
         if not self.known:
             return ""
-        return f"{self.value:{form}}" + ("" if math.isnan(self.low) else f" [{self.low:{form}}, {self.high:{form}}]")
+        value, known = f"{self.value:{form}}", interval and not math.isnan(self.low)
+        return f"{value} [{self.low:{form}}, {self.high:{form}}]" if known else value
 
     def __str__(self) -> str:
         return self.text()

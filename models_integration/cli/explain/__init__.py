@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from models_integration.cache.atomic_file import publish_readable
@@ -19,6 +18,7 @@ from models_integration.cli.checks import calibration_of, check_file, read_text
 from models_integration.policies.methods import prefill, spelled
 from models_integration.studies.evidence.rules import check_budget
 from models_integration.studies.page import style
+from models_integration.studies.report import say
 from models_integration.studies.subject import Loading, Subject
 from reference.crystalcache.graph import trunk_pairs
 from spec.arrays import Int64, IntVector
@@ -130,9 +130,9 @@ def run_explain(
     shown = record(result, torch.tensor(ids).numpy(), PAPER)
     page = explain_html(shown, texts_of(subject.tokenizer, ids), prompt.name, said, *compared)
     publish_readable(out, page.encode())
-    Console().print(
+    say(
         f"{out}: {len(result.kept)} of {len(ids)} tokens kept (budget {result.budget}), {len(result.ratio)} trunks,"
-        f" {len(page) / 1024:.0f} KiB", highlight=False, soft_wrap=True,
+        f" {len(page) / 1024:.0f} KiB"
     )
 
 

@@ -20,6 +20,7 @@ from models_integration.model.cache_argument import cache_name
 from models_integration.policies.methods import CrystalCache
 from models_integration.studies.evidence.rules import Rules
 from models_integration.studies.papers import COSTS
+from models_integration.studies.report import say
 from models_integration.studies.results import Row, append_row, load_rows
 from models_integration.studies.subject import Subject
 from models_integration.tasks.context import read_prose
@@ -56,9 +57,9 @@ class Costs:
     def measure(self, console: Console) -> bool:
         """Measure the lengths that are not stored yet. Return True if the user has stopped the measurement."""
         left = [length for length in self.rules.lengths if self._stored(length) is None]
-        console.print(
+        say(
             f"{self.rules.title}: model {self.subject.name}; {len(self.rules.lengths)} lengths, {len(left)} not stored"
-            f" in {self.path}", highlight=False, soft_wrap=True,
+            f" in {self.path}", console
         )
         try:
             for length in left:

@@ -64,15 +64,14 @@ class Figure:
     def text(self, intervals: bool, form: str) -> str:
         """Return the text for a page, with numbers in this format."""
         exact = "" if abs(self.exact - self.value.value) < 1e-9 else f" (exact {self.exact:{form}})"
-        return (self.value.text(form) if intervals else f"{self.value.value:{form}}") + exact
+        return self.value.text(form, intervals) + exact
 
     def over_text(self, versus: str, intervals: bool) -> str:
         """Return the text of a difference for a page."""
         if versus not in self.over:
             return ""
         name, found = self.over[versus]
-        interval = f" [{found.low:+.2f}, {found.high:+.2f}]" if intervals and found.low == found.low else ""
-        return f"{found.value:+.2f}{interval}" + (f" {name}" if versus == BEST else "")
+        return found.text("+.2f", intervals) + (f" {name}" if versus == BEST else "")
 
 
 @dataclass(frozen=True)
