@@ -1,25 +1,18 @@
 """Tiny random models, and the oracle of a splice: one forward in which masks keep apart what was apart."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from conformance.own.models_integration.session.families import prepare
+from conformance.own.models_integration.session.families import SMALL, VOCABULARY, prepare, tiny
 
-VOCABULARY = 131
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}
-_LATENT: dict[str, Any] = {
+LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": None,
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
@@ -37,8 +30,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPTNeoX": {},
     "Cohere": {},
     "SmolLM3": {"no_rope_layers": [1, 0]},
-    "DeepseekV2": _LATENT,
-    "DeepseekV3": _LATENT,
+    "DeepseekV2": LATENT,
+    "DeepseekV3": LATENT,
 }
 """What differs from the common sizes."""
 _LINEAR_HEADS = {
@@ -70,10 +63,7 @@ _MODELS: dict[str, str] = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHea
 def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A family's tiny model, with weights so large that its attention is not uniform."""
     own = REFUSED[family] if family in REFUSED else FAMILIES[family]
-    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **own, **changes})
-    make: Callable[[Any], PreTrainedModel] = getattr(transformers, _MODELS.get(family, f"{family}ForCausalLM"))
-    torch.manual_seed(0)
-    return prepare(make(config), dtype=dtype)
+    return prepare(tiny(_MODELS.get(family, family), **{**SMALL, **own, **changes}), dtype=dtype)
 
 
 Chunks = Sequence[tuple[list[int], int]]

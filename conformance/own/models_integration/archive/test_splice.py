@@ -207,26 +207,18 @@ def test_a_refused_splice_changes_nothing() -> None:
 
 
 @pytest.mark.law("refused-before-anything-changes")
-def test_several_rows_are_refused() -> None:
-    model = build("Llama")
-    rotary = recognise(model)
-    cache = RetainedCache(model.config)
-    with torch.no_grad():
-        model(input_ids=torch.tensor([SYSTEM, SYSTEM]), past_key_values=cache)
-    with pytest.raises(SpecError, match="must have one row"):
-        splice(cache, [computed(model, CHUNKS[0][0], rotary)], rotary)
-
-
-@pytest.mark.law("refused-before-anything-changes")
-def test_a_row_with_padding_is_refused() -> None:
-    """Its columns are more than its tokens, and a chunk stands behind the tokens."""
-    model, padded = build("Llama"), torch.tensor([[0, 1, 1, 1, 1, 1]])
+def test_several_rows_and_a_row_with_padding_are_refused() -> None:
+    """A padded row's columns are more than its tokens, and a chunk stands behind the tokens."""
+    model, padded, rows = build("Llama"), torch.tensor([[0, 1, 1, 1, 1, 1]]), RetainedCache(build("Llama").config)
     rotary = recognise(model)
     with torch.no_grad(), StreamingLLM(budget=4, N_sink=1)(model) as run:
         model(input_ids=torch.tensor([[0, *SYSTEM]]), attention_mask=padded)
     assert run.cache is not None
-    with pytest.raises(SpecError, match="without padding"):
-        splice(run.cache, [computed(model, CHUNKS[0][0], rotary)], rotary)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([SYSTEM, SYSTEM]), past_key_values=rows)
+    for cache, words in ((run.cache, "without padding"), (rows, "must have one row")):
+        with pytest.raises(SpecError, match=words):
+            splice(cache, [computed(model, CHUNKS[0][0], rotary)], rotary)
     assert run.cache.stored_positions().tolist() == [0, 2, 3, 4]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from conformance.own.models_integration.archive.block_mask import LATENT
 from conformance.own.models_integration.session.families import SMALL, prepared
 
 _EXPERTS: dict[str, Any] = {
@@ -22,11 +23,7 @@ _EXPERTS: dict[str, Any] = {
 _OWN: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, "Qwen3Moe": _EXPERTS,
     "Gemma2": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}, "Gemma3": {"head_dim": 8},
-    "DeepseekV3": {
-        "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": None,
-        "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
-    },
+    "DeepseekV3": LATENT,
 }
 
 # Family, field, its two values.

@@ -160,21 +160,13 @@ def test_contexts_of_two_models_do_not_interact() -> None:
         assert first.kept is not None
 
 
-def deep(model: Any) -> Any:
-    return copy.deepcopy(model)
-
-
-def shallow(model: Any) -> Any:
-    return copy.copy(model)
-
-
 def pickled(model: Any) -> Any:
     return pickle.loads(pickle.dumps(model))
 
 
 @pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.parametrize("given", ["model", "decoder"])
-@pytest.mark.parametrize("copied", [deep, shallow, pickled])
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled])
 def test_a_copy_that_is_made_inside_is_free_of_the_policy(copied: Callable[[Any], Any], given: str) -> None:
     model: Any = build("llama")
     plain = greedy(model, prompt(40), 6)
@@ -183,7 +175,7 @@ def test_a_copy_that_is_made_inside_is_free_of_the_policy(copied: Callable[[Any]
         twin = copied(subject)
         assert not {"generate", "__getstate__"} & vars(twin).keys()
         decoder = twin.get_decoder()
-        if copied is not shallow or given == "decoder":
+        if copied is not copy.copy or given == "decoder":
             assert not decoder._forward_pre_hooks
             assert not decoder._forward_hooks
             assert not decoder._forward_pre_hooks_with_kwargs
@@ -203,7 +195,7 @@ def test_a_copy_that_is_made_inside_is_free_of_the_policy(copied: Callable[[Any]
 
 @pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.law("a-cache-like-any-other")
-@pytest.mark.parametrize("copied", [deep, pickled])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_what_a_session_did_can_be_copied(copied: Callable[[Any], Any]) -> None:
     model = build("llama")
     with METHODS["streamingllm"]()(model) as run:

@@ -322,7 +322,9 @@ def place(name: str) -> str:
 
 
 def mutate(stack: ExitStack, name: str) -> None:
-    """Put the mistake into this process until the stack is closed."""
+    """Put the mistake into this process until the stack is closed. No model outlives it."""
+    test_other_architectures.build.cache_clear()
+    stack.callback(test_other_architectures.build.cache_clear)
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     for constant, value in MUTANTS[name].get("sizes", {}).items():
         patch.setattr(place(constant), value)

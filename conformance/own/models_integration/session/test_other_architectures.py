@@ -6,6 +6,7 @@ because an oracle that runs the same model shares the model's faults.
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -122,7 +123,9 @@ SINKS: Models = {"gpt_oss": ("GptOssForCausalLM", {**_HALF, "num_local_experts":
 LOSES_ITS_STATE = "the recurrent layers lose the state if a later forward pass has several tokens"
 
 
+@cache
 def build(name: str) -> PreTrainedModel:
+    """A tiny model, which no test changes."""
     if name in SHARED and not hasattr(Gemma3nTextConfig, "kv_sharing_modes"):
         pytest.skip("layers that share a cache are supported in later releases of transformers")
     every = {**MODELS, **JAMBA, **LATENT, **INDEXED, **SHARED, **IMAGES, **OTHER_POSITIONS, **WHISPER, **SINKS}

@@ -219,14 +219,9 @@ def other_heads() -> PreTrainedModel:
 
 OTHERS: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
     "weights": ("was saved with weights", other_weights),
-    "family": ("was saved with weights", lambda: build("qwen2")),
-    "dtype": ("was saved with weights", lambda: build("llama", dtype=torch.bfloat16)),
     "config": ("was saved with config", other_heads),
-    "base": ("was saved with rotation", partial(
+    "rotation": ("was saved with rotation", partial(
         prepared, "Llama", **_GQA, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    )),
-    "scaling": ("was saved with rotation", partial(
-        prepared, "Llama", **_GQA, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
     )),
 }
 

@@ -222,24 +222,16 @@ def test_generate_streams() -> None:
 
 
 @pytest.mark.spec("CC-STEP")
-def test_generated_tokens_are_steps_where_decode_is_on() -> None:
-    """The open segment ends with the first of them, and breaths do the rest."""
+@pytest.mark.parametrize(("generated", "seen", "steps", "tail"), [(True, N + 19, 19, 3), (False, 12, 12, 4)])
+def test_tokens_after_the_open_segment_are_steps(generated: bool, seen: int, steps: int, tail: int) -> None:
+    """A prompt's open segment ends with the first of them, and breaths do the rest; or each token comes alone."""
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with streaming(decode=True)(model):
-        greedy(model, prompt(N), 20, past_key_values=cache)
+        greedy(model, prompt(N), 20, past_key_values=cache) if generated else step_by_step(model, prompt(12), cache)
     (state,) = now(cache)
-    assert (state.seen, state.step, len(state.tail_ids)) == (N + 19, 19, 3)
-    assert cache.stored_length <= BUDGET + 3
+    assert (state.seen, state.step, len(state.tail_ids)) == (seen, steps, tail)
+    assert cache.stored_length <= BUDGET + tail
     assert cache.stored_positions().tolist() == state.stored.tolist()
-
-
-@pytest.mark.spec("CC-STEP")
-def test_a_first_token_alone_may_be_followed_by_steps() -> None:
-    model, cache = build("llama"), RetainedCache(build("llama").config)
-    with streaming(decode=True)(model):
-        step_by_step(model, prompt(12), cache)
-    (state,) = now(cache)
-    assert (state.seen, state.step, len(state.tail_ids)) == (12, 12, 4)
 
 
 @pytest.mark.parametrize(("rows", "asked"), [(1, "argument"), (2, "config"), (2, "tuple")])

@@ -88,7 +88,8 @@ def goes_on(model: PreTrainedModel, policy: RetentionPolicy, cache: RetainedCach
 
 
 def check(
-    model: PreTrainedModel, policy: RetentionPolicy, observed: ObservedSegment, *, turn: bool = True, **mask: Tensor,
+    model: PreTrainedModel, policy: RetentionPolicy, observed: ObservedSegment, *, steps: bool = True,
+    turn: bool = True, **mask: Tensor,
 ) -> Decision:
     """The retentions, stored tensors and logits are those of a context that reads the same prompts."""
     with policy(model) as run, torch.no_grad():
@@ -101,9 +102,9 @@ def check(
     cache = compact(observed.cache, decision)
     same_cache(cache, run.cache)
     assert same(cache.continuation, run.cache.continuation)
-    for one, other in zip(goes_on(model, policy, cache, turn), goes_on(model, policy, run.cache, turn), strict=True):
-        assert torch.equal(one, other)
-    same_cache(cache, run.cache)
+    if steps:
+        assert all(map(torch.equal, goes_on(model, policy, cache, turn), goes_on(model, policy, run.cache, turn)))
+        same_cache(cache, run.cache)
     return decision
 
 
@@ -122,11 +123,14 @@ def llama(one_thread: None) -> Iterator[tuple[PreTrainedModel, ObservedSegment]]
 def test_one_observation_serves_every_policy_at_every_budget(
     name: str, llama: tuple[PreTrainedModel, ObservedSegment],
 ) -> None:
-    """A diverse form at the smaller one. Published policies keep the budget, at their own granularity."""
+    """A diverse form at the smaller one, from which sessions go on. Published policies keep the budget, at their own
+    granularity.
+    """
     model, observed = llama
     for budget in BUDGETS[name.startswith(DIVERSE) :]:
         policy = made(name, model, budget)
-        decision = check(model, policy, observed, turn=name.removeprefix(DIVERSE) not in ONE_SEGMENT)
+        turn = name.removeprefix(DIVERSE) not in ONE_SEGMENT
+        decision = check(model, policy, observed, steps=budget == BUDGETS[-1], turn=turn)
         sets = [own for heads in live_sets(compact(observed.cache, decision)).values() for own in heads]
         if budget == BUDGETS[0]:
             assert (sets.count(sets[0]) < 6) == (policy.on(model).policy.granularity is not Granularity.MODEL)
