@@ -169,6 +169,7 @@ body {{ font: 15px/1.6 system-ui, sans-serif; max-width: 64rem; margin: 2rem aut
 h1 {{ font-size: 2.4rem; line-height: 1.2; margin: 0; }} h1::first-letter {{ text-transform: uppercase; }}
 h1 + p {{ font-size: 1.1rem; margin-top: .3rem; }} h1 + p, code {{ overflow-wrap: anywhere; }}
 .wide {{ overflow-x: auto; }}
+@media screen and (min-width: 40rem) {{ .items td:first-child, .items td:nth-child(3) {{ white-space: nowrap; }} }}
 .facts td {{ overflow-wrap: anywhere; }} .facts td:first-child {{ white-space: nowrap; }}
 table {{ border-collapse: collapse; width: 100%; }}
 th, td {{ text-align: left; vertical-align: top; padding: .1rem .8rem .1rem 0; }}
@@ -211,7 +212,7 @@ def _facts(made: Mapping[str, Any]) -> Iterator[str]:
         yield _row(name, escape(facts))
     yield "</table>"
     option = f"--{made['subject']['kind']}"
-    yield "<p>To repeat all of it: <code>kvspec verify --check certificate.toml</code>; the subject was named with"
+    yield "<p>To repeat the run: <code>kvspec verify --check certificate.toml</code>. The subject was"
     yield f"<code>{option} {escape(made['subject']['named'])}</code>.</p>"
 
 
@@ -220,7 +221,7 @@ def _counterexamples(made: Mapping[str, Any]) -> Iterator[str]:
         row = made["items"][item]
         yield f'<h2 id="{item}" class="fail">{item}</h2><p>MUST {escape(must(item, row))}</p>'
         yield "<pre>" + escape("\n".join(filter(None, (row["input"], row["found"])))) + "</pre>"
-        yield f"<p>To repeat it: <code>{escape(row['repeat'])}</code></p>"
+        yield f"<p>To repeat the test: <code>{escape(row['repeat'])}</code></p>"
 
 
 def _families(made: Mapping[str, Any]) -> Iterator[str]:

@@ -204,12 +204,12 @@ def _counts(filled: Filled) -> str:
 
 def _write(paper: Paper, filled: Sequence[Filled], asked: Asked) -> None:
     about = note(
-        "Each cell has the mean of its samples with a 95 % interval. 'over' is the paired difference from the best"
-        " baseline of the same samples, or from the full cache. If the paper's metric looks for a substring, 'exact' is"
-        " the share of answers whose first number is right, where it differs. Published figures are about other models."
+        "Each cell is the mean of the samples with a 95 % interval. A column 'over NAME' shows the paired difference"
+        " from NAME, such as the best baseline or the full cache. 'exact' is the share of answers whose first number is"
+        " right, shown if the paper's metric gives a different share. Published results are from different models."
     )
-    sections = [section(paper.title, about, *([note("A quick run: short contexts, few samples.", "warning")]
-                                               if asked.quick else []))]
+    quick = note("This is a quick run. The samples are too few to compare policies.", "warning") if asked.quick else ""
+    sections = [section("How to read the tables", about, quick)]
     for one in filled:
         shown = table(f"{one.table.title}{_counts(one)}", *shaped(one)) if one.columns else Html("")
         sections.append(section(one.table.title, shown, note(one.note or ("" if one.columns else "Not run."))))
@@ -218,7 +218,7 @@ def _write(paper: Paper, filled: Sequence[Filled], asked: Asked) -> None:
 
 def publish_tables(out: Path, title: str, sections: Sequence[Html], tables: Iterable[tuple[str, str]]) -> None:
     """Write the page of a paper and the files of the tables (name and text), and print the path of the page."""
-    publish_readable(out / _PAGE, page(f"kvspec paper {title}", sections).encode())
+    publish_readable(out / _PAGE, page(f"kvspec paper: {title}", sections).encode())
     for name, text in tables:
         publish_readable(out / name, text.encode())
     say(f"{out / _PAGE}, tables.csv and a LaTeX file for each table")

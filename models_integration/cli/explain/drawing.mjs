@@ -118,14 +118,14 @@ function drawSummary() {
   const count = (fate) => fates.filter((found) => found === fate).length;
   const over = now.kept.length - now.B;
   const said = [
-    `Of ${plural(m, "trunk")} ${count("protected")} are protected, ${count("kept")} kept, ${count("part")} kept in`
+    `${plural(m, "trunk")}: ${count("protected")} protected, ${count("kept")} kept, ${count("part")} kept in`
       + ` part, ${count("evicted")} evicted.`,
   ];
-  if (over > 0) said.push(`That is ${over} over the budget: the protected trunks alone exceed it.`);
+  if (over > 0) said.push(`The protected trunks have ${over} tokens more than the budget.`);
   const never = `The first ${settings.N_sink} and the last ${settings.W_recent} tokens are never evicted`;
-  if (n <= floor) said.push(`${never}, and there are no others.`);
-  part("summary").textContent = `${now.kept.length} of ${plural(n, "token")} stay`
-    + ` (${percent(now.kept.length / n)}), for a budget of ${now.B}.`;
+  if (n <= floor) said.push(`${never}, and the prompt has no other tokens.`);
+  part("summary").textContent = `${now.kept.length} of ${plural(n, "token")} kept`
+    + ` (${percent(now.kept.length / n)}), budget ${now.B}`;
   part("fates").textContent = said.join(" ");
   if (data.beside) part("beside").textContent = besideSaid();
 }
@@ -134,9 +134,9 @@ function besideSaid() {
   const { name, groups, counts } = data.beside;
   const kept = total(counts) / groups;
   const both = total(now.kept.map(shareOf));
-  const sets = groups === 1 ? "one set for all heads" : `mean over its ${groups} sets, one ${data.beside.granularity}`;
-  return `${name} keeps ${kept.toFixed(0)} (${sets}): ${both.toFixed(0)} are kept by both,`
-    + ` ${(now.kept.length - both).toFixed(0)} by CrystalCache alone, ${(kept - both).toFixed(0)} by ${name} alone.`;
+  const sets = groups === 1 ? "one set for all heads" : `mean over ${groups} sets, one set for ${data.beside.granularity}`;
+  return `${name} keeps ${kept.toFixed(0)} tokens (${sets}). Both policies keep ${both.toFixed(0)} tokens,`
+    + ` only CrystalCache ${(now.kept.length - both).toFixed(0)}, only ${name} ${(kept - both).toFixed(0)}.`;
 }
 
 // Trunk graph: trunks along the text, shaded by D, and arcs between them
@@ -174,9 +174,9 @@ function drawGraph() {
   const links = plural(all.length, "link");
   const which = all.length > STRONGEST ? `The ${STRONGEST} strongest of ${links}` : `All ${links}`;
   const said = all.length
-    ? `${which} between trunks, from ${shown(all.at(-1).W)} (thin) to ${shown(size.W)} (thick); in the other colour`
-      + " those of the chosen trunk. The strip is the text from left to right, coloured by D."
-    : `No link between trunks exceeds tau_edge = ${settings.tau_edge}: D is the same for all.`;
+    ? `${which} between trunks, from ${shown(all.at(-1).W)} (thin) to ${shown(size.W)} (thick). Links of the chosen`
+      + " trunk have a different colour. The strip shows D from the start to the end of the text."
+    : `No link between trunks exceeds tau_edge = ${settings.tau_edge}, so all trunks have the same D.`;
   part("graph-legend").textContent = said;
   part("graph").setAttribute("aria-label", said);
 }
@@ -186,14 +186,14 @@ function drawGraph() {
 function why(g) {
   const { N_sink, W_recent } = settings;
   const kept = range(sizes[g]).filter((j) => now.lived[data.offsets[g] + j]).length;
-  const path = now.graph.D[g] === now.scores[g] ? "D, its place in the graph" : "its impact";
+  const path = now.graph.D[g] === now.scores[g] ? "D (the graph)" : "the impact";
   const held = now.ratio.filter((r, h) => r > 0 && !now.isProtected[h]).length;
-  const order = `number ${now.rank[g]} of ${now.ranked}; the budget holds ${held}`;
-  const ranked = `Its score comes from ${path}, and is ${order}.`;
+  const order = `rank ${now.rank[g]} of ${now.ranked}. The budget has room for ${held} trunks`;
+  const ranked = `The score comes from ${path}. The score has ${order}.`;
   return {
-    protected: `Never evicted: it touches the first ${N_sink} or the last ${W_recent} tokens.`,
-    kept: `Kept whole. ${ranked}`,
-    part: `The budget ends inside it: the ${kept} of its ${sizes[g]} tokens with the largest impact stay. ${ranked}`,
+    protected: `Protected, because the trunk contains one of the first ${N_sink} or last ${W_recent} tokens.`,
+    kept: `Kept. ${ranked}`,
+    part: `Kept in part: of ${sizes[g]} tokens, the ${kept} tokens with the largest impact are kept. ${ranked}`,
     evicted: `Evicted. ${ranked}`,
   }[fateOf(g)];
 }
@@ -229,7 +229,7 @@ function drawDetails() {
   if (i !== null) {
     const { name, counts, groups } = data.beside ?? {};
     const beside = data.beside ? [[`sets of ${name}`, `${counts[i]} of ${groups}`]] : [];
-    const fate = now.lived[i] ? "stays" : "is evicted";
+    const fate = now.lived[i] ? "is kept" : "is evicted";
     parts.push(
       element("p", {}, `Token ${i}, `, element("q", {}, data.tokens_text[i]), `, ${fate}:`),
       list([

@@ -147,7 +147,7 @@ function listen() {
 // Sliders and choices
 
 const SLIDERS = [
-  ["tokens", "B: tokens of the budget", Math.min(floor, n), n, 1, (x) => `${x} (${percent(x / n)})`],
+  ["tokens", "B: budget in tokens", Math.min(floor, n), n, 1, (x) => `${x} (${percent(x / n)})`],
   ["alpha", "alpha: impact", 0, 2, 0.05, (x) => x.toFixed(2)],
   ["N_min", "N_min: fewest", 0, 32, 1, String],
   ["s", "s: steepness", 0.5, 10, 0.5, (x) => x.toFixed(1)],
@@ -182,7 +182,7 @@ function choice([name, label, options]) {
 }
 
 function buildControls() {
-  const again = element("button", { type: "button" }, "As it was run");
+  const again = element("button", { type: "button" }, "Reset");
   again.addEventListener("click", () => {
     Object.assign(settings, data.parameters, { tokens: data.tokens });
     buildControls();
@@ -194,7 +194,7 @@ function buildControls() {
 
 function buildMeasures() {
   if (data.beside) {
-    const label = `share of ${data.beside.name}'s sets that keep the token`;
+    const label = `share of the sets of ${data.beside.name} that keep the token`;
     MEASURES.beside = { label, values: () => range(n).map(shareOf), low: 0, high: 1, ofToken: true };
   }
   const options = Object.entries(MEASURES).map(([value, { label }]) => element("option", { value }, label));
@@ -205,8 +205,8 @@ function buildMeasures() {
 function drawCheck() {
   const same = now.kept.length === data.kept.length && now.kept.every((i, at) => i === data.kept[at]);
   part("check").textContent = same
-    ? `Computed in this page from the run's own numbers: at its settings the same ${data.kept.length} tokens stay.`
-    : "This browser computes another set of tokens than the run kept. Do not trust this page.";
+    ? `Check: with the settings of the run, this page computes the same ${data.kept.length} kept tokens as kvspec.`
+    : "Warning: this browser computes a different set of kept tokens than kvspec. Do not trust this page.";
 }
 
 part("run").textContent = data.run;

@@ -41,15 +41,18 @@ __all__ = ["study_sections"]
 _FEW = 10
 """Smallest number of contexts for a reliable bootstrap interval. With fewer contexts, intervals are too narrow."""
 _BEST = (
-    "Among policies that keep the same number of prompt tokens, chosen after the fact: claims decide, this does not."
-    " Not told apart: the interval of the paired difference holds 0. Not known: no such policy, or a context not"
-    " clearly worth anything."
+    "The tables compare the policies that keep the same number of prompt tokens. Each best policy is chosen after the"
+    " measurement, so use claims for decisions. A difference is significant if the interval of the paired difference"
+    " does not contain 0. A cell is 'not known' if no policy can be compared, or if the answers do not clearly depend"
+    " on the context."
 )
-_MOST = "Most right answers, of tasks that the full cache can do; told apart by McNemar's exact p, uncorrected"
-_HIGHEST = "Highest recovery; of a task without it, highest accuracy, told apart by McNemar's exact p, uncorrected"
+_MOST = "Most right answers, for tasks that the full cache can do. Test: exact McNemar test, uncorrected"
+_HIGHEST = (
+    "Highest recovery. For tasks without recovery: highest accuracy, with the exact McNemar test, uncorrected"
+)
 _WITHOUT = {
-    FULL: "no recovery, no check that the task can be done", BLIND: "no recovery",
-    EVIDENCE: "no ceiling for kept evidence",
+    FULL: "no recovery, and no check that the model can do the task", BLIND: "no recovery",
+    EVIDENCE: "no upper limit for policies that keep the evidence",
 }
 
 
@@ -71,7 +74,7 @@ def study_sections(rows: Sequence[Row], rules: Rules | None) -> list[Html]:
     }
 
     checked = [row for row in summary(every) if row["control"]]
-    bounds = table("What must answer, or must not", *control_cells(checked)) if checked else ""
+    bounds = table("Controls and their required accuracy", *control_cells(checked)) if checked else ""
     failed = ", ".join(failed_controls(checked))
 
     def each(made: Callable[[Samples], str]) -> str:
@@ -80,19 +83,19 @@ def study_sections(rows: Sequence[Row], rules: Rules | None) -> list[Html]:
     return [
         section(
             rules.title if rules else "Results", *_about(rows[0], shown), *_missing(shown, rules),
-            note(f"Controls that FAIL: {failed}." if failed else "", "warning"),
+            note(f"Failed controls: {failed}." if failed else "", "warning"),
         ),
-        section("Claims of the rules", *_claims(rules, dev, confirm)),
+        section("Claims", *_claims(rules, dev, confirm)),
         section("Best policy by task and budget", note(_BEST), each(_best)),
-        section("Policies against the prompt tokens that they keep", curves_of(placements)),
+        section("Results by number of kept prompt tokens", curves_of(placements)),
         section("Paired differences", each(differences)),
         section("Evidence kept by depth and length", each(depths)),
-        section("One constant varied", each(sweeps)),
-        section("Stages of one method", each(lambda some: stages(rules.stages if rules else (), some))),
+        section("Effect of one constant", each(sweeps)),
+        section("Loss of evidence by stage", each(lambda some: stages(rules.stages if rules else (), some))),
         section("Controls", bounds, each(controls)),
         section("Cost", seconds(shown), each(sizes)),
-        section("Flagged: a different number of prompt tokens kept", each(flagged)),
-        section("Beside the papers", _beside_papers(placements)),
+        section("Excluded: different number of kept prompt tokens", each(flagged)),
+        section("Published results", _beside_papers(placements)),
     ]
 
 
@@ -100,19 +103,19 @@ def _about(first: Row, shown: Samples) -> Iterator[Html]:
     part = " and ".join(dict.fromkeys(row["part"] for row in shown.rows)) or "none"
     yield note(
         f"Model {first['model']}, backend {first.get('backend')}. Part {part}: {len(shown.rows)} rows of"
-        f" {shown.contexts} contexts. Rules {first['rules'][:8]}. Intervals: 95 %, whole contexts resampled; of right"
-        " answers Wilson's."
+        f" {shown.contexts} contexts. Rules {first['rules'][:8]}. Intervals are 95 % intervals: Wilson intervals for"
+        " shares of right answers, and bootstrap intervals over contexts for all other results."
     )
     if part == PARTS[0]:
-        yield note("Dev samples, on which anything may be tried: they decide nothing.", "warning")
+        yield note("These results are from dev samples. Dev samples decide no claim.", "warning")
 
 
 def _missing(shown: Samples, rules: Rules | None) -> Iterator[Html]:
     """Yield notes about results that the page cannot show, with reasons."""
     if shown.contexts == 1:
-        yield note("One context alone gives no interval, and so no recovery and no comparison.", "warning")
+        yield note("One context gives no interval, no recovery and no comparison.", "warning")
     elif shown.contexts < _FEW:
-        yield note(f"{shown.contexts} contexts are few: such bootstrap intervals are too narrow.", "warning")
+        yield note(f"Bootstrap intervals over only {shown.contexts} contexts are too narrow.", "warning")
     measured = {name for name, _ in shown.cells}
     absent = [f"{name} ({lost})" for name, lost in _WITHOUT.items() if measured and name not in measured]
     without = dict[str, dict[str, None]]()
@@ -124,19 +127,19 @@ def _missing(shown: Samples, rules: Rules | None) -> Iterator[Html]:
         more = f" and {len(others)} more" if others else ""
         absent.append(f"{control} (the random control of {first}{more})")
     if absent:
-        yield note(f"Controls that are missing: {'; '.join(absent)}.", "warning")
+        yield note(f"Missing controls: {'; '.join(absent)}.", "warning")
     if rules is None:
-        yield note("No claims and no stages: the rules of these rows were not given (--rules).", "warning")
+        yield note("This page has no claims and no stages. To see them, pass the rules file with --rules.", "warning")
     used = shown.rows[0].get("calibration") if shown.rows else None
     if used and not used["controlled"]:
-        yield note(f"Uncontrolled: calibration {used['digest']} does not say over which text it was taken.", "warning")
+        yield note(f"Uncontrolled: calibration {used['digest']} does not name the text of the calibration.", "warning")
 
 
 def _claims(rules: Rules | None, dev: Samples, confirm: Samples) -> Iterator[Html]:
     if rules is None or not rules.claims:
         return
     if not confirm.rows:
-        yield note(f"None of the {len(rules.claims)} claims is decided: no sample that confirms is here.", "verdict")
+        yield note(f"None of the {len(rules.claims)} claims is decided yet.", "verdict")
         return
     lines, outcomes = [], list[str]()
     for one in verdicts(rules.claims, dev, confirm):
@@ -144,21 +147,25 @@ def _claims(rules: Rules | None, dev: Samples, confirm: Samples) -> Iterator[Htm
         about = f"{claim.first} over {claim.second}: {claim.measure} at {claim.budget}, n = {one.difference.n}"
         some = confirm.where(task=claim.tasks, placement=(claim.placement,))
         if pair := some.pairs((claim.first, claim.budget), (claim.second, claim.budget)):
-            about += f"; right where the other is wrong: {pair.won} and {pair.lost} (p {format_p(pair.p)})"
+            about += f"; only the first is right: {pair.won}, only the second: {pair.lost} (p {format_p(pair.p)})"
         outcome = strong(one.outcome) + note(one.flag, "small")
         outcomes.append(f"{one.outcome} ({one.kind})")
         sentence = strong(claim.name) + note(about, "small")
         lines.append(([sentence, outcome, one.kind, p, f"{one.power:.2f}"], one.difference, claim.difference))
-    counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in sorted(set(outcomes)))
-    yield note(f"{len(lines)} claims: {counts}.", "verdict")
+    held = sum(outcome.startswith("holds ") for outcome in outcomes)
+    yield note(f"{held} of {len(lines)} claims hold", "verdict")
+    yield note(", ".join(f"{outcome}: {outcomes.count(outcome)}" for outcome in sorted(set(outcomes))))
     yield note(
-        "Holds: Holm's corrected p is at most 0.05, and the difference reaches the claimed size (dashed); a negative"
-        " size claims non-inferiority. Exploratory: a row does not name the commit of its rules. Confirmatory: at least"
-        " 30 dev contexts give a power of at least 0.8 for this size at the corrected level; otherwise screening. Right"
-        " answers are the primary measure: a policy may recover likelihood and answer no more questions. Policies"
-        f" that keep different numbers of prompt tokens (more than {SAME_CACHE:.0%}) are not compared."
+        "A claim holds if p is at most 0.05 after Holm's correction, and if the difference reaches the claimed size"
+        " (dashed line). A negative size claims non-inferiority. Right answers are the primary measure, because a"
+        " policy can recover likelihood without more right answers. kvspec does not compare two policies if their"
+        f" numbers of kept prompt tokens differ by more than {SAME_CACHE:.0%}."
     )
-    caption = "Paired differences, first over second; an arrow: beyond the axis"
+    yield note(
+        "A claim is exploratory if a result does not name the commit of the rules. A claim is confirmatory if at least"
+        " 30 dev contexts give a power of at least 0.8 for the claimed size. All other claims are screening claims."
+    )
+    caption = "Paired differences, first policy minus second. An arrow marks a value beyond the axis"
     yield forest(caption, ["claim", "outcome", "kind", "p (Holm)", "power"], lines)
 
 
@@ -243,8 +250,8 @@ _PAPER_TASKS = tuple(dict.fromkeys(task for each in _TABLES for task in each.tas
 def _beside_papers(placements: Mapping[str, Samples]) -> Html:
     """Return each published table with its source and kvspec's accuracies for the same policies, budgets and tasks."""
     made = [note(
-        "Not the same model, lengths or samples: a paper's figures beside ours say whether an order repeats, and no"
-        " more. The figures are the papers' own.", "warning"
+        "The published results are from different models, prompt lengths and samples. Compare the order of the policies"
+        " only.", "warning"
     )]
     ours = [
         (task, f"{title_of(task)}, {name.lower()}", some) for name, whole in placements.items()

@@ -40,7 +40,8 @@ def grouped(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[Row, list[R
 def failures(rows: Sequence[Row]) -> Html:
     """Return a table of the samples whose last attempt failed."""
     lines = [[title_of(row["task"]), str(row["index"]), row["error"]] for row in rows]
-    return section("Failed", table("Left out of all figures", ["task", "number", "error"], lines) if lines else "")
+    caption = "Failed samples. No result on this page includes them"
+    return section("Failed", table(caption, ["task", "number", "error"], lines) if lines else "")
 
 
 def by_task(samples: Samples) -> dict[str, Samples]:
@@ -71,8 +72,9 @@ def off_budget(samples: Samples) -> dict[tuple[str, str], float]:
 def flagged(samples: Samples) -> str:
     """Return a note about cells that are not compared."""
     lines = [[*cell, f"{samples.prompt_kept(cell):.1f}", f"{part:+.1%}"] for cell, part in off_budget(samples).items()]
-    caption = f"More than {SAME_CACHE:.0%} off the middle number of prompt tokens kept; never called best"
-    return table(caption, ["policy", "budget", "prompt tokens kept", "off by"], lines) if lines else note("None.")
+    caption = f"Kept prompt tokens more than {SAME_CACHE:.0%} off the median. These policies are never called best"
+    headings = ["policy", "budget", "prompt tokens kept", "off the median by"]
+    return table(caption, headings, lines) if lines else note("None.")
 
 
 def controls(samples: Samples) -> str:
@@ -89,8 +91,9 @@ def controls(samples: Samples) -> str:
             recovered = [some.recovery((name, budget)).value for name in drawn for budget in budgets]
             lines.append([title, length, len(some.rows), *shares, some.worth(), *map(_figure, recovered)])
     caption = (
-        f"Accuracies count where the full cache reaches {FLOOR}. Worth: log-likelihood of the answer with the full"
-        " cache above that without context, nats; where its interval holds 0, there is no recovery."
+        f"Accuracies count if the accuracy with the full cache is at least {FLOOR}. 'worth' is the log-likelihood of"
+        " the answer with the full cache minus the log-likelihood without context, in nats. If the interval of 'worth'"
+        " contains 0, there is no recovery."
     )
     headings = [f"{name} at {budget}: recovery" for name in drawn for budget in budgets]
     return table(caption, ["task", "length", "n", "full", "blind", "worth", *headings], lines)
@@ -113,8 +116,8 @@ def seconds(samples: Samples) -> str:
             spent, prefill = (fmean(each[what] for each in own) for what in (name, "prefill"))
             line += [_figure(spent, 3), _figure(spent / prefill, 3)]
         lines.append(line)
-    headings = [f"{text}{length}" for length in lengths for text in ("s at ", "part of prefill at ")]
-    caption = "Mean seconds: a prefill; scoring and selecting at all budgets; reading of all cells together."
+    headings = [f"{text}{length}" for length in lengths for text in ("s at ", "share of prefill at ")]
+    caption = "Mean seconds: 'prefill' reads the prompt, each policy decides for all budgets, and 'reading' answers"
     return table(caption, ["", *headings], lines)
 
 
@@ -129,12 +132,12 @@ def sizes(samples: Samples) -> str:
         answers = [samples.accuracy(cell), f"{some.prompt_kept(cell):.1f}", _right_and_unlikely(samples, cell)]
         lines.append([*cell, *figures, len(some.rows), *answers])
     headings = [
-        "policy", "budget", "part of the full cache", "mean MB", "peak MB", "KL, nats", "attention lost", "n",
+        "policy", "budget", "share of the full cache", "mean MB", "peak MB", "KL, nats", "attention lost", "n",
         "accuracy", "prompt tokens kept", "right, but unlikely",
     ]
     caption = (
-        "Cache while answering, divergence from the full cache, attention on evicted keys, right answers. Right, but"
-        " unlikely: the answer is right and has less than half the full cache's likelihood."
+        "Cache size while answering, divergence from the full cache, attention to evicted keys, and right answers."
+        " 'right, but unlikely' counts right answers with less than half the likelihood of the full cache"
     )
     return table(caption, headings, lines, folded=True)
 
@@ -172,7 +175,7 @@ def stages(named: Sequence[Stage], samples: Samples) -> str:
             cell = stage.policy, budget
             lines.append([budget, stage.name, samples.survival(cell), samples.accuracy(cell), lost])
         lines.append([budget, "kept to the end", "", "", counts[-1]])
-    caption = "A sample's evidence is lost at the stage from which on less than half of its tokens is kept."
+    caption = "A sample loses the evidence at a stage if this and all later stages keep less than half of the evidence"
     return table(caption, ["budget", "stage", "evidence kept", "accuracy", "lost here"], lines) if lines else ""
 
 
@@ -182,12 +185,13 @@ _FEWEST = 5
 _BINS = ("0\u2011¼", "¼\u2011½", "½\u2011¾", "¾\u20111")
 """Names of the quarters of the context in which the evidence can be; their hyphens do not break."""
 _MEASURES = {
-    "Accuracy": (Samples.accuracy, f"Right answers, where the full cache reaches {FLOOR}"),
+    "Accuracy": (Samples.accuracy, f"Share of right answers, for tasks with at least {FLOOR} with the full cache"),
     "Recovery": (
-        Samples.recovery, "(log-likelihood of the gold answer - blind) / (full cache - blind), a ratio of means. Points"
-        " of one budget are drawn a little apart, intervals cut at the picture's edge; the tables have them whole."
+        Samples.recovery, "Recovery is (L - blind) / (full cache - blind). L, blind and full cache are mean"
+        " log-likelihoods of the expected answer: with the policy, without the context, and with the full cache. Points"
+        " of one budget are drawn slightly apart. Intervals end at the edge of the chart, but not in the tables."
     ),
-    "Evidence kept": (Samples.survival, "Share of the evidence's tokens, mean over layers and KV heads"),
+    "Evidence kept": (Samples.survival, "Share of the evidence that the policy keeps, mean over layers and KV heads"),
 }
 
 
@@ -265,7 +269,8 @@ def differences(samples: Samples) -> str:
             found.append(forest(f"Budget {budget}", ["policy", "over"], lines))
     if not found:
         return right_answers(samples)
-    about = f"Recovery over that of a random control, paired; {', '.join(by_task(some)).lower()}; n = {len(some.rows)}."
+    tasks = ", ".join(by_task(some)).lower()
+    about = f"Recovery minus the recovery of a random control. Tasks: {tasks}. n = {len(some.rows)}."
     return note(about) + grid(found, "grid broad") + right_answers(samples)
 
 
@@ -281,9 +286,11 @@ def right_answers(samples: Samples) -> Html:
             continue
         n = min(pair.difference.n for pair in pairs.values())
         if (least := 2.0 ** (1 - n)) > SIGNIFICANT:
-            found.append(note(f"{n} samples cannot tell two policies apart: the smallest p is {least:g}.", "warning"))
+            about = f"{n} samples are too few for a significant difference: the smallest possible p is {least:g}."
+            found.append(note(about, "warning"))
         found.append(forest(
-            f"{title}, n = {n}; {' '.join(base)}: {some.accuracy(base)}; p: McNemar's exact, by Holm",
+            f"{title}, n = {n}. Compared with {' '.join(base)}: {some.accuracy(base)}. Exact McNemar test, Holm's"
+            " correction",
             ["policy", "budget", "accuracy", "won", "lost", "p"], [
                 (
                     [*cell, some.accuracy(cell), pair.won, pair.lost, format_p(corrected[str(cell)])],
@@ -312,5 +319,5 @@ def depths(samples: Samples) -> str:
         lines = [[name, *(shaded(each[~np.isnan(each)]) for each in own)] for name, own in shares.items()]
         maps.append(table(f"Budget {budget}", ["", *places], lines, kind="heat"))
     counts = ", ".join(f"{len(rows)} at {place}" for place, rows in places.items())
-    about = f"Mean share of evidence kept, by length and depth of the evidence. Samples: {counts}."
+    about = f"Mean share of the evidence that is kept, by prompt length and depth of the evidence. Samples: {counts}."
     return note(about) + grid(maps, "grid broad")

@@ -190,6 +190,8 @@ def forest_mark(one: Estimate, smallest: float | None) -> str:
 
 _HOME = Path(__file__).parent
 _FIGURE = re.compile(r"([<≤] )?[-+]?\d")
+_INTERVAL = re.compile(r"\[[^][]*\]")
+_BREAKS = re.compile(r"(?<=[(=_])")
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -233,7 +235,7 @@ def note(text: str, kind: str = "note") -> Html:
 
 def best_of(names: Sequence[str], estimate: Estimate, close: Sequence[str]) -> Html:
     """Return a cell with the names of the best policies, and of policies without a significant difference to them."""
-    apart = f"not told apart: {', '.join(close)}" if close else "told apart from all others"
+    apart = f"no significant difference: {', '.join(close)}" if close else "significantly better than all others"
     return strong(", ".join(names)) + Html(f" {estimate}") + note(apart, "small")
 
 
@@ -248,13 +250,13 @@ def table(
 ) -> Html:
     """Return a table with row headings in the first column. With `folded`, the table is hidden until it is opened.
 
-    A table wider than the page scrolls, by keys too. On narrow screens the cells of a `stacked` table are below each
-    other, each after the heading of its column.
+    A table that is wider than the page scrolls, also with the arrow keys. On narrow screens, the cells of a `stacked`
+    table are below each other, each after the heading of its column.
     """
     head = "".join(f'<th scope="col">{_html(heading)}</th>' for heading in headings)
     names = [heading if "stacked" in kind and not isinstance(heading, Html) else "" for heading in headings]
     body = "\n".join(
-        f'<tr><th scope="row">{_html(line[0])}</th>{"".join(map(_cell, line[1:], names[1:]))}</tr>' for line in lines
+        f'<tr><th scope="row">{_named(line[0])}</th>{"".join(map(_cell, line[1:], names[1:]))}</tr>' for line in lines
     )
     made = (
         f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="{kind}">'
@@ -265,10 +267,21 @@ def table(
     return Html(f"<figure><figcaption>{_html(caption)}</figcaption>{made}</figure>")
 
 
+def _named(name: object) -> str:
+    """Return a row heading. A long name of a policy can break at its parts."""
+    return name if isinstance(name, Html) else _BREAKS.sub("<wbr>", escape(str(name)))
+
+
 def _cell(content: object, name: object) -> str:
     kind = ' class="figure"' if _FIGURE.match(str(content)) else ""
     said = f' data-name="{escape(str(name))}"' if name else ""
-    return f"<td{kind}{said}>{_html(content)}</td>"
+    text = _html(content)
+    return f"<td{kind}{said}>{_INTERVAL.sub(_unbroken, text) if kind else text}</td>"
+
+
+def _unbroken(interval: re.Match[str]) -> str:
+    """Return an interval as HTML that does not break at the spaces of the interval."""
+    return f'<span class="unbroken">{interval[0]}</span>'
 
 
 def forest(

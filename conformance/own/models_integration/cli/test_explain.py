@@ -211,10 +211,10 @@ def test_a_reader_of_the_page_sees_what_the_reference_keeps(drive: Drive) -> Non
             assert shown["kept"] == want.kept.tolist()
             assert shown["fates"] == fates(want)
             assert shown["text"] == "".join(texts(case))
-            assert shown["summary"].startswith(f"{len(want.kept)} of {n} tokens stay")
+            assert shown["summary"].startswith(f"{len(want.kept)} of {n} tokens kept")
             assert shown["bars"] == len(want.ratio)
             assert shown["arcs"] == min(150, len(want.graph.weights) // 2)
-        assert first["check"].startswith("Computed in this page")
+        assert first["check"].startswith("Check: ")
 
 
 @pytest.mark.law("the-proof-has-teeth")
@@ -223,7 +223,7 @@ def test_the_page_says_where_it_computes_another_set(drive: Drive) -> None:
     shown = record(case.run, case.prompt.token_ids, TINY)
     changed = {**shown, "kept": [*shown["kept"][:-1], shown["kept"][-1] - 1]}
     (found,) = drive(explain_html(changed, texts(case), "t", ""), [{}])
-    assert found["check"].startswith("This browser computes another set")
+    assert found["check"].startswith("Warning: this browser computes a different set")
 
 
 def test_the_arrow_keys_walk_along_the_text_and_the_line(drive: Drive) -> None:
@@ -269,8 +269,8 @@ def test_another_policy_is_counted_by_its_sets(drive: Drive) -> None:
     (shown,) = drive(page, [{"set": {"measure": "beside"}}])
     both = sum(counts[i] for i in kept) / 3
     whole = sum(counts) / 3
-    said = (f"heads keeps {whole:.0f} (mean over its 3 sets, one a layer and KV head): {both:.0f} are kept by both,"
-            f" {len(kept) - both:.0f} by CrystalCache alone, {whole - both:.0f} by heads alone.")
+    said = (f"heads keeps {whole:.0f} tokens (mean over 3 sets, one set for a layer and KV head). Both policies keep"
+            f" {both:.0f} tokens, only CrystalCache {len(kept) - both:.0f}, only heads {whole - both:.0f}.")
     assert shown["beside"] == said
 
 

@@ -180,7 +180,7 @@ def holders(out: Path) -> set[int]:
     return {pid for pid in found if pid is not None}
 
 
-VOID = {"meta", "input", "br"}
+VOID = {"meta", "input", "br", "wbr"}
 SAID = {"th", "td", "caption", "summary", "figcaption", "text", "title", "p", "h2", "h3"}
 POLICIES = ("snapkv", "knorm", 'crystalcache(graph="zero")')
 BUDGETS = ("0.5", "0.3")

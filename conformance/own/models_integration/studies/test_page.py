@@ -149,7 +149,7 @@ def sorted_as_drawn(lines: list[list[str]]) -> list[list[str]]:
 
 
 def test_right_answers_with_half_the_likelihood_are_counted(shown: Page, rows: list[Row]) -> None:
-    tables = [table for table in shown.tables if table.caption.startswith("Cache while answering")]
+    tables = [table for table in shown.tables if table.caption.startswith("Cache size while answering")]
     counted = list[int]()
     for table, placement in zip(tables, PLACEMENTS, strict=True):
         for policy, budget in product(POLICIES, BUDGETS):
@@ -178,7 +178,7 @@ def test_claims_are_decided_as_by_hand(shown: Page, rows: list[Row]) -> None:
     exact = min(1.0, 2 * tail / 2 ** (won + lost))
     small, large = sorted([p, exact])
     corrected = {small: min(1.0, 2 * small), large: max(min(1.0, 2 * small), large)}
-    table = shown.table("Paired differences, first over second")
+    table = shown.table("Paired differences, first policy minus second")
     first, second, third = table.lines[1:]
     assert first[0].startswith("one <b>evidence over snapkv: recovery at 0.5, n = 24")
     assert first[2] == f"{value_:.2f} [{low:.2f}, {high:.2f}]"
@@ -189,7 +189,7 @@ def test_claims_are_decided_as_by_hand(shown: Page, rows: list[Row]) -> None:
         assert line[3] == ("open" if corrected[each] > 0.05 else "smaller than claimed" if smaller else "holds")
         assert line[4] == "exploratory"  # no row names the commit of its rules
     assert third[3].startswith("not comparedprompt tokens kept: 306.0 and 300.0")
-    assert any("3 claims: " in note for note in shown.notes)
+    assert any(" of 3 claims hold" in note for note in shown.notes)
 
 
 def test_the_best_are_those_by_hand_and_no_flagged_cell_is_one(shown: Page, rows: list[Row]) -> None:
@@ -206,10 +206,12 @@ def test_the_best_are_those_by_hand_and_no_flagged_cell_is_one(shown: Page, rows
                     name for name in names if name != best
                     and not recovered(own, (best, budget), (name, budget))[1] > 0
                 ]
-                apart = f"not told apart: {', '.join(close)}" if close else "told apart from all others"
+                apart = "significantly better than all others"
+                if close:
+                    apart = f"no significant difference: {', '.join(close)}"
                 value_, low, high, _ = each[best]
                 assert table.line(title_of(task))[at] == f"{best} {value_:.2f} [{low:.2f}, {high:.2f}]{apart}"
-    flagged = [table.lines[1:] for table in shown.tables if "off the middle number of prompt tokens" in table.caption]
+    flagged = [table.lines[1:] for table in shown.tables if "off the median" in table.caption]
     assert flagged == [[["knorm", "0.3", "306.0", "+2.0%"]]] * 2
 
 
@@ -240,9 +242,9 @@ def test_what_failed_is_named_and_counted_nowhere(rows: list[Row], tmp_path: Pat
     row = {name: value for name, value in last.items() if name != "cells"}
     failed = {**row, "sample": "the last", "index": 7, "error": "out of <memory>"}
     page = page_of(tmp_path, study=[*others, failed])
-    assert page.table("Left out").lines[1:] == [[title_of(TASKS[1]), "7", "out of <memory>"]]
+    assert page.table("Failed samples").lines[1:] == [[title_of(TASKS[1]), "7", "out of <memory>"]]
     assert f"recovery, {title_of(TASKS[1])}, question in prompt, n = 23" in page.panels
-    assert page_of(tmp_path, rules=(), study=[failed]).table("Left out").lines[1:]
+    assert page_of(tmp_path, rules=(), study=[failed]).table("Failed samples").lines[1:]
 
 
 @pytest.mark.law("as-it-is-described")
@@ -250,19 +252,19 @@ def test_what_cannot_be_shown_is_said(rows: list[Row], tmp_path: Path) -> None:
     """One sample, no controls, dev alone, no rules, a few contexts."""
     (tmp_path / "one").mkdir()
     alone = page_of(tmp_path / "one", rules=(), study=rows[:1])
-    assert any("One context alone gives no interval" in note for note in alone.notes)
-    assert any("rules of these rows were not given" in note for note in alone.notes)
+    assert any("One context gives no interval" in note for note in alone.notes)
+    assert any("pass the rules file with --rules" in note for note in alone.notes)
     assert "not known" in alone.table("Highest recovery").lines[1]
     assert not any("recovery" in table.lines[0] for table in alone.tables)
     without = [{**row, "cells": row["cells"][2:5], "part": "dev"} for row in rows[:16]]
     (tmp_path / "none").mkdir()
     page = page_of(tmp_path / "none", study=without)
     said = " ".join(page.notes)
-    assert "fullcache (no recovery, no check that the task can be done); blind (no recovery)" in said
+    assert "fullcache (no recovery, and no check that the model can do the task); blind (no recovery)" in said
     assert "(the random control of" in said
     assert "None of the 3 claims is decided" in said
-    assert "they decide nothing" in said
-    assert "4 contexts are few" in said
+    assert "Dev samples decide no claim" in said
+    assert "over only 4 contexts are too narrow" in said
     assert not any(title.startswith("recovery") for title in page.panels)
 
 
@@ -296,7 +298,7 @@ def test_a_comparison_is_counted_by_hand(tmp_path: Path) -> None:
     for row in rows:
         row["cells"].append({**row["cells"][-1], "policy": "without needle", "right": False})
     page = page_of(tmp_path, rules=(), study=rows)
-    differences = page.table("Needle, n = 10; fullcache 1.0: 1.00")
+    differences = page.table("Needle, n = 10. Compared with fullcache 1.0: 1.00")
     # 6, 2 and 1 samples lost: 2 / 2 ** lost, the smallest three times, and so on.
     wanted = {("a", "0.30"): (-0.6, 6, 3 * 2 / 64), ("b", "0.30"): (-0.2, 2, 1.0), ("a", "0.60"): (-0.1, 1, 1.0)}
     for (name, budget), (difference, lost, p) in wanted.items():
@@ -308,10 +310,11 @@ def test_a_comparison_is_counted_by_hand(tmp_path: Path) -> None:
     best = page.table("Highest recovery").line("Needle")
     assert best[1].startswith("b 0.80")
     assert best[2].startswith("a 0.90")
-    assert page.table("What must answer").lines[1] == ["without needle", "Needle", "0.00 (0/10)", "<= 0.05", "holds"]
+    bounds = page.table("Controls and their required")
+    assert bounds.lines[1] == ["without needle", "Needle", "0.00 (0/10)", "<= 0.05", "holds"]
     assert "accuracy, Needle, question after, n = 10" in page.panels
     few = page_of(tmp_path, rules=(), study=compared(**{name: each[:5] for name, each in PATTERNS.items()})).notes
-    assert any("5 samples cannot tell two policies apart: the smallest p is 0.0625" in note for note in few)
+    assert any("5 samples are too few" in note and "smallest possible p is 0.0625" in note for note in few)
 
 
 @pytest.mark.parametrize(("right", "best"), [((0, 19, 12), "keydiff 0.95"), ((7, 7, 0), "early, keydiff 0.35"),
@@ -326,7 +329,7 @@ def test_the_best_keeps_as_many_prompt_tokens_however_long_its_answers(
     }
     page = page_of(tmp_path, rules=(), study=compared(**patterns))
     assert page.table("Highest recovery").line("Needle")[1].startswith(best)
-    assert not any("off the middle number" in table.caption for table in page.tables)
+    assert not any("off the median" in table.caption for table in page.tables)
 
 
 def test_samples_that_lack_a_policy_are_left_out_of_its_figures_alone(tmp_path: Path) -> None:
@@ -334,9 +337,9 @@ def test_samples_that_lack_a_policy_are_left_out_of_its_figures_alone(tmp_path: 
     rows = compared(**PATTERNS)
     later = [{**row, "cells": compared(c_30="1" * 10)[0]["cells"]} for row in rows[:4]]
     page = page_of(tmp_path, rules=(), study=[*rows, *later])
-    table = page.table("Cache while answering")
+    table = page.table("Cache size while answering")
     assert [table.line(*cell)[7] for cell in (("a", "0.30"), ("c", "0.30"))] == ["10", "4"]
-    (line,) = (line for line in page.table("Needle, n = 4; fullcache").lines if line[0] == "c")
+    (line,) = (line for line in page.table("Needle, n = 4. Compared with fullcache").lines if line[0] == "c")
     assert line[5:7] == ["0", "0"]
 
 
@@ -366,7 +369,7 @@ def test_a_figure_without_its_library_says_what_to_install(tmp_path: Path, monke
 
 def test_our_figures_stand_beside_the_papers(shown: Page, rows: list[Row]) -> None:
     table = shown.table("CrystalCache, Table 5")
-    assert any("Not the same model" in note for note in shown.notes)
+    assert any("Compare the order of the policies" in note for note in shown.notes)
     own = some(rows, task=TASKS[0], placement="after")
     at = table.lines[0].index("here: Needle in prose, question after, 0.3")
     share = wilson_by_hand(int(sum(value(row, "snapkv", "0.3", "right") for row in own)), len(own))

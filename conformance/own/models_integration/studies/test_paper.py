@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from models_integration.cli.app import app
 from models_integration.policies.methods import spelled
+from models_integration.studies import page as elements
 from models_integration.studies.answers import read_budget
 from models_integration.studies.evidence.rules import rules_of
 from models_integration.studies.papers import BEST, PAPERS, load_paper, rules_of_part
@@ -189,6 +190,17 @@ def test_what_was_not_run_says_so(ran: tuple[Path, str]) -> None:
         assert sentence in " ".join(said.split())
         assert sentence in page
     assert "not run" in (folder / "out" / "by-length.tex").read_text("utf-8")
+
+
+@pytest.mark.law("as-it-is-described")
+def test_long_names_and_intervals_leave_room_for_a_table() -> None:
+    """The name of a policy can break at its parts, and an interval breaks only on paper."""
+    made = elements.table("t", ["policy", "mean"], [['a_b(c="d")', "0.40 [0.17, 0.69]"]])
+    assert '<th scope="row">a_<wbr>b(<wbr>c=<wbr>&quot;d&quot;)</th>' in made
+    assert '<td class="figure">0.40 <span class="unbroken">[0.17, 0.69]</span></td>' in made
+    on_screen, _, on_paper = elements.style("report").partition("@media print")
+    assert ".unbroken { white-space: nowrap; }" in on_screen
+    assert ".unbroken { white-space: normal; }" in on_paper
 
 
 @pytest.mark.law("saved-is-what-was")
