@@ -233,6 +233,11 @@ class Selector(Protocol):
 class Protection(Protocol):
     """Callable that returns a mask (seen,) that is True for each token that must not be evicted."""
 
+    @property
+    def size(self) -> int:
+        """Return the number of protected tokens of a long prompt."""
+        ...
+
     def __call__(self, seen: int, /) -> BoolVector: ...
 
 
@@ -342,7 +347,12 @@ class Policy:
     protection: Protection
     cadence: Cadence = SEGMENT_END
     granularity: Granularity = Granularity.MODEL
-    floor: int = 0
-    """Smallest budget in tokens. A smaller budget is raised to `floor`. In Equation 30 the floor is sink + recent."""
+    least: int | None = 0
+    """Smallest budget in tokens, if larger than the number of protected tokens. None means that no budget is raised."""
     promises: Promises = NOTHING_PROMISED
     """What this combination of parts guarantees. A combination with a different part may guarantee less."""
+
+    @property
+    def floor(self) -> int:
+        """Return the number of tokens to which a smaller budget is raised. In Equation 30 it is sink + recent."""
+        return 0 if self.least is None else max(self.protection.size, self.least)

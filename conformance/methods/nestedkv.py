@@ -66,7 +66,7 @@ def without_continuum(inputs: Inputs, B: int, parameters: NestedKVParameters) ->
 
 def raised(policy: Policy) -> Policy:
     """NestedKV refuses a budget below its sinks; here each B is raised to them, so that any B can be drawn."""
-    return replace(policy, floor=SINK)
+    return replace(policy, least=0)
 
 
 BRUTES = [

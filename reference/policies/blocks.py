@@ -47,5 +47,5 @@ def in_blocks(host: Policy, b: int) -> Policy:
     )
     promises = replace(host.promises, budget_exact="no", higher_score_never_loses="no")
     return replace(
-        host, name=f"blocks({host.name})", selector=selector, floor=max(host.floor, b), promises=promises
+        host, name=f"blocks({host.name})", selector=selector, least=max(host.least or 0, b), promises=promises
     )

@@ -166,5 +166,5 @@ def cake(W: int = 32, kernel: int = 5, gamma: float = 200.0, tau1: float = 1.0, 
         raise SpecError("gamma", gamma, "must be finite, and not negative")
     scorer = Cake(check_positive("W", W), check_odd(kernel), gamma, tau1, tau2)
     return Policy(
-        "cake", scorer, Preferred(W), top_units, SinkAndRecent(0, W), granularity=Granularity.HEAD, floor=W,
+        "cake", scorer, Preferred(W), top_units, SinkAndRecent(0, W), granularity=Granularity.HEAD,
     )

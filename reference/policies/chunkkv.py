@@ -104,7 +104,7 @@ def chunkkv(c: int = 10, W: int = 32, N_reuse: int = 1) -> Policy:
     W = check_positive("W", W)
     scorer = Chunks(Needs("all", W), partial(window_members, W=W), check_positive("c", c), W, N_reuse)
     return Policy(
-        "chunkkv", scorer, even, fill_units, SinkAndRecent(0, W), granularity=Granularity.LAYER, floor=W
+        "chunkkv", scorer, even, fill_units, SinkAndRecent(0, W), granularity=Granularity.LAYER
     )
 
 
@@ -128,5 +128,5 @@ def chunkkv_described(c: int = 10, backend: str | Backend = "numpy") -> Policy:
     members = partial(all_members, received=engine.require_policies().received_attention)
     scorer = Chunks(Needs("all", None, takes=engine.takes), members, check_positive("c", c), 0, 1)
     return replace(
-        chunkkv(c), name="chunkkv-described", scorer=scorer, protection=SinkAndRecent(0, 0), floor=0
+        chunkkv(c), name="chunkkv-described", scorer=scorer, protection=SinkAndRecent(0, 0)
     )

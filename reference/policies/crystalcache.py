@@ -78,7 +78,6 @@ def crystalcache(
         even,
         Dissolve(stages, parameters),
         SinkAndRecent(parameters.N_sink, parameters.W_recent),
-        floor=parameters.N_sink + parameters.W_recent,
         promises=Promises(protection_holds="yes", no_op_at_full_budget="yes", row_independence="yes"),
     )
 

@@ -161,5 +161,5 @@ def defensivekv(W_o: Mapping[int, DeviceArray], W: int = 32, kernel: int = 5) ->
     scorer = Defensive(W_o, check_positive("W", W), check_odd(kernel))
     return Policy(
         "defensivekv", scorer, Competition(Fraction(0)), top_units, SinkAndRecent(0, W),
-        granularity=Granularity.HEAD, floor=W,
+        granularity=Granularity.HEAD,
     )

@@ -158,5 +158,5 @@ def expected_attention(
     )
     return Policy(
         "expected-attention", scorer, even, partial(top_tokens, choose=stages.best_tokens), SinkAndRecent(N_sink, 0),
-        granularity=Granularity.HEAD, floor=N_sink,
+        granularity=Granularity.HEAD,
     )

@@ -111,5 +111,5 @@ def h2o_described(W: int = 128, backend: str | Backend = "numpy") -> Policy:
     return Policy(
         "h2o-described", LayerScorer(Needs("all", None, takes=engine.takes), score), even,
         partial(top_tokens, choose=stages.best_tokens), SinkAndRecent(0, check_positive("W", W)),
-        granularity=Granularity.HEAD, floor=W,
+        granularity=Granularity.HEAD,
     )

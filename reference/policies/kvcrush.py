@@ -109,7 +109,7 @@ def with_representatives(
     )
     return replace(
         host, name=f"kvcrush({host.name})", scorer=replace(host.scorer, separable=False), selector=selector,
-        floor=max(host.floor, block), promises=NOTHING_PROMISED,
+        least=max(host.least or 0, block), promises=NOTHING_PROMISED,
     )
 
 

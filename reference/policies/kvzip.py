@@ -159,7 +159,6 @@ def kvzip(
     scorer = LayerScorer(needs, partial(kvzip_score, N_sink=N_sink, largest=largest), separable=False)
     return Policy(
         "kvzip", scorer, across_layers, top_units, SinkAndRecent(N_sink, N_recent), granularity=Granularity.HEAD,
-        floor=N_sink + N_recent,
     )
 
 

@@ -102,5 +102,5 @@ def kvzip_heads(calibration: Calibration, served: Identity, N_sink: int = 64, N_
     scorer = replace(recency, needs=Needs("all", 0, takes=lambda _: True), separable=True)
     return Policy(
         "kvzip-heads", scorer, FullHeads(calibration.head_scores.ravel(), N_sink + N_recent), top_units,
-        SinkAndRecent(N_sink, N_recent), granularity=Granularity.HEAD, floor=N_sink + N_recent,
+        SinkAndRecent(N_sink, N_recent), granularity=Granularity.HEAD,
     )

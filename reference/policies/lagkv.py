@@ -89,5 +89,5 @@ def lagkv(N_sink: int = 4, lag: int = 128) -> Policy:
     score = partial(lagkv_score, N_sink=N_sink, lag=check_positive("lag", lag))
     return Policy(
         "lagkv", LayerScorer(Needs("all", 0, values=True), score), even, top_units, SinkAndRecent(N_sink, 0),
-        granularity=Granularity.HEAD, floor=N_sink,
+        granularity=Granularity.HEAD,
     )

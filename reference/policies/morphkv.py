@@ -51,5 +51,5 @@ def morphkv(W: int = 32, fusion: str = "sum") -> Policy:
     check_choices("fusion", (fusion,), ("sum", "max"))
     scorer = QueryCache(check_positive("W", W), partial(morphkv_score, W=W, fusion=fusion))
     return Policy(
-        "morphkv", scorer, even, top_units, SinkAndRecent(0, W), Cadence(every=1), Granularity.HEAD, floor=W,
+        "morphkv", scorer, even, top_units, SinkAndRecent(0, W), Cadence(every=1), Granularity.HEAD,
     )

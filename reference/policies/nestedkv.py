@@ -81,7 +81,7 @@ def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend =
     score = partial(nestedkv_score, stages=engine.require_nestedkv(), parameters=parameters)
     return Policy(
         "nestedkv", LayerScorer(Needs("all", 0, takes=engine.takes), score), Competition(parameters.alpha_s), top_units,
-        SinkAndRecent(parameters.N_sink, 0), granularity=Granularity.HEAD,
+        SinkAndRecent(parameters.N_sink, 0), granularity=Granularity.HEAD, least=None,
     )
 
 

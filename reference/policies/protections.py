@@ -34,6 +34,10 @@ class SinkAndRecent:
             if value < 0:
                 raise SpecError(name, value, "must not be negative")
 
+    @property
+    def size(self) -> int:
+        return self.sink + self.recent
+
     def __call__(self, seen: int, /) -> Bool[BoolVector, " n"]:
         position = np.arange(seen)
         protected: BoolVector = (position < self.sink) | (position >= seen - self.recent)
@@ -47,6 +51,10 @@ class Places:
     other: Protection
     positions: tuple[int, ...]
 
+    @property
+    def size(self) -> int:
+        return self.other.size + len(self.positions)
+
     def __call__(self, seen: int, /) -> Bool[BoolVector, " n"]:
         protected: BoolVector = self.other(seen).copy()
         protected[[position for position in self.positions if position < seen]] = True
@@ -54,9 +62,6 @@ class Places:
 
 
 def protecting(policy: Policy, positions: Sequence[int]) -> Policy:
-    """Return the policy with additional protected tokens at the absolute positions `positions`.
-
-    The number of added positions is added to the policy's floor.
-    """
+    """Return the policy with additional protected tokens at the absolute positions `positions`."""
     places = tuple(sorted({int(position) for position in positions}))
-    return replace(policy, protection=Places(policy.protection, places), floor=policy.floor + len(places))
+    return replace(policy, protection=Places(policy.protection, places))

@@ -152,5 +152,4 @@ def rkv(W: int = 8, kernel: int = 7, lam: float = 0.1, every: int = 128) -> Poli
     score = partial(rkv_score, W=check_positive("W", W), kernel=check_odd(kernel), lam=lam)
     return Policy(
         "rkv", QueryCache(W, score), even, top_units, SinkAndRecent(0, W), Cadence(every=every), Granularity.HEAD,
-        floor=W,
     )

@@ -89,9 +89,9 @@ def policy_from_score(
         SpecError: if the threshold is NaN. The returned policy raises `SpecError` if the scores have a wrong shape or
             dtype, or if an unprotected token has the score NaN.
     """
-    floor, name = protection.sink + protection.recent, getattr(score, "__name__", type(score).__name__)
+    name = getattr(score, "__name__", type(score).__name__)
     scorer = _Function(score, needs, granularity, separable)
-    policy = Policy(name, scorer, even, top_units, protection, SEGMENT_END, granularity, floor, _PROMISES)
+    policy = Policy(name, scorer, even, top_units, protection, SEGMENT_END, granularity, promises=_PROMISES)
     if threshold is None:
         return policy
     if math.isnan(threshold):

@@ -51,5 +51,5 @@ def snapkv(W: int = 32, kernel: int = 7) -> Policy:
     score = partial(snapkv_score, W=check_positive("W", W), kernel=check_odd(kernel))
     return Policy(
         "snapkv", LayerScorer(Needs("all", W), score), even, top_units, SinkAndRecent(0, W),
-        granularity=Granularity.HEAD, floor=W,
+        granularity=Granularity.HEAD,
     )

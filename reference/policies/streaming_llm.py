@@ -29,4 +29,4 @@ def streaming_llm(N_sink: int = 4) -> Policy:
     """
     if N_sink < 0:
         raise SpecError("N_sink", N_sink, "must not be negative")
-    return Policy("streamingllm", recency, even, top_units, SinkAndRecent(N_sink, 0), floor=N_sink)
+    return Policy("streamingllm", recency, even, top_units, SinkAndRecent(N_sink, 0))

@@ -159,5 +159,5 @@ def triattention(
     form = cast(Mode, mode)
     return Policy(
         "triattention", TriAttention(calibration, form, pin_prompt), even, top_units, SinkAndRecent(pin_prompt, 0),
-        Cadence(every=1, excess=slack), GRANULARITY[form],
+        Cadence(every=1, excess=slack), GRANULARITY[form], least=None,
     )

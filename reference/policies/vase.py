@@ -181,5 +181,4 @@ def vase(
     return Policy(
         "vase", Sampled(check_positive("W", W), check_odd(kernel), seed), even,
         partial(ranges_first, share=share, N_sink=N_sink), SinkAndRecent(N_sink, W), Cadence(every=W), Granularity.HEAD,
-        floor=N_sink + W,
     )

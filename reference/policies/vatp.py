@@ -149,4 +149,4 @@ def vatp(N_sink: int = 4, backend: str | Backend = "numpy") -> Policy:
         BackendUnavailable: as in `h2o`.
     """
     promises = Promises("yes", "yes", "yes", "no", "yes", "yes", "yes")
-    return replace(with_value_norms(h2o(backend), N_sink), name="vatp", floor=2 * N_sink, promises=promises)
+    return replace(with_value_norms(h2o(backend), N_sink), name="vatp", least=2 * N_sink, promises=promises)

@@ -159,8 +159,7 @@ def random_policy(seed: int, B: int, granularity: Granularity = Granularity.HEAD
     """Return a policy with random sets of tokens. Sinks and recent window of the paper are also kept if B allows."""
     fits = PAPER.N_sink + PAPER.W_recent <= B
     protection = SinkAndRecent(PAPER.N_sink, PAPER.W_recent) if fits else SinkAndRecent(0, 0)
-    floor = PAPER.N_sink + PAPER.W_recent if fits else 1
-    return Policy(RANDOM, RandomScores(seed), even, top_units, protection, granularity=granularity, floor=floor)
+    return Policy(RANDOM, RandomScores(seed), even, top_units, protection, granularity=granularity, least=1)
 
 
 def _random_heads(seed: int) -> Policy:
@@ -171,7 +170,7 @@ def _random_heads(seed: int) -> Policy:
 
     protection = SinkAndRecent(*HEAD_WINDOW)
     return Policy(
-        RANDOM_HEADS, recency, shares, top_units, protection, granularity=Granularity.HEAD, floor=HEAD_FLOOR,
+        RANDOM_HEADS, recency, shares, top_units, protection, granularity=Granularity.HEAD,
     )
 
 
