@@ -173,7 +173,7 @@ def conformance(session: nox.Session) -> None:
         environment = on_device_or_interpreted(session) if kernels else {}
         run(session, "pytest", *WORKERS, *session.posargs, **environment, **ONE_THREAD)
         return
-    run(session, "pytest", *WORKERS, *FIFTY, "-p", "conformance.assurance.sometimes.plugin", **ONE_THREAD)
+    run(session, "pytest", *WORKERS, *FIFTY, "-p", "conformance.assurance.sometimes", **ONE_THREAD)
     numba = ["pytest", *WORKERS, "--backend", "numba", *OF_NUMBA]
     run(session, *numba, *FIFTY, **ONE_THREAD)
     few = ["--kvspec-profile", "few"]

@@ -1,11 +1,18 @@
-"""Calls to the system that fail, one at a time; and what a disk does during one operation."""
+"""Calls to the system that fail, one at a time; and what a disk does during one operation.
 
+Then loss of power, as a model: whatever was not synced is on the disk or not, name by name and page by page.
+"""
+
+import copy
 import errno
 import fcntl
 import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -122,3 +129,189 @@ FAULTS = st.one_of(
     st.builds(Fault, st.just("short"), st.integers(1, 12)), st.builds(Fault, st.just("killed"), _CALLS),
 )
 """More often well than anything else."""
+
+PAGE = 4096
+
+
+@dataclass
+class _File:
+    """Bytes that are on the disk, and writes that may be."""
+
+    durable: bytes = b""
+    pending: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def write(self, data: bytes, at: int) -> None:
+        for start in range(0, len(data), PAGE):
+            self.pending.append((at + start, data[start : start + PAGE]))
+
+    def sync(self) -> None:
+        self.durable, self.pending = self.survive(lambda: True), []
+
+    def survive(self, chance: Callable[[], bool]) -> bytes:
+        """The bytes, with some of the writes."""
+        found = bytearray(self.durable)
+        for at, data in self.pending:
+            if chance():
+                found.extend(bytes(max(0, at - len(found))))
+                found[at : at + len(data)] = data
+        return bytes(found)
+
+
+@dataclass
+class _Folder:
+    """Names that are on the disk, and changes that may be. A name is a file's or, by its path, a folder's."""
+
+    durable: dict[str, "_File | Path"] = field(default_factory=dict)
+    pending: list[dict[str, "_File | Path | None"]] = field(default_factory=list)
+
+    def sync(self) -> None:
+        self.durable, self.pending = self.survive(lambda: True), []
+
+    def survive(self, chance: Callable[[], bool]) -> dict[str, "_File | Path"]:
+        """The names, with some of the changes; a renaming is one change."""
+        found: dict[str, _File | Path | None] = dict(self.durable)
+        for change in self.pending:
+            if chance():
+                found |= change
+        return {name: thing for name, thing in found.items() if thing is not None}
+
+
+class Disk:
+    """The files below a folder. `files` holds those without a name, too: what a scan of the raw disk finds."""
+
+    def __init__(self, root: Path) -> None:
+        self.files: list[_File] = []
+        self._root = root
+        self._folders = {root: _Folder()}
+        self._now: dict[Path, _File] = {}
+        for path in sorted(root.rglob("*")):
+            if path.is_dir():
+                self._folders[path] = _Folder()
+                thing: _File | Path = path
+            else:
+                thing = self._now[path] = _File(path.read_bytes())
+                self.files.append(thing)
+            self._folders[path.parent].durable[path.name] = thing
+
+    def crash(self, into: Path, rng: Random, share: float) -> None:
+        """Write what may be left into a new folder: of each change that was not synced, with this probability."""
+        def chance() -> bool:
+            return rng.random() < share
+
+        def write(folder: Path, to: Path) -> None:
+            to.mkdir()
+            for name, thing in self._folders[folder].survive(chance).items():
+                if isinstance(thing, Path):
+                    write(thing, to / name)
+                else:
+                    (to / name).write_bytes(thing.survive(chance))
+
+        write(self._root, into)
+
+    def raw(self) -> list[bytes]:
+        """Bytes of all blocks that were ever written and not overwritten by what was synced."""
+        return [file.durable for file in self.files]
+
+    def open(self, path: Path, creates: bool) -> "_File | _Folder | None":
+        """What a descriptor is for; None for a file outside."""
+        if path in self._folders:
+            return self._folders[path]
+        if path not in self._now and creates and path.parent in self._folders:
+            self._now[path] = _File()
+            self.files.append(self._now[path])
+            self._change(path, self._now[path])
+        return self._now.get(path)
+
+    def mkdir(self, path: Path) -> None:
+        """A new folder."""
+        if path.parent in self._folders:
+            self._folders[path] = _Folder()
+            self._change(path, path)
+
+    def link(self, path: Path, new: Path) -> None:
+        """A second name."""
+        self._now[new] = self._now[path]
+        self._change(new, self._now[path])
+
+    def rename(self, path: Path, new: Path) -> None:
+        """One change in one folder, two in two."""
+        file = self._now[new] = self._now.pop(path)
+        if path.parent == new.parent:
+            self._folders[path.parent].pending.append({path.name: None, new.name: file})
+        else:
+            self._change(path, None)
+            self._change(new, file)
+
+    def unlink(self, path: Path) -> None:
+        """A name less."""
+        if self._now.pop(path, None) is not None:
+            self._change(path, None)
+
+    def _change(self, path: Path, thing: "_File | Path | None") -> None:
+        self._folders[path.parent].pending.append({path.name: thing})
+
+
+class _Recorder:
+    """Calls to the system, done and noted."""
+
+    def __init__(self, disk: Disk, dropped: int) -> None:
+        self.disk, self.dropped, self.syncs = disk, dropped, 0
+        self._open: dict[int, _File | _Folder | None] = {}
+        self._at: dict[int, int] = {}
+
+    def open(self, result: int, path: Any, flags: int, *mode: Any) -> None:
+        self._open[result] = self.disk.open(Path(path), bool(flags & os.O_CREAT))
+        self._at[result] = 0
+
+    def writev(self, result: int, descriptor: int, parts: Any) -> None:
+        self.pwrite(result, descriptor, b"".join(parts), self._at[descriptor])
+        self._at[descriptor] += result
+
+    def pwrite(self, result: int, descriptor: int, data: Any, at: int) -> None:
+        if isinstance(file := self._open.get(descriptor), _File):
+            file.write(bytes(data[:result]), at)
+
+    def fsync(self, result: None, descriptor: int) -> None:
+        if (opened := self._open.get(descriptor)) is not None:
+            self.syncs += 1
+            if self.syncs != self.dropped:
+                opened.sync()
+
+    def mkdir(self, result: None, path: Any, mode: int = 0) -> None:
+        self.disk.mkdir(Path(path))
+
+    def rename(self, result: None, path: Any, new: Any) -> None:
+        self.disk.rename(Path(path), Path(new))
+
+    replace = rename
+
+    def link(self, result: None, path: Any, new: Any) -> None:
+        self.disk.link(Path(path), Path(new))
+
+    def unlink(self, result: None, path: Any) -> None:
+        self.disk.unlink(Path(path))
+
+
+@contextmanager
+def recording(root: Path, dropped: int = 0, each: bool = True) -> Iterator[tuple[_Recorder, list[Disk]]]:
+    """The disk after each call inside that changes it, or after the last alone.
+
+    The sync of number `dropped` does nothing; the recorder counts the syncs of what is below the folder.
+    """
+    recorder, states = _Recorder(Disk(root), dropped), []
+
+    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            result = real(*arguments, **options)
+            getattr(recorder, name)(result, *arguments)
+            if each:
+                states.append(copy.deepcopy(recorder.disk))
+            return result
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("open", "writev", "pwrite", "fsync", "mkdir", "rename", "replace", "link", "unlink"):
+            patch.setattr(os, name, wrap(name, getattr(os, name)))
+        yield recorder, states
+    states.append(recorder.disk)

@@ -1,6 +1,6 @@
-"""Every policy at small constants with its brute-force answer.
+"""Every policy at small constants with its brute-force answer: those with a name, as oracles list them; compositions.
 
-Those with a name are listed by their oracles; then compositions.
+Then a policy while tokens are decoded and in a turn: what a cache of its kept sets holds, and what is kept.
 """
 
 from collections.abc import Callable
@@ -9,18 +9,22 @@ from typing import Any
 
 import numpy as np
 
+from conformance.engine import methods
 from conformance.methods import brutes, h2o
-from conformance.methods.brute import BLOCK, KERNEL, SAFEGUARD, W, newest, newest_half, plain, shared
+from conformance.methods.brute import BLOCK, KERNEL, SAFEGUARD, Brute, W, newest, newest_half, plain, shared
 from conformance.methods.policies import Score, adaptive_shares, best_blocks, competition_shares, epicache, top
 from conformance.methods.signatures import signatures
 from conformance.methods.snapkv import snapkv
 from conformance.methods.triattention import rows
 from conformance.oracles import diversity as alpha_oracle
-from conformance.strategies.policy_inputs import Inputs, Kept, calibrated, identity
+from conformance.strategies.policy_inputs import Inputs, Kept, calibrated, drawn, groups_of, identity
 from reference import policies
 from reference.policies.budgets import Above
+from reference.policies.cadences import take_up
 from reference.triattention import Mode
-from spec.policy import Policy
+from spec.budget import Budget
+from spec.policy import LayerView, Observation, Policy
+from spec.retention import Retention
 
 LAM = 0.5
 
@@ -70,10 +74,8 @@ class Case:
     least: int = 1
 
 
-CASES: dict[str, Case] = {
-    **{
-        one.name: Case(one.item, one.policy, one.expected, one.floor, one.guaranteed, one.least) for one in brutes()
-    },
+CASES: dict[str, Brute | Case] = {
+    **{one.name: one for one in brutes()},
     "epicache": Case("PO-EPICACHE", lambda i: policies.epicache(), shared(epicache, competition_shares)),
     "threshold": Case(
         "PO-THRESHOLD", lambda i: replace(policies.snapkv(W, KERNEL), budgets=Above(TAU)), lambda i, B: [
@@ -97,4 +99,80 @@ CASES: dict[str, Case] = {
         diversity_heads, W, newest,
     ),
 }
-"""The policies with a name, as their oracles list them; and compositions."""
+
+PROMPT, STEPS = 8, 9
+
+
+def shown(policy: Policy, inputs: Inputs, live: Any, seen: int, first: int) -> Observation:
+    assert len(live) == groups_of(policy, inputs)
+    return methods.shown(inputs.layers, live, seen, first)
+
+
+def decoded(policy: Policy, inputs: Inputs, B: int) -> list[list[list[int]]]:
+    """Live positions of every group, after the prompt and after each step."""
+    return methods.decoded(policy, inputs.layers, groups_of(policy, inputs), B, PROMPT)
+
+
+def long(seed: int) -> Inputs:
+    return drawn(seed, n=PROMPT + STEPS, L=2)
+
+
+N, TURN, READ = 9, 5, 2
+SEEN = N + TURN
+Live = list[list[int]]
+
+POLICIES: dict[str, Policy] = {
+    "snapkv": policies.snapkv(W, KERNEL), "keydiff": policies.keydiff(), "knorm": policies.knorm(),
+    "adakv": policies.adakv(W, KERNEL),
+}
+
+
+def stored(seed: int, groups: int) -> Live:
+    """Each set has some of the prompt, all of its last W tokens, and the turn; some sets have nothing else."""
+    rng = np.random.default_rng(seed)
+    return [
+        sorted({*np.flatnonzero(rng.random(N) < rng.choice([0.0, 0.4, 0.8])).tolist(), *range(N - W, SEEN)})
+        for _ in range(groups)
+    ]
+
+
+def turned(policy: Policy, inputs: Inputs, live: Live, budget: Budget) -> Retention:
+    """The decision, from views of each set's own head."""
+    G, observations = len(inputs.layers[0].q) // inputs.H_kv, []
+    for g, own in enumerate(live):
+        at, head = divmod(g, inputs.H_kv)
+        view = inputs.layers[at]
+        k, v = (x[head : head + 1, own] for x in (view.k, np.asarray(view.v)))
+        q = view.q[head * G : (head + 1) * G, N:SEEN]
+        rows = policy.scorer.needs.query_rows
+        q = q if rows is None else q[:, max(0, TURN - rows) :]
+        observations.append(Observation(SEEN, 1, None, {at: LayerView(q, k, v, view.scaling, view.softcap)}))
+    return policies.retain_turn(policy, budget, [np.array(own) for own in live], observations, inputs.H_kv)
+
+
+def sets(found: Retention) -> Live:
+    return [found.group(g).tolist() for g in range(found.groups)]
+
+
+def kept_of(policy: Policy, inputs: Inputs, live: Live, budget: Budget) -> Live:
+    return sets(turned(policy, inputs, live, budget))
+
+
+def after_records(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live, Live, Live]:
+    """Live positions after a prompt; after a turn, as the retention and as the records have them."""
+    groups = groups_of(policy, inputs)
+    _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))] * groups, N, 0))
+    live = np.column_stack([running.live, np.tile(np.arange(N, SEEN), (groups, 1))])
+    found, after = policies.advance_turn(policy, budget, running, shown(policy, inputs, live, SEEN, N), TURN)
+    return running.live.tolist(), sets(found), after.live.tolist()
+
+
+def after_reading(policy: Policy, inputs: Inputs, budget: Budget) -> tuple[Live, Live]:
+    """Live positions after a prompt and READ tokens behind it that are only read; and after a turn behind those."""
+    groups = groups_of(policy, inputs)
+    _, running = policies.start(policy, budget, shown(policy, inputs, [list(range(N))] * groups, N, 0))
+    live = np.column_stack([running.live, np.tile(np.arange(N, N + READ), (groups, 1))])
+    read = take_up(policy, budget, running, shown(policy, inputs, live, N + READ, N), READ)
+    live = np.column_stack([read.live, np.tile(np.arange(N + READ, SEEN), (groups, 1))])
+    _, after = policies.advance_turn(policy, budget, read, shown(policy, inputs, live, SEEN, N + READ), TURN - READ)
+    return read.live.tolist(), after.live.tolist()

@@ -18,14 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.assurance import mutants
+from conformance.assurance import mutants, sometimes
 from conformance.assurance.item_vectors.items import ITEMS
 from conformance.assurance.mutants import written
 from conformance.assurance.mutants.edits import ORIGINAL, Edit, function_of, replaced
 from conformance.assurance.mutants.results import Result
 from conformance.assurance.mutants.written import MUTANTS, ROWS, read_rows, sized_mutants
-from conformance.assurance.sometimes import plugin as branches
-from conformance.assurance.sometimes import states
 from conformance.checks.refusals import refused
 from conformance.checks.vector_checks import BOUNDED, problems
 from conformance.items import known_items
@@ -196,12 +194,12 @@ def test_an_unknown_mutant_is_refused() -> None:
         mutants.pytest_collection_modifyitems(config, [])
 
 
-FILES = sorted(branches.SUITE.glob("test_*.py"))
+FILES = sorted(sometimes.SUITE.glob("test_*.py"))
 CONFTEST = """
 from pathlib import Path
-from conformance.assurance.sometimes import plugin, states
-plugin.SUITE, states.REFUSALS = Path(__file__).parent, {}
-states.STATES = {"crystal.score": {
+from conformance.assurance import sometimes
+sometimes.SUITE, sometimes.REFUSALS = Path(__file__).parent, {}
+sometimes.STATES = {"crystal.score": {
     f"{n} trunks": ("CC-SCORE", lambda c, n=n: len(c.D) == n) for n in (1, 2, 3)
 }}
 """
@@ -216,13 +214,13 @@ def test_it(stages):
 def met(call: Callable[[Any], object]) -> set[str]:
     """What a call of a stage meets."""
     counts: Counter[str] = Counter()
-    call(branches.watched(BACKEND, counts))
+    call(sometimes.watched(BACKEND, counts))
     return {name.partition(": ")[2] for name in counts}
 
 
 def test_each_state_belongs_to_an_item_and_a_stage() -> None:
-    assert set(branches.expected().values()) <= set(known_items())
-    stages = {*states.STATES, *states.REFUSALS, *states.DERIVED}
+    assert set(sometimes.expected().values()) <= set(known_items())
+    stages = {*sometimes.STATES, *sometimes.REFUSALS, *sometimes.DERIVED}
     assert all(hasattr(getattr(BACKEND, family), stage) for family, stage in (name.split(".") for name in stages))
 
 
@@ -271,14 +269,14 @@ def asked(*words: str, backend: str = "numpy", profile: str = "dev", **options: 
 
 
 def test_a_run_of_all_is_whole_and_a_part_is_none() -> None:
-    assert branches.whole(asked("conformance", keyword="", markexpr="", maxfail=0), FILES)
-    assert not branches.whole(asked("conformance"), FILES[1:])
+    assert sometimes.whole(asked("conformance", keyword="", markexpr="", maxfail=0), FILES)
+    assert not sometimes.whole(asked("conformance"), FILES[1:])
     parts: list[dict[str, Any]] = [
         {"keyword": "cut"}, {"markexpr": "not nightly"}, {"maxfail": 1}, {"lf": True}, {"deselect": ["x"]},
         {"collectonly": True}, {"profile": "few"}, {"backend": "numba"},
     ]
-    assert not any(branches.whole(asked("conformance", **part), FILES) for part in parts)
-    assert not branches.whole(asked("conformance/suite/test_score.py::test_it", "conformance"), FILES)
+    assert not any(sometimes.whole(asked("conformance", **part), FILES) for part in parts)
+    assert not sometimes.whole(asked("conformance/suite/test_score.py::test_it", "conformance"), FILES)
 
 
 @pytest.mark.parametrize(("words", "code", "lines"), [
@@ -295,7 +293,7 @@ def test_a_state_that_no_process_met_fails_a_whole_run(
     (tmp_path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     for n in (1, 2):
         (tmp_path / f"test_{n}.py").write_text(TEST.format(n=n), encoding="utf-8")
-    plugins = [word for name in ("conformance.plugin", branches.__name__) for word in ("-p", name)]
+    plugins = [word for name in ("conformance.plugin", sometimes.__name__) for word in ("-p", name)]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *plugins, "--kvspec-profile", "dev", *words], cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True,

@@ -11,8 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.policy_cases import CASES, LAM, alpha_kept, plain_values
-from conformance.assurance.policy_steps import PROMPT, SEEN, STEPS, N, decoded, long, sets, turned
+from conformance.assurance.policy_cases import (
+    CASES,
+    LAM,
+    PROMPT,
+    SEEN,
+    STEPS,
+    N,
+    alpha_kept,
+    decoded,
+    long,
+    plain_values,
+    sets,
+    turned,
+)
 from conformance.methods import nestedkv as policy_oracle
 from conformance.methods import policies as oracle
 from conformance.methods import signatures as signed

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.assurance.policy_steps import PROMPT, STEPS, decoded, long, shown
+from conformance.assurance.policy_cases import PROMPT, STEPS, decoded, long, shown
 from conformance.methods import policies as oracle
 from conformance.methods import vase as brute
 from conformance.methods.brute import HALF, KERNEL, N_SINK, SEED, W, plain

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.policy_cases import triattention
-from conformance.assurance.policy_steps import PROMPT, decoded, long
+from conformance.assurance.policy_cases import PROMPT, decoded, long, triattention
 from conformance.methods import policies as oracle
 from conformance.methods import triattention as brute
 from conformance.methods.brute import Brute

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance import tolerances
-from conformance.assurance.policy_cases import CASES
-from conformance.assurance.policy_steps import (
+from conformance.assurance.policy_cases import (
+    CASES,
     KERNEL,
     POLICIES,
     READ,

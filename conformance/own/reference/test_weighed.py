@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.assurance.item_vectors.items import ITEMS
-from conformance.assurance.policy_steps import PROMPT, STEPS, decoded, long
+from conformance.assurance.policy_cases import PROMPT, STEPS, decoded, long
 from conformance.methods import cake as cake_oracle
 from conformance.methods import kvzip, weighed
 from conformance.methods import policies as oracle

@@ -17,8 +17,7 @@ from types import ModuleType
 
 import pytest
 
-from conformance.assurance.faults import CALLS, LAST, SHORT, faults
-from conformance.assurance.power_loss import Disk, recording
+from conformance.assurance.faults import CALLS, LAST, SHORT, Disk, faults, recording
 from conformance.own.models_integration.archive.fault_cases import MADE, OPERATIONS, Case, chunk, path_of
 from conformance.own.models_integration.archive.test_gate import ROWS, mistake
 from conformance.plugin import profile_of
