@@ -1,7 +1,239 @@
-"""`python -m conformance.assurance.vector_writer`."""
+"""`python -m conformance.assurance.vector_writer`: vectors from their files and the oracles.
 
+Drafts are completed, and what is published is computed again.
+"""
+
+import argparse
+import hashlib
+import json
 import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 
-from conformance.assurance.vector_writer.store import main
+from conformance.assurance.vector_writer.brute_force import encoded
+from conformance.assurance.vector_writer.expected import OPERATIONS
+from conformance.assurance.vector_writer.expected_large import LARGE_OPERATIONS, made, shortened
+from conformance.checks.vector_checks import BOUNDED
+from conformance.methods import brutes
+from conformance.methods.brute import Brute
+from conformance.vectors import files
+from conformance.vectors.codec import expanded, is_compact
+from conformance.vectors.files import Json, decoded, parameters_of
+from spec import SPEC_VERSION
 
-sys.exit(main())
+WIDTH = 118
+KEPT = ("kept", "continuum", "adaptive", "both")
+"""Results that are kept sets, those of NestedKV's ablations too."""
+BITS = 20  # of the grid of a long result, where a draft names none
+HEADER = [
+    "A float is text: float.hex of an IEEE 754 double, nan, inf or -inf. Every other number is an integer.",
+    "An object among inputs or results is compact: spec/vectors/README.md says what it stands for.",
+    "Parameters are the paper's (Table 14), and what the group's parameters change.",
+    "Results equal the expected ones bit for bit; those under 'bounded' lie within the bound of the test's items.",
+    "An invalid test must be refused with an error that names expected.argument.",
+    "A flag names the mistake that the test catches; a tcId is never reused, and a test never changes.",
+]
+
+
+def numbers(seed: int, *shape: int) -> Json:
+    """Nested lists of multiples of 1/16 in (-2, 2), no two rows alike."""
+    if len(shape) == 1:
+        return [((seed * 37 + at * 11 + (seed + at) ** 2 * 7) % 61 - 30) / 16 for at in range(shape[0])]
+    return [numbers(seed * 5 + at + 1, *shape[1:]) for at in range(shape[0])]
+
+
+def seeded(seed: int, L: int = 1, H: int = 4, H_kv: int = 2, n: int = 10, d: int = 2) -> dict[str, Json]:
+    return {
+        "q": numbers(seed, L, H, n, d), "k": numbers(seed + 1, L, H_kv, n, d), "v": numbers(seed + 2, L, H_kv, n, d),
+        "scaling": 0.75,
+    }
+
+
+FIRST_TESTS = [
+    ("four of ten", "Plain", seeded(3), 4), ("seven of 15", "Plain", seeded(40, n=15), 7),
+    ("three query heads on each KV head", "HeadSharing", seeded(40, H=6, n=18), 9),
+]
+
+
+def built(stage: str) -> Json:
+    """The file of a stage with what the oracles give for its inputs; drafts become tests."""
+    stored = files.stored(stage)
+    drafts = new_methods() if stage == "policies" else []
+    groups = [
+        {"operation": group["operation"], "parameters": encoded(group["parameters"]),
+         "tests": [completed(group, test) for test in group["tests"]]}
+        for group in [*stored["testGroups"], *drafts]
+    ]
+    tests = [test for group in groups for test in group["tests"]]
+    known = notes()
+    return {
+        "stage": stage, "specVersion": SPEC_VERSION, "schema": "schema.json",
+        "generator": "conformance.assurance.vector_writer", "numberOfTests": len(tests), "digest": digest_of(groups),
+        "header": HEADER, "notes": {flag: known[flag] for flag in sorted({x for test in tests for x in test["flags"]})},
+        "testGroups": groups,
+    }
+
+
+def notes() -> dict[str, Json]:
+    """What the flags of all files mean."""
+    return {flag: note for stage in files.stages() for flag, note in files.stored(stage)["notes"].items()}
+
+
+def is_draft(test: Json) -> bool:
+    return "result" not in test
+
+
+def completed(group: Json, test: Json) -> Json:
+    """A draft or a published test with what its oracle gives now."""
+    inputs = decoded(test["inputs"])
+    large = is_compact(list(inputs.values()))
+    operation = (LARGE_OPERATIONS if large else OPERATIONS)[group["operation"]]
+    items = list(test.get("items") or operation.items or [group["operation"]])
+    head = {"tcId": test["tcId"], "comment": test["comment"], "items": items, "flags": test["flags"],
+            "inputs": encoded(inputs), **({"made": digests} if (digests := made(inputs)) else {})}
+    if refused := test.get("refused") or test.get("expected", {}).get("argument"):
+        return {**head, "result": "invalid", "expected": {"argument": refused},
+                "confirmedBy": f"the MUST text of {items[0]}"}
+    results = operation.results(expanded(inputs), parameters_of(decoded(group["parameters"])))
+    bounded = bounds(group["operation"], test)
+    if large:
+        results = {
+            name: shortened(x, bits_of(test, name) if name in bounded else None) if is_summary(group, test, name) else x
+            for name, x in results.items()
+        }
+    return {**head, "result": "valid", "expected": encoded(results),
+            **({"bounded": bounded} if bounded else {}), "confirmedBy": operation.oracle}
+
+
+def bounds(operation: str, test: Json) -> list[str]:
+    """The results that are not exact."""
+    if is_draft(test) and operation in BOUNDED:
+        return [name for name in BOUNDED[operation].results if name not in test.get("exact", ())]
+    return list(test.get("bounded", ()))
+
+
+def is_summary(group: Json, test: Json, name: str) -> bool:
+    """Whether a result may be one: the kept sets of a policy are lists, unless they were published as a summary."""
+    listed = isinstance(test.get("expected", {}).get(name, []), list)
+    return not (listed and name in KEPT and group["operation"].startswith(("PO-", "NK-", "TA-")))
+
+
+def bits_of(test: Json, name: str) -> int:
+    return int(test.get("bits", BITS) if is_draft(test) else test["expected"][name]["bits"])
+
+
+def new_methods() -> list[Json]:
+    """A group of drafts for each method without a vector, at its small constants."""
+    published = list(files.published())
+    shown = {item for _, _, test in published for item in test.get("items", [])}
+    tcId = max(test["tcId"] for stage, _, test in published if stage == "policies")
+    missing = {brute.item: brute for brute in brutes() if brute.item not in shown}
+    return [
+        {"operation": item, "parameters": {}, "tests": first_tests(brute, tcId + 1 + len(FIRST_TESTS) * at)}
+        for at, (item, brute) in enumerate(missing.items())
+    ]
+
+
+def first_tests(brute: Brute, first: int) -> list[Json]:
+    constants = {
+        {"block": "b"}.get(name, name): str(x) if isinstance(x, Fraction) else x for name, x in brute.small.items()
+    }
+    return [
+        {"tcId": first + at, "comment": comment, "flags": [flag],
+         "inputs": {**inputs, "B": max(B, brute.floor), **constants}}
+        for at, (comment, flag, inputs, B) in enumerate(FIRST_TESTS)
+    ]
+
+
+def digest_of(groups: Sequence[Json]) -> str:
+    """Of all tests but drafts: it shows whether a published one was changed or removed by hand."""
+    published = [
+        {**group, "tests": tests} for group in groups
+        if (tests := [test for test in group["tests"] if not is_draft(test)])
+    ]
+    return hashlib.sha256(json.dumps(published, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def text_of(value: Json, indent: int = 0, column: int = 0) -> str:
+    """JSON in which whatever fits a line, from `column` on, stands in one."""
+    flat = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, dict | list) or column + len(flat) <= WIDTH:
+        return flat
+    pad = "\n" + " " * (indent + 1)
+    if isinstance(value, dict):
+        named = [f"{json.dumps(name)}: " for name in value]
+        values = [text_of(x, indent + 1, indent + 2 + len(name)) for name, x in zip(named, value.values(), strict=True)]
+        inner = [name + text for name, text in zip(named, values, strict=True)]
+        return "{" + pad + f",{pad}".join(inner) + pad[:-1] + "}"
+    if any(isinstance(x, dict | list) or " " in str(x) for x in value):
+        return "[" + pad + f",{pad}".join(text_of(x, indent + 1, indent + 2) for x in value) + pad[:-1] + "]"
+    lines = textwrap.wrap(flat[1:-1], WIDTH - indent - 1, break_on_hyphens=False)
+    return "[" + pad + pad.join(lines) + pad[:-1] + "]"
+
+
+def tests_of(file: Json) -> dict[int, Json]:
+    """Each test by its tcId."""
+    return {test["tcId"]: test for group in file["testGroups"] for test in group["tests"]}
+
+
+def differences(old: Json, new: Json) -> Iterator[str]:
+    """What the oracles do not give of a file's published tests, and whether these are the published ones."""
+    if old["digest"] != digest_of(old["testGroups"]):
+        yield "a published test was changed or removed: `git diff` shows it; a test never changes, add another tcId"
+    now = tests_of(new)
+    for tcId, test in tests_of(old).items():
+        for name in sorted(test.keys() | now[tcId].keys()) if not is_draft(test) else ():
+            if test.get(name) != now[tcId].get(name):
+                yield f"tcId {tcId}: {name} was {test.get(name)}, is {now[tcId].get(name)}"
+
+
+def repeated(file: Json) -> list[str]:
+    """tcIds of two tests."""
+    ids = Counter(test["tcId"] for group in file["testGroups"] for test in group["tests"])
+    return [f"tcId {tcId}: used {count} times" for tcId, count in ids.items() if count > 1]
+
+
+def found() -> Mapping[str, tuple[Json, list[str]]]:
+    """Of each stage its file as it should be, and what is wrong with the published tests."""
+    new = {stage: built(stage) for stage in files.stages()}
+    return {
+        stage: (file, [*repeated(file), *differences(files.stored(stage), file)]) for stage, file in new.items()
+    }
+
+
+def written() -> list[str]:
+    """Complete the drafts; what stands in the way, if anything does: then nothing is written."""
+    stages = found()
+    problems = [f"{stage}: {problem}" for stage, (_, wrong) in stages.items() for problem in wrong]
+    if not problems:
+        for stage, (file, _) in stages.items():
+            files.path_of(stage).write_text(text_of(file) + "\n", encoding="utf-8")
+    return problems
+
+
+def checked() -> list[str]:
+    """How the published files differ from what the oracles give."""
+    problems = []
+    for stage, (new, wrong) in found().items():
+        old = files.stored(stage)
+        published = {tcId for tcId, test in tests_of(old).items() if not is_draft(test)}
+        drafts = [f"tcId {tcId}: a draft; --write completes it" for tcId in sorted(tests_of(new).keys() - published)]
+        stale = ["header or notes are stale; --write renews them"] if old != new and not wrong and not drafts else []
+        problems += [f"{stage}: {problem}" for problem in [*wrong, *drafts, *stale]]
+    return problems
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check spec/vectors, or complete drafts; 1 where something is wrong."""
+    parser = argparse.ArgumentParser(prog="conformance.assurance.vector_writer", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="complete the drafts; a published test never changes")
+    problems = written() if parser.parse_args(arguments).write else checked()
+    number = sum(files.stored(stage)["numberOfTests"] for stage in files.stages())
+    print("\n".join(problems) or f"vectors: {number} tests in {len(files.stages())} files, as the oracles have them")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from conformance.assurance import mutants, sometimes
-from conformance.assurance.item_vectors.items import ITEMS
+from conformance.assurance.item_vectors import ITEMS
 from conformance.assurance.mutants import written
 from conformance.assurance.mutants.edits import ORIGINAL, Edit, function_of, replaced
 from conformance.assurance.mutants.results import Result

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.assurance.item_vectors.items import ITEMS
-from conformance.assurance.vector_writer import store
+from conformance.assurance.item_vectors import ITEMS
+from conformance.assurance.vector_writer import __main__ as store
 from conformance.assurance.vector_writer.brute_force import encoded
 from conformance.assurance.vector_writer.brute_force import score as plain_score
 from conformance.assurance.vector_writer.expected import OPERATIONS

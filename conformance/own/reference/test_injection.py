@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import tolerances
-from conformance.assurance.item_vectors.adapters import vocabulary
+from conformance.assurance.item_vectors import vocabulary
 from conformance.assurance.oracles import injection as oracle
 from conformance.plugin import sparingly
 from reference.injection.quantisers import ARMS, SCHEMES, codes, decoded, quantised_region, scale

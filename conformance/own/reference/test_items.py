@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.item_vectors.items import ITEMS
+from conformance.assurance.item_vectors import ITEMS
 from conformance.assurance.oracles import injection as oracle
 from conformance.assurance.vector_writer.brute_force import encoded
 from conformance.assurance.vector_writer.expected import OPERATIONS

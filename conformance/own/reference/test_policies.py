@@ -254,8 +254,8 @@ for package in (reference.policies, conformance.methods):
     package.__path__.append(str(root.joinpath(*package.__name__.split("."))))
 spec.promises.PAGE = root / "spec" / "policies.md"
 
-from conformance.assurance.item_vectors.items import ITEMS
-from conformance.assurance.vector_writer.store import built, differences
+from conformance.assurance.item_vectors import ITEMS
+from conformance.assurance.vector_writer.__main__ import built, differences
 from conformance.checks.promises import PROPERTIES
 from conformance.strategies.policy_inputs import drawn, named
 from conformance.vectors import files

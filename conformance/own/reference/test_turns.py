@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from conformance import tolerances
 from conformance.assurance.policy_cases import (
     CASES,
-    KERNEL,
     POLICIES,
     READ,
     SEEN,
     TURN,
     Live,
     N,
-    W,
     after_reading,
     after_records,
     sets,
@@ -29,7 +27,7 @@ from conformance.assurance.policy_cases import (
 )
 from conformance.methods import policies as oracle
 from conformance.methods.adakv import adakv as brute_adakv
-from conformance.methods.brute import plain
+from conformance.methods.brute import KERNEL, W, plain
 from conformance.methods.keydiff import keydiff as brute_keydiff
 from conformance.methods.knorm import knorm as brute_knorm
 from conformance.methods.snapkv import snapkv as brute_snapkv

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.assurance.item_vectors.items import ITEMS
+from conformance.assurance.item_vectors import ITEMS
 from conformance.assurance.policy_cases import PROMPT, STEPS, decoded, long
 from conformance.methods import cake as cake_oracle
 from conformance.methods import kvzip, weighed

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.assurance.item_vectors.adapters import vocabulary
-from conformance.assurance.item_vectors.items import BY_ITEM
+from conformance.assurance.item_vectors import BY_ITEM, vocabulary
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.checks.vector_checks import BOUNDED
 from conformance.items import items_of

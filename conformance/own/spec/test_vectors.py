@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.assurance.item_vectors.items import ITEMS
+from conformance.assurance.item_vectors import ITEMS
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.assurance.vector_writer.expected_large import made, unsure
 from conformance.checks.vector_checks import BOUNDED, cases, problems

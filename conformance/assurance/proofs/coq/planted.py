@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from conformance.assurance.item_vectors.items import ITEMS
+from conformance.assurance.item_vectors import ITEMS
 from conformance.assurance.mutants.edits import replaced
 from conformance.assurance.mutants.written import MUTANTS
 from conformance.assurance.proofs.__main__ import source_claims

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from conformance.assurance.item_vectors.items import ITEMS
+from conformance.assurance.item_vectors import ITEMS
 from conformance.assurance.vector_writer.brute_force import encoded
 from conformance.assurance.vector_writer.expected import OPERATIONS
 from conformance.checks.vector_checks import same

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
 
-from conformance.assurance.item_vectors.adapters import vocabulary
+from conformance.assurance.item_vectors import vocabulary
 from conformance.own.models_integration.archive.block_mask import ROTATIONS, block_masked, build, ids
 from conformance.own.models_integration.archive.test_splice import BOUND, QUERY, SYSTEM, read
 from conformance.own.models_integration.session.families import relative

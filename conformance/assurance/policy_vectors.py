@@ -1,4 +1,4 @@
-"""The same operations on the reference's policies."""
+"""The vectors of policies' items on the reference."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,1 +1,0 @@
-"""The vectors of items: the reference's function for each, and what it gives inside the item's bound."""
