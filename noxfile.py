@@ -93,7 +93,7 @@ LAB = {
     "vectors": ("compute spec/vectors again with the oracles, and compare; `--write` adds new vectors",
                 ["conformance.assurance.vector_writer"]),
     "vectors-package": ("write a zip file of the vectors and the example readers to build/",
-                        ["conformance.assurance.vectors_package"]),
+                        ["conformance.assurance.vector_writer", "--package"]),
     "simulate": ("run thousands of random programs on sessions and the archive; `--hypothesis-seed 7` repeats a run",
                  ["pytest", "--kvspec-profile", "nightly", "--hypothesis-show-statistics", *MACHINES]),
     "bench": ("measure how fast the stages are, relative to each other; takes some minutes on an idle machine",

@@ -1,6 +1,6 @@
 """`python -m conformance.assurance.vector_writer`: vectors from their files and the oracles.
 
-Drafts are completed, and what is published is computed again.
+Drafts are completed, and what is published is computed again. `--package FOLDER` packs the files.
 """
 
 import argparse
@@ -8,9 +8,11 @@ import hashlib
 import json
 import sys
 import textwrap
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 
 from conformance.assurance.vector_writer.brute_force import encoded
 from conformance.assurance.vector_writer.expected import OPERATIONS
@@ -18,6 +20,7 @@ from conformance.assurance.vector_writer.expected_large import LARGE_OPERATIONS,
 from conformance.checks.vector_checks import BOUNDED
 from conformance.methods import brutes
 from conformance.methods.brute import Brute
+from conformance.paths import ROOT, SPEC
 from conformance.vectors import files
 from conformance.vectors.codec import expanded, is_compact
 from conformance.vectors.files import Json, decoded, parameters_of
@@ -225,11 +228,51 @@ def checked() -> list[str]:
     return problems
 
 
+README = """# kvspec vectors {version}
+
+{tests} tests in {files} files: what published methods of KV-cache eviction must keep, for implementations in any
+language. Begin with [vectors/README.md](vectors/README.md), and with the readers in `vectors/readers`, in C, JavaScript
+and Python. The pages beside it have the text of each item. The licence is Apache 2.0.
+"""
+DATE = (1980, 1, 1, 0, 0, 0)
+"""Of every member, so that equal contents are equal bytes."""
+
+
+def contents() -> Mapping[str, bytes]:
+    """Each member by its path: vectors, schema and readers, the pages that name items, the licence."""
+    pages = [*SPEC.glob("*.md"), SPEC / "implementing.json", SPEC / "VERSION"]
+    vectors = [path for path in files.HOME.rglob("*") if path.suffix in (".json", ".md", ".py", ".c", ".js")]
+    numbers = [files.stored(stage)["numberOfTests"] for stage in files.stages()]
+    readme = README.format(version=SPEC_VERSION, tests=sum(numbers), files=len(numbers))
+    found = {path.relative_to(SPEC).as_posix(): path.read_bytes() for path in [*pages, *vectors]}
+    licence = (ROOT / "LICENSE").read_bytes()
+    return {**found, "README.md": readme.encode(), "LICENSE": licence}
+
+
+def packed(folder: Path) -> Path:
+    """Write the zip file, named after the version; equal contents give equal bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"kvspec-vectors-{SPEC_VERSION}"
+    with zipfile.ZipFile(folder / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, content in sorted(contents().items()):
+            archive.writestr(zipfile.ZipInfo(f"{name}/{path}", DATE), content, zipfile.ZIP_DEFLATED)
+    return folder / f"{name}.zip"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check spec/vectors, or complete drafts; 1 where something is wrong."""
+    """Check spec/vectors, complete drafts, or pack the files; 1 where something is wrong."""
     parser = argparse.ArgumentParser(prog="conformance.assurance.vector_writer", description=__doc__)
     parser.add_argument("--write", action="store_true", help="complete the drafts; a published test never changes")
-    problems = written() if parser.parse_args(arguments).write else checked()
+    parser.add_argument(
+        "--package", metavar="FOLDER", type=Path, nargs="?", const=ROOT / "build",
+        help="write a zip file for readers in any language. Default: build",
+    )
+    asked = parser.parse_args(arguments)
+    if asked.package:
+        made = packed(asked.package)
+        print(f"{made}: {made.stat().st_size // 1024} KiB, {len(contents())} files")
+        return 0
+    problems = written() if asked.write else checked()
     number = sum(files.stored(stage)["numberOfTests"] for stage in files.stages())
     print("\n".join(problems) or f"vectors: {number} tests in {len(files.stages())} files, as the oracles have them")
     return int(bool(problems))

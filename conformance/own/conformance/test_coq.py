@@ -12,7 +12,7 @@ import pytest
 from conformance.assurance.mutants.edits import replaced
 from conformance.assurance.mutants.written import MUTANTS
 from conformance.assurance.proofs.coq import __main__ as command
-from conformance.assurance.proofs.coq import build, questions, three_way
+from conformance.assurance.proofs.coq import build, three_way
 from conformance.assurance.proofs.coq import engine as wrapper
 from conformance.assurance.proofs.coq.build import stated, theorems
 from conformance.assurance.proofs.coq.engine import modelled
@@ -71,10 +71,10 @@ def test_a_row_that_cannot_be_planted_is_refused(tmp_path: Path, line: str, boun
 
 def test_every_operation_of_the_vectors_and_of_the_engine_is_asked() -> None:
     """Items with a stage of another name are asked by it."""
-    asked = {*questions.ITEMS, *questions.STAGES}
+    asked = {*three_way.ITEMS, *three_way.STAGES}
     assert STAGES.keys() <= asked
-    assert questions.ITEMS.keys() == wrapper.ITEMS
-    assert len(wrapper.MODELLED) == len(questions.STAGES)
+    assert three_way.ITEMS.keys() == wrapper.ITEMS
+    assert len(wrapper.MODELLED) == len(three_way.STAGES)
 
 
 @pytest.mark.spec("PO-WHOLE-SHARES")
@@ -223,10 +223,10 @@ def coq(program: Path) -> Iterator[tuple[Engine, three_way.Side]]:
 
 
 @needs_coq
-@pytest.mark.spec(*{name for name in (*questions.ITEMS, "CC-TRUNKS", "CC-DISSOLVE") if name in known_items()})
+@pytest.mark.spec(*{name for name in (*three_way.ITEMS, "CC-TRUNKS", "CC-DISSOLVE") if name in known_items()})
 def test_the_engine_agrees_with_the_reference_and_brute_force(coq: tuple[Engine, three_way.Side]) -> None:
     sides = {"coq": coq[1], "brute force": three_way.independent(), "reference": three_way.in_reference()}
-    assert list(three_way.differences(sides, questions.questions(1, 6))) == []
+    assert list(three_way.differences(sides, three_way.questions(1, 6))) == []
 
 
 @needs_coq
@@ -239,7 +239,7 @@ def test_a_wrong_reference_stands_alone(coq: tuple[Engine, three_way.Side], name
     sides = {"coq": coq[1], "brute force": three_way.independent()}
     with replaced(MUTANTS[name].edit):
         sides["reference"] = three_way.in_reference()
-        assert next(three_way.differences(sides, questions.questions(1, 40))).endswith("reference stands alone")
+        assert next(three_way.differences(sides, three_way.questions(1, 40))).endswith("reference stands alone")
 
 
 @needs_coq

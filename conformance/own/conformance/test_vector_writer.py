@@ -22,7 +22,6 @@ from conformance.assurance.vector_writer import __main__ as store
 from conformance.assurance.vector_writer.brute_force import encoded
 from conformance.assurance.vector_writer.brute_force import score as plain_score
 from conformance.assurance.vector_writer.expected import OPERATIONS
-from conformance.assurance.vectors_package import main as write_package
 from conformance.checks.vector_checks import BOUNDED, complaints
 from conformance.vectors import files
 from conformance.vectors.codec import expanded
@@ -209,10 +208,10 @@ READERS: dict[str, Callable[[Path], list[str]]] = {
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked folder of vectors."""
     home = tmp_path_factory.mktemp("package")
-    write_package([str(home)])
+    store.main(["--package", str(home)])
     (made,) = home.glob("*.zip")
     first = made.read_bytes()
-    write_package([str(home)])
+    store.main(["--package", str(home)])
     assert made.read_bytes() == first
     with zipfile.ZipFile(made) as archive:
         archive.extractall(home)

@@ -37,8 +37,14 @@ from conformance.assurance.proofs.coq.build import (
     compile_engine,
     fresh,
 )
-from conformance.assurance.proofs.coq.questions import questions
-from conformance.assurance.proofs.coq.three_way import Side, differences, extracted, in_reference, independent
+from conformance.assurance.proofs.coq.three_way import (
+    Side,
+    differences,
+    extracted,
+    in_reference,
+    independent,
+    questions,
+)
 from conformance.assurance.proofs.coq.vectors import check_vectors
 from conformance.assurance.proofs.source import Code, NotUnderstood, decide
 from conformance.checks.vector_checks import BOUNDED, problems
