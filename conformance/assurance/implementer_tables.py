@@ -10,10 +10,9 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from conformance.checks.vector_checks import BOUNDED
 from conformance.engine import ops
@@ -63,24 +62,29 @@ def admitted(name: str, record: type[CrystalCacheParameters] | type[NestedKVPara
     raise AssertionError(f"{name} = -2^32 is admitted")
 
 
-def crystal_parameters() -> str:
-    says = meanings(crystal_module.__file__)
-    rows = [
-        [f"`{name}`", *(shown(getattr(p, name)) for p in (PAPER, ESSAY, TINY)),
-         admitted(name, CrystalCacheParameters), says[name]]
-        for name in (field.name for field in fields(CrystalCacheParameters))
-    ]
-    return table(["Parameter", "PAPER", "ESSAY", "TINY", "Admitted", "What"], rows)
+Profiles: TypeAlias = Mapping[str, CrystalCacheParameters | NestedKVParameters]
+
+CRYSTAL = crystal_module.__file__, {"PAPER": PAPER, "ESSAY": ESSAY, "TINY": TINY}
+NESTED = nestedkv_module.__file__, {"value": NESTEDKV}
 
 
-def nestedkv_parameters() -> str:
-    says = meanings(nestedkv_module.__file__)
+def parameters_of(module: str, profiles: Profiles) -> Mapping[str, Any]:
+    """Each parameter with its value in each profile, its bound, and what it is."""
+    (record,) = {type(profile) for profile in profiles.values()}
+    return {
+        name: {**{title: getattr(profile, name) for title, profile in profiles.items()},
+               "admitted": admitted(name, record), "what": what}
+        for name, what in meanings(module).items()
+    }
+
+
+def parameters(module: str, profiles: Profiles) -> str:
+    found = parameters_of(module, profiles)
     rows = [
-        [f"`{field.name}`", shown(getattr(NESTEDKV, field.name)), admitted(field.name, NestedKVParameters),
-         says[field.name]]
-        for field in fields(NestedKVParameters)
+        [f"`{name}`", *(shown(row[title]) for title in profiles), row["admitted"], row["what"]]
+        for name, row in found.items()
     ]
-    return table(["Parameter", "Value", "Admitted", "What"], rows)
+    return table(["Parameter", *(title[0].upper() + title[1:] for title in profiles), "Admitted", "What"], rows)
 
 
 @cache
@@ -151,19 +155,7 @@ def sides(tests: Sequence[Any]) -> tuple[Sequence[Mapping[str, Any]], Sequence[M
 
 def for_programs() -> str:
     """Parameters with their values, operations with inputs, results and bounds, methods with arguments, as JSON."""
-    crystal, nested = meanings(crystal_module.__file__), meanings(nestedkv_module.__file__)
-    profiles = {"PAPER": PAPER, "ESSAY": ESSAY, "TINY": TINY}
-    parameters = {
-        "crystalcache": {
-            name: {**{title: getattr(of, name) for title, of in profiles.items()},
-                   "admitted": admitted(name, CrystalCacheParameters), "what": what}
-            for name, what in crystal.items()
-        },
-        "nestedkv": {
-            name: {"value": getattr(NESTEDKV, name), "admitted": admitted(name, NestedKVParameters), "what": what}
-            for name, what in nested.items()
-        },
-    }
+    parameters = {"crystalcache": parameters_of(*CRYSTAL), "nestedkv": parameters_of(*NESTED)}
     described = {}
     for operation, tests in operations().items():
         inputs, results = sides(tests)
@@ -239,7 +231,8 @@ def members() -> str:
 
 PAGES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     PAGE: {
-        "crystalcache parameters": crystal_parameters, "nestedkv parameters": nestedkv_parameters, "state": state,
+        "crystalcache parameters": partial(parameters, *CRYSTAL),
+        "nestedkv parameters": partial(parameters, *NESTED), "state": state,
     },
     SPEC / "protocol.md": {
         "operations": asked, "records": members, "arguments of methods": shared,

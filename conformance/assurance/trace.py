@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -182,22 +182,6 @@ def read_tree(root: Path) -> Trace:
     pages = [path.read_text(encoding="utf-8") for path in sorted((root / "spec").glob("*.md"))]
     found = [item for page in pages for item in items_of(page)]
     names = [name for name, _ in found]
-    functions: Places = {}
-    tests: Places = {}
-    vectors: Places = {}
-    mutants: Places = {}
-    for path in _modules(root, IMPLEMENTING):
-        for name, function in implementations(path.read_text(encoding="utf-8")):
-            functions.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{function}")
-    for path in _modules(root, ["conformance"]):
-        for name, line in markers(path.read_text(encoding="utf-8")):
-            tests.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{line}")
-    for path in sorted((root / "conformance" / "assurance" / "mutants").rglob("*.toml")):
-        for name, row in mutated(path.read_text(encoding="utf-8")):
-            mutants.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{row}")
-    for path in sorted((root / "spec" / "vectors").glob("*.json")):
-        for name, case in vector_items(path.read_text(encoding="utf-8")):
-            vectors.setdefault(name, []).append(f"{path.name}:{case}")
     proved: Places = {}
     for theorem in theorems(root / THEOREMS, names):
         proved.setdefault(theorem.item or theorem.name, []).append(f"{theorem.file}:{theorem.line}")
@@ -206,10 +190,10 @@ def read_tree(root: Path) -> Trace:
     return Trace(
         {name: normative_hash(text) for name, text in found},
         read_lock(lock.read_text(encoding="ascii")) if lock.exists() else {},
-        functions,
-        tests,
-        vectors,
-        mutants,
+        _places(root, (path for package in IMPLEMENTING for path in (root / package).rglob("*.py")), implementations),
+        _places(root, (root / "conformance").rglob("*.py"), markers),
+        _places(root, (root / "spec" / "vectors").glob("*.json"), vector_items),
+        _places(root, (root / "conformance" / "assurance" / "mutants").rglob("*.toml"), mutated),
         tuple(backend for backend in BACKENDS if (root / backend).is_dir()),
         tuple(sorted({name for name in names if names.count(name) > 1})),
         proved,
@@ -218,9 +202,13 @@ def read_tree(root: Path) -> Trace:
     )
 
 
-def _modules(root: Path, packages: Iterable[str]) -> Iterator[Path]:
-    for package in packages:
-        yield from sorted((root / package).rglob("*.py"))
+def _places(root: Path, files: Iterable[Path], read: Callable[[str], Iterable[tuple[str, object]]]) -> Places:
+    """Where the texts of files have each id, as `file:place`."""
+    found: Places = {}
+    for path in sorted(files):
+        for name, place in read(path.read_text(encoding="utf-8")):
+            found.setdefault(name, []).append(f"{path.relative_to(root).as_posix()}:{place}")
+    return found
 
 
 def accept(root: Path, wanted: list[str]) -> list[str]:

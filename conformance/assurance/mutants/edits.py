@@ -40,13 +40,6 @@ class Edit:
     start: str = ""
     body: str = ""
 
-    def source(self) -> str:
-        """Return the source of the function's module with the edited function in it."""
-        module = import_module(self.of.partition(":")[0])
-        lines = _source(module).splitlines(keepends=True)
-        first, _, last = _span(module, self.of.partition(":")[2])
-        return "".join([*lines[:first], self.function(), *lines[last:]])
-
     def function(self) -> str:
         """Return the source of the edited function.
 
@@ -68,10 +61,12 @@ class Edit:
         return head + textwrap.indent(f"{self.start or self.body}\n", indent) + (body if self.start else "")
 
     def code(self) -> CodeType:
-        """Compile the edited function."""
-        module = import_module(self.of.partition(":")[0])
-        whole = compile(self.source(), str(module.__file__), "exec", dont_inherit=True)
-        return _code_named(whole)[self.of.partition(":")[2]]
+        """Compile the module with the edited function in it, and return the code of the function."""
+        place, _, name = self.of.partition(":")
+        module = import_module(place)
+        lines, (first, _, last) = _source(module).splitlines(keepends=True), _span(module, name)
+        source = "".join([*lines[:first], self.function(), *lines[last:]])
+        return _code_named(compile(source, str(module.__file__), "exec", dont_inherit=True))[name]
 
 
 @cache

@@ -27,7 +27,8 @@ from conformance.assurance.mutants.sites import (
     module_name,
     source_files,
 )
-from conformance.assurance.mutants.worker import file_of, marked
+from conformance.assurance.mutants.worker import file_of
+from conformance.exceptions import items_marked
 from conformance.items import items_of
 
 MODULE = "<module>"
@@ -236,7 +237,7 @@ def trials(root: Path, mutants: Sequence[Mutant], judges: Judges) -> list[Trial]
 
 
 def _accepts(selection: Selection, item: pytest.Item) -> bool:
-    return selection.takes(marked(item), file_of(item))
+    return selection.takes({*items_marked(item)}, file_of(item))
 
 
 def _put(mutant: Mutant, source: str, known: Signatures) -> None:

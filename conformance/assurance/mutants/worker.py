@@ -194,11 +194,6 @@ def _trial(tests: Sequence[pytest.Item], patch: Callable[[], None], seconds: flo
     return verdict
 
 
-def marked(item: pytest.Item) -> set[str]:
-    """Return the items of the specification that a test is marked with."""
-    return {name for mark in item.iter_markers("spec") for name in mark.args}
-
-
 def file_of(item: pytest.Item) -> str:
     """Return the path of a test's module from the root."""
     return item.path.relative_to(item.config.rootpath).as_posix()

@@ -22,8 +22,9 @@ import pytest
 
 from conformance.assurance.mutants.edits import Edit, function_of, replace_code
 from conformance.assurance.mutants.results import PROFILES, Result, Trial
-from conformance.assurance.mutants.worker import file_of, judges_any_backend, marked
+from conformance.assurance.mutants.worker import file_of, judges_any_backend
 from conformance.assurance.trace import LOCK, read_lock
+from conformance.exceptions import items_marked
 from conformance.paths import ROOT
 from spec import SPEC_VERSION
 from spec.errors import SpecError
@@ -202,7 +203,7 @@ def trials(mutants: Iterable[WrittenMutant]) -> list[Trial]:
 
 
 def _accepts(name: str, item: pytest.Item) -> bool:
-    return name in marked(item)
+    return name in items_marked(item)
 
 
 def _put(edit: Edit) -> None:

@@ -7,15 +7,14 @@ from fractions import Fraction
 from functools import partial
 
 from conformance.assurance.vector_writer import brute_force as plain
+from conformance.assurance.vector_writer import (
+    expected_decode,
+    expected_diversity,
+    expected_injection,
+    expected_nestedkv,
+    expected_policies,
+)
 from conformance.assurance.vector_writer.brute_force import Operation, direct
-from conformance.assurance.vector_writer.expected_decode import DECODE_OPERATIONS
-from conformance.assurance.vector_writer.expected_diversity import DIRECT as DIVERSITY_DIRECT
-from conformance.assurance.vector_writer.expected_diversity import RESULTS as DIVERSITY
-from conformance.assurance.vector_writer.expected_injection import OPERATIONS as INJECTION
-from conformance.assurance.vector_writer.expected_nestedkv import DIRECT as NESTEDKV_DIRECT
-from conformance.assurance.vector_writer.expected_nestedkv import RESULTS as NESTEDKV
-from conformance.assurance.vector_writer.expected_policies import DIRECT as POLICIES_DIRECT
-from conformance.assurance.vector_writer.expected_policies import RESULTS as POLICIES
 from conformance.oracles import pipeline, s1, s2, s3, s4, s5, s6
 from conformance.vectors.files import Json, Results
 from spec.parameters import CrystalCacheParameters
@@ -153,7 +152,6 @@ def merge_threshold(i: Json, p: CrystalCacheParameters) -> Results:
 
 ORACLES = "conformance.oracles."
 PLAIN = "conformance.assurance.vector_writer.brute_force."
-HERE = "conformance.assurance.vector_writer.expected_"
 CC = "crystalcache."
 
 OPERATIONS: dict[str, Operation] = {
@@ -284,15 +282,14 @@ OPERATIONS: dict[str, Operation] = {
     "CC-COVERAGE": Operation(ORACLES + "s6.backfill", covered),
     "CC-COMPACT": direct(PLAIN + "compact", "K V", CC + "compaction.compact"),
     "prefill": Operation(ORACLES + "pipeline.prefill", prefill, ["CC-PREFILL"]),
-    **DECODE_OPERATIONS,
+    **expected_decode.OPERATIONS,
     **{
-        item: Operation(HERE + room, partial(lambda of, i, p: of(i), of), reference=name, gives=gives.split())
-        for room, rows, of_reference in (
-            ("policies", POLICIES, POLICIES_DIRECT), ("diversity", DIVERSITY, DIVERSITY_DIRECT),
-            ("nestedkv", NESTEDKV, NESTEDKV_DIRECT),
-        )
-        for item, of in rows.items() for name, gives in [of_reference.get(item, ("", ""))]
+        item: Operation(room.__name__, partial(lambda of, i, p: of(i), of), reference=name, gives=gives.split())
+        for room in (expected_policies, expected_diversity, expected_nestedkv) for item, of in room.RESULTS.items()
+        for name, gives in [room.DIRECT.get(item, ("", ""))]
     },
-    "anomaly_score": Operation(ORACLES + "nestedkv.scores", lambda i, p: NESTEDKV["NK-SCORE"](i), ["NK-SCORE"]),
-    **INJECTION,
+    "anomaly_score": Operation(
+        ORACLES + "nestedkv.scores", lambda i, p: expected_nestedkv.RESULTS["NK-SCORE"](i), ["NK-SCORE"],
+    ),
+    **expected_injection.OPERATIONS,
 }

@@ -126,7 +126,7 @@ ORACLE = "conformance.oracles.decode."
 OWN = "conformance.assurance.vector_writer.expected_decode."
 CC = "crystalcache."
 
-DECODE_OPERATIONS: dict[str, Operation] = {
+OPERATIONS: dict[str, Operation] = {
     "CC-START": Operation(OWN + "extend", start),
     "CC-LIVE": Operation(ORACLE + "keep", changed(
         lambda now, i, p: decode.keep(now, {i["positions"][slot] for slot in i["slots"]}, i["D_after"])

@@ -95,14 +95,9 @@ FULL_SIZE = {
     "score": ("stages.score", score), "dissolve": ("stages.dissolve", dissolve),
     "activation": ("decode.activation", activation),
 }
-LARGE_OPERATIONS = {
-    **OPERATIONS,
-    **{
-        name: Operation(
-            f"conformance.oracles.scale.{oracle}", results, OPERATIONS[name].items
-        )
-        for name, (oracle, results) in FULL_SIZE.items()
-    },
+LARGE_OPERATIONS = OPERATIONS | {
+    name: Operation(f"conformance.oracles.scale.{oracle}", results, OPERATIONS[name].items)
+    for name, (oracle, results) in FULL_SIZE.items()
 }
 
 

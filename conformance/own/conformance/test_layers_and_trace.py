@@ -199,7 +199,7 @@ def test_a_complete_tree_passes(tree: Path, capsys: pytest.CaptureFixture[str]) 
         (lambda root: (root / "spec/vectors/a.json").unlink(), ["AB-SUM: no vector"]),
         (
             replaced("spec/vectors/a.json", '["AB-SUM"]', '["AB-SUM", "AB-Y"]'),
-            ["AB-Y: unknown id, shown by a.json:T1"],
+            ["AB-Y: unknown id, shown by spec/vectors/a.json:T1"],
         ),
         (replaced(ROWS, 'name = "b"', 'name = "b"\nbeyond = "16"'), ["AB-SUM: fewer than 2 mutants"]),
         (
