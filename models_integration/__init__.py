@@ -29,7 +29,8 @@ if TYPE_CHECKING:
         prefill,
     )
     from models_integration.policies.tokenizer_values import repeat_template, sentence_ends
-    from models_integration.session.segment import ObservedSegment, decide
+    from models_integration.session.method import decide
+    from models_integration.session.observed import ObservedSegment
     from models_integration.session.session import Session
     from models_integration.session.verbs import compact, observe
 
@@ -42,7 +43,7 @@ __all__ = [
 _HOME = {
     "CrystalCache": "policies.methods", "CustomPolicy": "policies.methods", "FullCache": "policies.methods",
     "RetentionPolicy": "policies.methods", "StreamingLLM": "policies.methods", "Decision": "cache.continuation",
-    "ObservedSegment": "session.segment", "decide": "session.segment", "compact": "session.verbs",
+    "ObservedSegment": "session.observed", "decide": "session.method", "compact": "session.verbs",
     "observe": "session.verbs", "Prefilled": "policies.methods", "prefill": "policies.methods",
     "Published": "policies.methods", "policy_from_name": "policies.methods",
     "calibrate": "policies.calibration", "Session": "session.session",

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.cache.continuation import Continuation, Nothing
-from models_integration.cache.crystal_states import CrystalStates
+from models_integration.cache.continuation import Continuation, CrystalStates
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, SplicedTokens
 from models_integration.cache.positions import EMPTY, StoredRows, filled
 from models_integration.cache.ragged_layer import RaggedLayer
@@ -224,7 +223,7 @@ def _noted(cache: RetainedCache, chunks: Sequence[Chunk], seen: int) -> Continua
     """
     states = cache.continuation if seen else CrystalStates()
     if cache.layers_differ or not isinstance(states, CrystalStates) or (seen and not states.covers(seen)):
-        return Nothing()
+        return Continuation()
     for chunk in chunks:
         places = chunk.places(min(chunk.layers))[0] - chunk.hidden
         states = states.splice(np.array(chunk.visible, dtype=np.int64), places[places >= 0].numpy())

@@ -1,42 +1,131 @@
 """Decision of a policy about the rows of a cache, and state of the policy for later decisions."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from enum import Enum
 
+import torch
 from torch import Tensor
 
 from spec.arrays import Int64, IntVector
-from spec.policy import Observation
+from spec.decode import DecodeState
+from spec.policy import Running
 from spec.records import CrystalRetention
-from spec.retention import Granularity, Retention
+from spec.retention import Retention
 
-__all__ = ["Continuation", "Decision", "Nothing", "ObservedRows"]
-
-
-class Continuation(Protocol):
-    """Immutable state of a policy between two decisions, for all rows of a cache."""
-
-    def select(self, rows: Tensor) -> "Continuation":
-        """Return the state for the rows of the batch with these indices."""
-        ...
-
-    def crop(self, tokens: int) -> "Continuation":
-        """Return the state without the last `tokens` tokens, or Nothing if these tokens cannot be removed."""
-        ...
+__all__ = ["Continuation", "CrystalStates", "Decision", "Pending", "ScorerRecords", "Spliced"]
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """State of a policy that stores nothing. The next decision is computed from all tokens stored by then."""
+class Continuation:
+    """Immutable state of a policy between two decisions, for all rows of a cache.
 
-    def select(self, rows: Tensor) -> "Nothing":
-        """Return the same empty state."""
+    This base class is the empty state. The next decision is then computed from all tokens stored by then.
+    """
+
+    def select(self, rows: Tensor) -> "Continuation":
+        """Return the state for the rows of the batch with these indices."""
         return self
 
-    def crop(self, tokens: int) -> "Nothing":
-        """Return the same empty state."""
+    def crop(self, tokens: int) -> "Continuation":
+        """Return the state without the last `tokens` tokens. The result is empty if they cannot be removed."""
         return self
+
+
+class Pending(Enum):
+    """How the model processed the pending tokens."""
+
+    DECODED = "decoded"
+    """In decode steps. D decays after each step."""
+    GENERATED = "generated"
+    """In steps of a session that evicts only after segments. D does not decay, but the steps are counted."""
+    READ = "read"
+    """Inside `reading()`. D does not decay, and the tokens are not counted as steps."""
+
+
+@dataclass(frozen=True)
+class Spliced:
+    """An archived chunk that was spliced into a session."""
+
+    after: int
+    """Number of pending tokens before the chunk."""
+    token_ids: Int64[IntVector, " n"]
+    kept: Int64[IntVector, " k"]
+    """Indices of the chunk's stored tokens inside the chunk, ascending."""
+
+
+@dataclass(frozen=True)
+class CrystalStates(Continuation):
+    """States of all rows of a batch, and tokens that are not yet part of the states.
+
+    Attributes:
+        rows: one state per row. Empty before the first segment if a session begins with a chunk.
+        columns: number of columns that the cache had seen when the states were computed, including padding.
+        pending: ids (rows, n) of the later tokens, in order. These tokens join the tails when a state is needed.
+        pending_tokens: number of pending columns, without chunks.
+        kind: how the model processed the pending tokens.
+        spliced: chunks between the pending tokens, in order. All rows have the same chunks.
+    """
+
+    rows: tuple[DecodeState, ...] = ()
+    columns: int = 0
+    pending: tuple[Tensor, ...] = ()
+    pending_tokens: int = 0
+    kind: Pending = Pending.GENERATED
+    spliced: tuple[Spliced, ...] = ()
+
+    @property
+    def seen(self) -> int:
+        """Number of columns in the states, including pending tokens and chunks."""
+        return self.columns + self.pending_tokens + sum(len(chunk.token_ids) for chunk in self.spliced)
+
+    def covers(self, columns: int) -> bool:
+        """Return True if the states include all `columns` columns that a cache has seen."""
+        return bool(self.rows or self.spliced) and self.seen == columns
+
+    def read(self, ids: Tensor, kind: Pending) -> "CrystalStates":
+        """Return the states with these tokens (rows, n) pending until the next decision about eviction."""
+        pending, tokens = (*self.pending, ids.detach().clone()), self.pending_tokens + ids.shape[1]
+        return CrystalStates(self.rows, self.columns, pending, tokens, kind, self.spliced)
+
+    def splice(self, token_ids: Int64[IntVector, " n"], kept: Int64[IntVector, " k"]) -> "CrystalStates":
+        """Return the states with a chunk spliced in after all tokens."""
+        return replace(self, spliced=(*self.spliced, Spliced(self.pending_tokens, token_ids, kept)))
+
+    def select(self, rows: Tensor) -> "CrystalStates":
+        """Return the states of the rows of the batch with these indices."""
+        states = tuple(self.rows[row] for row in rows.tolist()) if self.rows else ()
+        return replace(self, rows=states, pending=tuple(ids[rows.to(ids.device)] for ids in self._joined()))
+
+    def crop(self, tokens: int) -> Continuation:
+        """Remove the last tokens. The result is empty if a state includes a removed token, or if a chunk follows it."""
+        left = self.pending_tokens - tokens
+        if left < max((chunk.after for chunk in self.spliced), default=0):
+            return Continuation()
+        pending = tuple(ids[:, :left] for ids in self._joined()) if left else ()
+        return replace(self, pending=pending, pending_tokens=left)
+
+    def ids(self) -> list[list[int]]:
+        """Return the pending token ids of each row."""
+        return [row for ids in self._joined() for row in ids.tolist()] or [[] for _ in self.rows]
+
+    def _joined(self) -> tuple[Tensor, ...]:
+        return (torch.cat(self.pending, dim=1),) if self.pending else ()
+
+
+@dataclass(frozen=True)
+class ScorerRecords(Continuation):
+    """Records of a policy's scorer for all rows of a batch, and the name of the policy."""
+
+    policy: str
+    rows: tuple[Running, ...]
+
+    def select(self, rows: Tensor) -> "ScorerRecords":
+        """Return the records of the rows of the batch with these indices."""
+        return ScorerRecords(self.policy, tuple(self.rows[row] for row in rows.tolist()))
+
+    def crop(self, tokens: int) -> Continuation:
+        """Return the empty state, because the attention of removed tokens cannot be subtracted from sums."""
+        return Continuation() if tokens else self
 
 
 @dataclass(frozen=True)
@@ -45,7 +134,7 @@ class Decision:
 
     retentions: tuple[Retention, ...]
     """Kept tokens, one entry for each prompt."""
-    continuation: Continuation = Nothing()
+    continuation: Continuation = Continuation()
     """State of the policy for the cache after the compaction, with a row for each prompt."""
     records: tuple[CrystalRetention, ...] = ()
     """Full results of CrystalCache for a first prompt. Empty for all other policies and for later segments."""
@@ -53,44 +142,3 @@ class Decision:
     """Number of tokens kept beyond the budget in all prompts, because the protected tokens alone exceed the budget."""
     padding: Tensor | None = None
     """Number of padding columns on the left of each prompt, (rows,), if a first prompt is padded."""
-
-
-class ObservedRows(Protocol):
-    """Data of a segment that the model has processed, for the policy's decision. Rows with equal prompts count once."""
-
-    @property
-    def columns(self) -> int:
-        """Number of columns of the segment, including padding."""
-        ...
-
-    @property
-    def continuation(self) -> Continuation:
-        """State of the policy before the decision about this segment."""
-        ...
-
-    @property
-    def prompts(self) -> Sequence[int]:
-        """Rows for which the policy decides."""
-        ...
-
-    def prompt(self, row: int, granularity: Granularity) -> Observation:
-        """Return the observation of a first prompt, without padding."""
-        ...
-
-    def stored(self, row: int, granularity: Granularity) -> Observation:
-        """Return the observation of a later segment over all cached tokens. Heads must store equally many tokens."""
-        ...
-
-    def kept_sets(
-        self, row: int, granularity: Granularity,
-    ) -> tuple[list[Int64[IntVector, " _"]], list[Observation]]:
-        """Return each set's stored positions in a later segment, and one observation of all sets or one per set."""
-        ...
-
-    def sets_of_a_layer(self, granularity: Granularity) -> int:
-        """Return the number of sets of kept tokens per layer: the number of KV heads for HEAD, otherwise 1."""
-        ...
-
-    def token_ids(self, row: int) -> Int64[IntVector, " n"]:
-        """Return the token ids of one row of the segment, without padding."""
-        ...

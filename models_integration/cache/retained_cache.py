@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 )
 
 from models_integration.cache.compaction import change_of_layer, check_seen, kept_by_layer, sets_agree, shared_changes
-from models_integration.cache.continuation import Continuation, Nothing
+from models_integration.cache.continuation import Continuation
 from models_integration.cache.dense_layer import DenseLayer, IndexedLayer, RetainedLayer, drop_tensors
 from models_integration.cache.history import ReadIds, call_into
 from models_integration.cache.positions import LayersDiffer, chosen_rows
@@ -59,7 +59,7 @@ class RetainedCache(StatefulCache):
                 self.layers[index] = IndexedLayer()
         self.failure: str | None = None
         self.layers_differ = False
-        self.continuation: Continuation = Nothing()
+        self.continuation: Continuation = Continuation()
         self.bytes_freed = 0
         self._read = ReadIds()
         self._call: object = None  # config of the last `generate` that used the cache; each call has a new config
@@ -317,7 +317,7 @@ class RetainedCache(StatefulCache):
             if isinstance(layer, RaggedLayer):
                 self.layers[index] = DenseLayer()
         self.beside = {index: fresh_layer(layer) for index, layer in self.beside.items()}
-        self.layers_differ, self.continuation, self._read = False, Nothing(), ReadIds()
+        self.layers_differ, self.continuation, self._read = False, Continuation(), ReadIds()
 
     def fail(self, reason: str) -> None:
         """Remove all tokens. Any later use of the cache raises a `SpecError` that has `reason` as its message."""

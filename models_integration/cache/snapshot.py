@@ -13,14 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from models_integration.cache.continuation import Nothing
-from models_integration.cache.crystal_states import CrystalStates, Pending, Spliced
+from models_integration.cache.continuation import Continuation, CrystalStates, Pending, ScorerRecords, Spliced
 from models_integration.cache.dense_layer import DenseLayer, IndexedLayer
 from models_integration.cache.positions import StoredRows
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.recurrent_states import INDEXER_KEYS, fill_states, state_tensors
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.scorer_records import ScorerRecords
 from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.cache.snapshot_contents import check_contents, check_states_fit
 from models_integration.cache.tensor_file import Damaged, read, write
@@ -134,7 +132,7 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
     known = CrystalStates(states, manifest["columns"], spliced=spliced)
     if "pending" in tensors:
         known = known.read(tensors["pending"].to(model.device), Pending(manifest["pending"]))
-    cache.continuation = known if states or spliced else Nothing()
+    cache.continuation = known if states or spliced else Continuation()
     cache.layers_differ = manifest["differ"]
     return cache
 

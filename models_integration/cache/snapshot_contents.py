@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from models_integration.cache.crystal_states import Pending
+from models_integration.cache.continuation import Pending
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.positions import EMPTY, NO_HOLE, StoredRows
 from models_integration.cache.ragged_layer import HEADS

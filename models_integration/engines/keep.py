@@ -20,8 +20,8 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import check_positions, describe
 from models_integration.model.layer_kinds import FULL, layer_types
 from models_integration.policies.methods import Published, RetentionPolicy
-from models_integration.session.method import Method
-from models_integration.session.segment import ObservedSegment, decide
+from models_integration.session.method import Method, decide
+from models_integration.session.observed import ObservedSegment
 from reference.crystalcache.observed_layer import observed_layer
 from reference.policies.names import constants_of_model
 from spec.errors import SpecError

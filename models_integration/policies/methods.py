@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models_integration.cache.crystal_states import DecodeRule
-from models_integration.cache.decide_anew import DecideAnew
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.scorer_records import DecideInSteps
 from models_integration.model.architecture import describe, unwrapped
 from models_integration.model.identity import ModelIdentity
 from models_integration.policies.calibration import heads_served_by, served_by
 from models_integration.policies.fastest import fastest
 from models_integration.policies.model_values import output_projections, read_rotation
-from models_integration.session.method import Method
+from models_integration.session.crystal import CrystalMethod
+from models_integration.session.method import Method, SteppingMethod
 from models_integration.session.session import Session
+from reference.backend import BACKEND as REFERENCE
 from reference.calibration import Calibration, load_calibration
 from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
 from reference.policies.names import check_name, with_twins
@@ -74,10 +73,9 @@ class RetentionPolicy(ABC):
         return Session(self.on(model), model)
 
 
-def method_of(policy: Policy, budget: Budget, backend: str = "numpy", engine: Backend | None = None) -> Method:
+def method_of(policy: Policy, budget: Budget, backend: str = "numpy", engine: Backend = REFERENCE) -> Method:
     """Return the `Method` of a policy and a budget. If the cadence has steps, the scorer's state lasts across steps."""
-    steps = policy.cadence.every is not None
-    return Method(policy, budget, backend, DecideInSteps(policy.scorer.needs) if steps else DecideAnew(), engine)
+    return (Method if policy.cadence.every is None else SteppingMethod)(policy, budget, backend, engine)
 
 
 @dataclass(frozen=True, init=False)
@@ -158,8 +156,10 @@ class CrystalCache(CustomPolicy):
         chosen = fastest("crystal", *breath) if backend == "auto" else resolve(backend)
         if breath:
             chosen.require_breath()
-        rule = DecodeRule(ends, parameters, chosen, share, decode, stream)
-        self._be(Method(crystalcache(ends, parameters, chosen), share, chosen.name, rule))
+        self._be(CrystalMethod(
+            crystalcache(ends, parameters, chosen), share, chosen.name, chosen, decode, sentence_ends=ends,
+            parameters=parameters, stream=stream,
+        ))
 
 
 class StreamingLLM(CustomPolicy):
@@ -258,7 +258,7 @@ class Published(RetentionPolicy):
         learned = _learned(self.name, model, self.identity, reads_tensors)
         policy = names.make_policy(self.name, {**learned, **self.constants})
         used = names.families_of(self.name) or with_twins(policy, engine) is not policy
-        return method_of(policy, self.budget, engine.name if used else "numpy", engine if engine.tensors else None)
+        return method_of(policy, self.budget, engine.name if used else "numpy", engine)
 
 
 def _fastest(name: str) -> str:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from models_integration.cache.continuation import Decision, ObservedRows
+from models_integration.cache.continuation import Decision
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.device_compaction import settle, unsettled
 from models_integration.cache.retained_cache import RetainedCache, failing_whole, storage_bytes
 from models_integration.model.architecture import Architecture
 from models_integration.session.method import Method
+from models_integration.session.observed import ObservedSegment
 from reference.policies.cake import Cake
 from reference.policies.layers import is_cascading
 from reference.policies.retain import tokens_of
@@ -62,7 +63,7 @@ class Cascade:
     code: Tensor = torch.empty(0, device="cpu")
     """Code (layer * columns + rank) * columns + column of each token in the pool, (rows, H, slots). Free slots: -1."""
 
-    def take(self, layer: int, policy: Policy, observed: ObservedRows) -> bool:
+    def take(self, layer: int, policy: Policy, observed: ObservedSegment) -> bool:
         """Move a layer to the pool, and evict the ranks with the highest costs. Always return True."""
         prompts = [observed.prompt(row, policy.granularity) for row in observed.prompts]
         ranked = [[rank_tokens(policy, one, observed.columns)] * self.copies for one in prompts]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from models_integration.cache.continuation import Decision, Nothing, ObservedRows
+from models_integration.cache.continuation import Continuation, Decision, ScorerRecords
 from models_integration.cache.device_compaction import Chosen, gather, read_retentions, settle
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.scorer_records import ScorerRecords
 from models_integration.session.method import Method
+from models_integration.session.observed import ObservedSegment
 from reference.policies.blocks import InBlocks
 from reference.policies.budgets import Above, Adaptive, Competition
 from reference.policies.chunkkv import Chunks
@@ -60,14 +60,14 @@ class DeviceChoices:
     records: dict[int, list[object]] = field(default_factory=dict)
     """Records of the scorer about all tokens, for each layer and prompt."""
 
-    def take(self, layer: int, policy: Policy, observed: ObservedRows) -> bool:
+    def take(self, layer: int, policy: Policy, observed: ObservedSegment) -> bool:
         """Compact a layer and return True, if the policy of the layer can select on the device. Else return False.
 
         Raises:
             SpecError: if the budget is smaller than the number of protected tokens.
         """
         engine, found, records = self.method.engine, list[Chosen](), list[object]()
-        if engine is None or policy_on_device(policy, engine) is None:
+        if policy_on_device(policy, engine) is None:
             return False
         for row in observed.prompts:
             prompt = observed.prompt(row, policy.granularity)
@@ -92,7 +92,7 @@ class DeviceChoices:
             retentions = tuple(retention for retention, _ in kept)
             rows = [one for one in self.layers[layer] for _ in range(self.copies)]
             settle(self.cache, layer, rows, [one for one in retentions for _ in range(self.copies)], padding)
-            after = Nothing() if policy.cadence.every is None else ScorerRecords(policy.name, tuple(
+            after = Continuation() if policy.cadence.every is None else ScorerRecords(policy.name, tuple(
                 _running(policy.scorer, *row, records) for row, records in zip(kept, self.records[layer], strict=True)
             ))
             parts.append(Decision(retentions, after, padding=padding))

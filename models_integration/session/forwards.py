@@ -11,7 +11,8 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture
 from models_integration.session.inputs import OPEN, Arguments, ForwardSpan, later_span
 from models_integration.session.method import Method
-from models_integration.session.segment import ObservedSegment, Segment
+from models_integration.session.observed import ObservedSegment
+from models_integration.session.segment import Segment
 from spec.errors import SpecError
 
 __all__ = ["Forward", "end_step", "reading", "step", "unusable_after_failure"]
@@ -48,33 +49,33 @@ def step(
     method: Method, architecture: Architecture, cache: RetainedCache, arguments: Arguments, span: ForwardSpan,
 ) -> Forward:
     """Begin a forward pass of one token (rows, 1) that is a decode step."""
-    rule, ids, observed = method.continuation, arguments["input_ids"], None
-    rule.before_step(method.policy, cache)
-    if rule.step_needs.layers != "none":
-        observed = ObservedSegment(rule.step_needs, architecture, cache)
+    ids, observed = arguments["input_ids"], None
+    method.before_step(cache)
+    if method.step_needs.layers != "none":
+        observed = ObservedSegment(method.step_needs, architecture, cache)
         observed.read(ids, span.is_token)
     return Forward(cache, observed, arguments, span.defaults, partial(end_step, method, cache, ids, observed))
 
 
 def end_step(method: Method, cache: RetainedCache, ids: Tensor, observed: ObservedSegment | None) -> None:
-    """Apply the continuation rule after the token of a decode step was appended to the cache."""
+    """Apply the policy after the token of a decode step was appended to the cache."""
     with unusable_after_failure(cache, "a decode step failed"):
-        method.continuation.after_step(method.policy, method.budget, cache, ids, observed)
+        method.after_step(cache, ids, observed)
 
 
 def reading(method: Method, architecture: Architecture, cache: object, arguments: Arguments) -> Forward:
     """Begin a forward pass inside `reading()`."""
     if not isinstance(cache, RetainedCache) or cache.get_seq_length() == 0:
         raise SpecError("past_key_values", "0 tokens", "must contain a prompt inside reading(); pass run.cache")
-    span, rule = later_span(architecture.vocabulary, arguments, cache, OPEN), method.continuation
+    span = later_span(architecture.vocabulary, arguments, cache, OPEN)
     if span.padded:
         raise SpecError("attention_mask", "zeros", "padding is not supported inside reading()")
-    rule.before_reading(method.policy, cache)
-    observed = ObservedSegment(rule.step_needs, architecture, cache)
+    method.before_reading(cache)
+    observed = ObservedSegment(method.step_needs, architecture, cache)
     observed.read(span.ids, span.is_token, arguments["input_ids"].device)
 
     def end() -> None:
         with unusable_after_failure(cache, "reading() failed"):
-            rule.after_reading(method.policy, method.budget, cache, arguments["input_ids"], observed)
+            method.after_reading(cache, arguments["input_ids"], observed)
 
     return Forward(cache, observed, arguments, span.defaults, end)

@@ -1,87 +1,265 @@
-"""Policy prepared for a model, with a budget and with rules for the time after a prompt."""
+"""Policy prepared for a model, with a budget, and its rules for prompts, later segments and decode steps."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import Tensor
 
-from models_integration.cache.continuation import Decision, ObservedRows
+from models_integration.cache.continuation import Decision, ScorerRecords
+from models_integration.cache.dense_layer import RetainedLayer
+from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.session.observed import ObservedSegment
+from reference.backend import BACKEND as REFERENCE
+from reference.policies import advance, advance_turn, retain, retain_turn, start
+from reference.policies.cadences import join, take_up
+from reference.policies.retain import tokens_of
 from spec.backend import Backend
 from spec.budget import Budget
-from spec.policy import Needs, Policy
+from spec.errors import SpecError
+from spec.policy import Needs, Policy, Running, SeparableScorer
+from spec.retention import Granularity, Retention
 
-__all__ = ["ContinuationRule", "Method"]
-
-
-class ContinuationRule(Protocol):
-    """Rules of a kind of policy for prompts, later segments and decode steps. The cache contains the state."""
-
-    @property
-    def step_needs(self) -> Needs:
-        """Tensors of a decode step that the rule needs."""
-        ...
-
-    @property
-    def decode(self) -> bool:
-        """True if forward passes of one token in a stream are decode steps. If False, the tokens belong to segments."""
-        ...
-
-    @property
-    def segment_tokens(self) -> int | None:
-        """Number of tokens in a segment of a stream. None if the policy is not a stream."""
-        ...
-
-    def decide_prompt(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
-        """Select the kept tokens of first prompts."""
-        ...
-
-    def check_turn(self, policy: Policy, cache: RetainedCache) -> None:
-        """Raise a SpecError if no later segment can follow."""
-        ...
-
-    def check_padded(self, policy: Policy, cache: RetainedCache) -> None:
-        """Raise a SpecError if no later segment with padding can follow."""
-        ...
-
-    def flush_pending(self, cache: RetainedCache) -> None:
-        """Before a later segment, update the state of the policy in the cache to include all tokens seen so far."""
-        ...
-
-    def decide_turn(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
-        """Select the kept tokens of later segments."""
-        ...
-
-    def before_step(self, policy: Policy, cache: RetainedCache) -> None:
-        """Prepare a decode step. Raise a SpecError if no decode step can follow."""
-        ...
-
-    def after_step(
-        self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows | None,
-    ) -> None:
-        """Update the cache after a decode step of tokens (rows, 1). `observed` has the tensors of `step_needs`."""
-        ...
-
-    def before_reading(self, policy: Policy, cache: RetainedCache) -> None:
-        """Prepare tokens after which nothing is evicted. Raise a SpecError if no tokens can follow."""
-        ...
-
-    def after_reading(
-        self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows,
-    ) -> None:
-        """Update the state after tokens (rows, n) were appended to the cache without eviction."""
-        ...
+__all__ = ["Method", "SteppingMethod", "check_layers_agree", "decide", "join_layers"]
 
 
 @dataclass(frozen=True)
 class Method:
-    """Policy with a budget, prepared for one model."""
+    """Policy with a budget, prepared for one model. The cache contains the state of the policy.
+
+    This base class is for policies without a state, such as SnapKV and StreamingLLM. They decide at the end of each
+    segment from all tokens stored by then.
+
+    Attributes:
+        policy: policy without a budget.
+        budget: budget of each prompt and of each later segment.
+        backend: name of the backend that the policy uses.
+        engine: backend of the policy. If it has functions of tensors, kvspec selects the kept tokens on the device.
+        decode: True if the policy can evict after a decode step. Then each token of a stream is a decode step if the
+            model processes the token alone.
+    """
 
     policy: Policy
     budget: Budget
-    backend: str
-    """Name of the backend that the policy uses."""
-    continuation: ContinuationRule
-    """Rules for prompts, later segments and decode steps."""
-    engine: Backend | None = None
-    """Backend whose functions return scores and selections as tensors on the device. None: no such backend."""
+    backend: str = "numpy"
+    engine: Backend = REFERENCE
+    decode: bool = False
+
+    @property
+    def step_needs(self) -> Needs:
+        """Tensors of a decode step that `after_step` needs."""
+        return Needs()
+
+    @property
+    def segment_tokens(self) -> int | None:
+        """Number of tokens in a segment of a stream. None if the policy is not a stream."""
+        return None
+
+    def decide_prompt(self, observed: ObservedSegment) -> Decision:
+        """Select the kept tokens of first prompts."""
+        policy = self.policy
+        decided = [retain(policy, self.budget, observed.prompt(row, policy.granularity)) for row in observed.prompts]
+        records = tuple(records for _, records in decided if records is not None)
+        return Decision(tuple(retention for retention, _ in decided), records=records)
+
+    def check_turn(self, cache: RetainedCache) -> None:
+        """Check that the policy can decide about a later segment.
+
+        Raises:
+            SpecError: if the policy needs the ids of all stored tokens, if layers or heads store different tokens than
+                the policy's sets of kept tokens, or if the scores compare neighbouring tokens and tokens in between
+                were evicted.
+        """
+        if self.policy.scorer.needs.token_ids:
+            reason = "evicts from the first prompt only: read later text inside `with run.reading():`"
+            raise SpecError("policy", self.policy.name, reason)
+        if cache.layers_differ:
+            _check_own_sets(self.policy, cache)
+
+    def check_padded(self, cache: RetainedCache) -> None:
+        """Check that the policy accepts a padded turn: the whole model must have one set of kept tokens.
+
+        Raises:
+            SpecError: if layers or heads have separate sets, or if the policy decides in decode steps.
+        """
+        if self.decode or self.policy.granularity is not Granularity.MODEL or cache.layers_differ:
+            raise SpecError(
+                "attention_mask", "zeros", "padded turns need a policy that keeps one set for the whole model and"
+                " decides at ends of segments; otherwise pass turns of equal length"
+            )
+
+    def flush_pending(self, cache: RetainedCache) -> None:
+        """Before a later segment, update the state of the policy in the cache to include all tokens seen so far."""
+
+    def decide_turn(self, observed: ObservedSegment) -> Decision:
+        """Select the kept tokens of later segments, from the tokens that each set of kept tokens stores."""
+        policy, retentions = self.policy, []
+        for row in observed.prompts:
+            live, shown = observed.kept_sets(row, policy.granularity)
+            sets = observed.sets_of_a_layer(policy.granularity)
+            retentions.append(retain_turn(policy, self.budget, live, shown, sets))
+        return Decision(tuple(retentions))
+
+    def before_step(self, cache: RetainedCache) -> None:
+        """Prepare a decode step. Raise a SpecError if no decode step can follow."""
+
+    def after_step(self, cache: RetainedCache, ids: Tensor, observed: ObservedSegment | None) -> None:
+        """Update the cache after a decode step of tokens (rows, 1). `observed` has the tensors of `step_needs`."""
+
+    def before_reading(self, cache: RetainedCache) -> None:
+        """Prepare tokens after which nothing is evicted. Raise a SpecError if no tokens can follow."""
+
+    def after_reading(self, cache: RetainedCache, ids: Tensor, observed: ObservedSegment) -> None:
+        """Update the state after tokens (rows, n) were appended to the cache without eviction."""
+
+    def over_budget(self, retentions: Sequence[Retention]) -> int:
+        """Return the number of tokens kept beyond the budget in all prompts."""
+        over = (len(one.positions) - tokens_of(self.policy, self.budget, one.seen) * one.groups for one in retentions)
+        return sum(max(0, tokens) for tokens in over)
+
+
+@dataclass(frozen=True)
+class SteppingMethod(Method):
+    """Policy that can evict after each decode step, such as H2O, TOVA and R-KV. The scorer has a method `step`."""
+
+    decode: bool = True
+
+    @property
+    def step_needs(self) -> Needs:
+        """Tensors that the scorer needs in a decode step."""
+        return self.policy.scorer.needs
+
+    def decide_prompt(self, observed: ObservedSegment) -> Decision:
+        """Decide about first prompts, and make the records of the kept tokens."""
+        policy = self.policy
+        return self._decision([
+            start(policy, self.budget, observed.prompt(row, policy.granularity)) for row in observed.prompts
+        ])
+
+    def check_turn(self, cache: RetainedCache) -> None:
+        """Check that the records belong to this policy, and include all tokens that the cache stores.
+
+        Raises:
+            SpecError: if a condition fails.
+        """
+        records, name = cache.continuation, self.policy.name
+        if not isinstance(records, ScorerRecords) or records.policy != name:
+            raise SpecError("past_key_values", "tokens without records", f"{name} needs a cache that {name} has made")
+        stored = [len(cache.full_layers[0].head_positions(row, 0)) for row in range(len(records.rows))]
+        if stored != [running.live.shape[1] for running in records.rows]:
+            raise SpecError("past_key_values", "tokens without records", f"{name} has not read the last tokens")
+
+    before_step = before_reading = check_turn
+
+    def decide_turn(self, observed: ObservedSegment) -> Decision:
+        """Decide about later segments. Each token changes the records as in a decode step."""
+        policy, rows = self.policy, _records(observed.cache)
+        return self._decision([
+            advance_turn(
+                policy, self.budget, rows[row], observed.stored(row, policy.granularity), observed.columns
+            ) for row in observed.prompts
+        ])
+
+    def after_step(self, cache: RetainedCache, ids: Tensor, observed: ObservedSegment | None) -> None:
+        """Finish a decode step: decide for each row separately, then compact the cache."""
+        policy = self.policy
+        assert observed is not None
+        retentions, after, due = [], [], False
+        for row, running in enumerate(_records(cache)):
+            observation = observed.stored(row, policy.granularity)
+            retention, now = advance(policy, self.budget, running, observation)
+            retentions.append(retention or _all_live(policy, now, observation.seen))
+            after.append(now)
+            due |= retention is not None
+        if due:
+            cache.compact(retentions)
+        cache.continuation = ScorerRecords(policy.name, tuple(after))
+
+    def after_reading(self, cache: RetainedCache, ids: Tensor, observed: ObservedSegment) -> None:
+        """Add tokens (rows, n) to the records as in decode steps, without eviction."""
+        policy = self.policy
+        cache.continuation = ScorerRecords(policy.name, tuple(
+            take_up(policy, self.budget, running, observed.stored(row, policy.granularity), ids.shape[1])
+            for row, running in enumerate(_records(cache))
+        ))
+
+    def _decision(self, rows: Sequence[tuple[Retention, Running]]) -> Decision:
+        retentions, running = zip(*rows, strict=True)
+        return Decision(retentions, ScorerRecords(self.policy.name, running))
+
+
+def decide(method: Method, observed: ObservedSegment) -> Decision:
+    """Select the tokens that a policy keeps of each prompt. Several policies can decide from one `observed`.
+
+        decision = kvspec.decide(policy.on(model), observed)
+        decision.retentions[0].group(0)     # kept positions of the first kept set
+
+    Args:
+        method: policy prepared for the model, which `policy.on(model)` returns.
+        observed: result of `observe`.
+
+    Returns:
+        Decision with the sets of kept tokens of each prompt. Pass the decision to `compact`.
+
+    Raises:
+        SpecError: if the policy needs a tensor that `observe` did not capture, or if the policy does not support the
+            prompt.
+    """
+    shown = observed.narrowed(method.policy.scorer.needs)
+    with shown.watch.stage("decision"):
+        decision = (method.decide_turn if shown.later else method.decide_prompt)(shown)
+    over = method.over_budget(decision.retentions)
+    return replace(decision, over_budget=over, padding=None if shown.later else shown.text.padding)
+
+
+def join_layers(method: Method, parts: Sequence[Decision]) -> Decision:
+    """Join the decisions about single layers of a prompt, in ascending order of layers, into one decision."""
+    retentions = tuple(map(Retention.join, zip(*(part.retentions for part in parts), strict=True)))
+    joined = Decision(retentions, over_budget=method.over_budget(retentions), padding=parts[0].padding)
+    records = [part.continuation for part in parts if isinstance(part.continuation, ScorerRecords)]
+    if not records:
+        return joined
+    policy, rows = method.policy, zip(*(one.rows for one in records), strict=True)
+    return replace(joined, continuation=ScorerRecords(policy.name, tuple(join(policy, row) for row in rows)))
+
+
+def check_layers_agree(policy: Policy, cache: RetainedCache) -> None:
+    """Check that all layers and heads store the same tokens.
+
+    Raises:
+        SpecError: if layers or heads store different tokens.
+    """
+    if cache.layers_differ:
+        bound = f"{policy.name} needs the same tokens in all layers and heads"
+        raise SpecError("past_key_values", "layers that differ", bound)
+
+
+def _check_own_sets(policy: Policy, cache: RetainedCache) -> None:
+    """Check that each set of kept tokens can be scored alone, if layers store different tokens."""
+    scorer = policy.scorer
+    if policy.granularity is Granularity.MODEL:
+        check_layers_agree(policy, cache)
+    if policy.granularity is Granularity.LAYER and any(map(_heads_differ, cache.full_layers)):
+        raise SpecError("past_key_values", "heads that differ", f"{policy.name} needs the same tokens in all heads")
+    if not (isinstance(scorer, SeparableScorer) and scorer.separable):
+        reason = (
+            "evicts from the first prompt only, because the policy compares the tokens of different layers or heads:"
+            " read later text inside `with run.reading():`"
+        )
+        raise SpecError("policy", policy.name, reason)
+
+
+def _heads_differ(layer: RetainedLayer) -> bool:
+    sets = [[layer.head_positions(row, head).tolist() for head in range(layer.heads)] for row in range(layer.batch)]
+    return isinstance(layer, RaggedLayer) and any(own != heads[0] for heads in sets for own in heads)
+
+
+def _records(cache: RetainedCache) -> tuple[Running, ...]:
+    assert isinstance(cache.continuation, ScorerRecords)
+    return cache.continuation.rows
+
+
+def _all_live(policy: Policy, running: Running, seen: int) -> Retention:
+    groups, live = running.live.shape
+    return Retention(running.live.ravel(), live * np.arange(groups + 1), seen, policy.granularity)

@@ -102,7 +102,7 @@ class Session:
         self._cache_name = cache_name(self._architecture.decoder)
         self._call = NO_CALL
         self._block = ""
-        C, decode = method.continuation.segment_tokens, method.continuation.decode
+        C, decode = method.segment_tokens, method.decode
         self._stream = WholeForwards() if C is None else Stream(C, decode)
         self._wrong: Tensor | None = None
         """Tensor on the device: True if an input of a decode step was wrong. Read once per segment to avoid waits."""
@@ -258,7 +258,7 @@ class Session:
             later, before = seen > 0, torch.ones(len(arguments["input_ids"]), 0, dtype=torch.bool, device="cpu")
             segment_end = self._stream.segment_end(seen, OPEN if self._block else self._call.segment_end)
             if later:
-                method.continuation.check_turn(method.policy, cache)
+                method.check_turn(cache)
             elif cache is not None:
                 check_adoptable(cache)
         if not later:
@@ -269,9 +269,9 @@ class Session:
         span = later_span(self._architecture.vocabulary, arguments, cache, segment_end)
         self._stream.check_span(span)
         if span.padded:
-            method.continuation.check_padded(method.policy, cache)
+            method.check_padded(cache)
         if segment is None:
-            method.continuation.flush_pending(cache)
+            method.flush_pending(cache)
         return span
 
     def _segment_forward(self, cache: Any, arguments: Arguments, span: ForwardSpan) -> Forward:

@@ -33,7 +33,7 @@ from models_integration.session.inputs import (
     first_span,
     later_span,
 )
-from models_integration.session.segment import ObservedSegment
+from models_integration.session.observed import ObservedSegment
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.cache_argument import cache_name
-from models_integration.session.segment import ObservedSegment
+from models_integration.session.observed import ObservedSegment
 from models_integration.session.verbs import read
 from models_integration.studies.results import ERROR, Leases, Row
 from reference.policies import eviction_budget

@@ -24,7 +24,8 @@ from models_integration.model.cache_argument import CACHE, cache_name
 from models_integration.model.published_weights import located
 from models_integration.policies.methods import CrystalCache, method_of
 from models_integration.policies.tokenizer_values import sentence_ends
-from models_integration.session.segment import ObservedSegment, decide
+from models_integration.session.method import decide
+from models_integration.session.observed import ObservedSegment
 from models_integration.session.session import Session
 from models_integration.session.verbs import compact, observe, read
 from models_integration.studies.evidence.rules import AT_PROMPT

@@ -31,8 +31,8 @@ from transformers import (
 
 from models_integration import CrystalCache, Published, RetentionPolicy
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.scorer_records import DecideInSteps
 from models_integration.model.cache_argument import CACHE
+from models_integration.session.method import SteppingMethod
 from models_integration.session.segment import Segment
 from spec.errors import SpecError
 
@@ -183,7 +183,7 @@ def test_a_prefill_of_a_shape(shape: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_step_of_a_policy(models: Models, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy's cache stays at its budget; the other is cut back to as many slots before each step."""
     (model, bare), rounds = models, list[tuple[float, float]]()
-    ends, gathers = timed(monkeypatch, DecideInSteps, "after_step"), timed(monkeypatch, RetainedCache, "compact")
+    ends, gathers = timed(monkeypatch, SteppingMethod, "after_step"), timed(monkeypatch, RetainedCache, "compact")
     with Published(name, SLOTS)(model) as run:
         model(input_ids=ids_of(SLOTS + 1), use_cache=True, logits_to_keep=1)
         whole = DynamicCache(config=bare.config)

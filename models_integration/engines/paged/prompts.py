@@ -12,7 +12,7 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.engines.paged.pool import Pool
 from models_integration.model.architecture import Architecture
 from models_integration.model.layer_kinds import of_layer
-from models_integration.session.segment import ObservedSegment
+from models_integration.session.observed import ObservedSegment
 from spec.policy import Needs
 from spec.retention import Granularity
 

@@ -79,8 +79,8 @@ def check_served(architecture: Architecture, method: Any) -> None:
         raise SpecError(
             "model", architecture.name, "stores one latent for all heads (MLA), but pages store separate heads"
         )
-    policy, rule = method.policy, method.continuation
-    if policy.cadence.every is not None or rule.decode or rule.segment_tokens is not None:
+    policy = method.policy
+    if method.decode or method.segment_tokens is not None:
         raise SpecError(
             "policy", policy.name,
             "evicts while tokens are generated; use a policy that evicts after the prompt, such as snapkv",

@@ -19,7 +19,7 @@ from models_integration.engines.paged.prompts import BatchWatcher, Piece, Prompt
 from models_integration.engines.paged.seams import check_manager, check_seams, check_served
 from models_integration.model.architecture import BUSY, check_free, describe
 from models_integration.policies.methods import RetentionPolicy
-from models_integration.session.segment import decide
+from models_integration.session.method import decide
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 

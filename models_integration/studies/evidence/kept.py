@@ -13,8 +13,8 @@ import torch
 
 from models_integration.cache.continuation import Decision
 from models_integration.policies.methods import spelled
-from models_integration.session.method import Method
-from models_integration.session.segment import ObservedSegment, decide
+from models_integration.session.method import Method, decide
+from models_integration.session.observed import ObservedSegment
 from models_integration.session.verbs import observe
 from models_integration.studies.answers import cropped, needed, read_budget, retentions
 from models_integration.studies.subject import Subject
@@ -256,7 +256,7 @@ class Prompt:
 
 def steps(method: Method) -> bool:
     """Return True if a policy evicts while tokens are decoded."""
-    return method.policy.cadence.every is not None or method.continuation.decode
+    return method.decode
 
 
 def read_prompt(

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import transformers
 
-from models_integration.cache.decide_anew import DecideAnew
 from models_integration.session.method import Method
 from models_integration.studies.answers import attempted, read_budget
 from models_integration.studies.evidence.kept import (
@@ -181,7 +180,7 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
             raise SpecError("policies", name, f"always evicts only after the prompt, so leave out {AT_PROMPT}")
         if text != name:
             policy = replace(method.policy, cadence=SEGMENT_END)
-            method = replace(method, policy=policy, continuation=DecideAnew())
+            method = Method(policy, method.budget, method.backend, method.engine)
         found[name] = method
     if RANDOM_TRUNKS in rules.controls:
         method = subject.policy("crystalcache", budget).on(subject.model)

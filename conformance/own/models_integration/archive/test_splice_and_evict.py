@@ -18,10 +18,10 @@ from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import Library
 from models_integration.archive.splice import Chunk, compacted, computed, splice, upper_half
 from models_integration.archive.store import Archive
-from models_integration.cache.continuation import Nothing
-from models_integration.cache.crystal_states import DecodeRule
+from models_integration.cache.continuation import Continuation
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.rotation import Rotary, frequencies_at, plain_layers, recognise
+from models_integration.session.crystal import CrystalMethod
 from reference.crystalcache.activation import inverse_key_norms
 from reference.crystalcache.tail import join_chunk
 from reference.injection.wrappers import FORMS, wrap
@@ -129,8 +129,8 @@ def test_the_state_is_the_reference_s(gone: frozenset[int]) -> None:
         (before,) = states_of(cache).rows
         splice(cache, [compacted(chunk, kept)], rotary)
         keys = cache.keys_of(0)[0, :, -len(kept.positions) :].numpy()
-        rule = policy().method.continuation
-        assert isinstance(rule, DecodeRule)
+        rule = policy().method
+        assert isinstance(rule, CrystalMethod)
         expected = join_chunk(
             before, np.array(tokens), kept.positions, inverse_key_norms(keys), ENDS, BREATHING, rule.engine
         )
@@ -155,7 +155,7 @@ def test_states_that_do_not_know_all_of_it_are_forgotten() -> None:
         if outside:
             read(model, ids(2, 2), cache)
         splice(cache, [spliced], rotary)
-        assert cache.continuation == Nothing()
+        assert cache.continuation == Continuation()
         with policy()(model), pytest.raises(SpecError, match=r"do not cover all of them|layers that differ"):
             read(model, ids(4, 5), cache)
 
@@ -185,7 +185,7 @@ def test_what_is_taken_back_behind_a_chunk() -> None:
         assert states_of(cache).covers(50)
         assert states_of(cache).ids() == [ids(3, 4)[:1]]
         cache.crop(-2)
-    assert cache.continuation == Nothing()
+    assert cache.continuation == Continuation()
     assert cache.get_seq_length() == 48
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from models_integration import CrystalCache, FullCache, RetainedCache, RetentionPolicy, StreamingLLM
-from models_integration.cache.crystal_states import CrystalStates
+from models_integration.cache.continuation import CrystalStates
 from spec.parameters import TINY
 
 VOCABULARY = 131

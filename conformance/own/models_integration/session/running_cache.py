@@ -29,7 +29,7 @@ from models_integration import (
     Session,
     StreamingLLM,
 )
-from models_integration.cache.crystal_states import CrystalStates
+from models_integration.cache.continuation import CrystalStates
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
 from models_integration.cache.positions import EMPTY
 from models_integration.cache.ragged_layer import RaggedLayer, rectangle

@@ -13,7 +13,7 @@ from conformance.own.models_integration.session.sessions import T, breathing, me
 from models_integration import RetainedCache
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.splice import computed, splice
-from models_integration.cache.crystal_states import CrystalStates
+from models_integration.cache.continuation import CrystalStates
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.sliding_layer import GappedSlidingLayer

@@ -31,9 +31,9 @@ from conformance.own.models_integration.session.families import (
 from conformance.own.models_integration.session.masked import HeadSets, Masked
 from models_integration import CrystalCache, CustomPolicy, Published, RetainedCache, RetentionPolicy, Session, calibrate
 from models_integration.attention.capture import observing
-from models_integration.cache.crystal_states import DecodeRule
 from models_integration.model.architecture import attention_modules, describe
 from models_integration.policies.methods import policy_from_name
+from models_integration.session.crystal import CrystalMethod
 from reference.calibration import Calibration
 from reference.crystalcache import decode_step, empty_state, extend
 from reference.crystalcache.activation import inverse_key_norms
@@ -238,8 +238,8 @@ def breathing(budget: float | int = 0.5, **options: Any) -> CrystalCache:
 
 def now(cache: RetainedCache) -> tuple[DecodeState, ...]:
     """The states, with the tokens that still wait."""
-    rule = breathing().method.continuation
-    assert isinstance(rule, DecodeRule)
+    rule = breathing().method
+    assert isinstance(rule, CrystalMethod)
     flushed = rule.flushed(states_of(cache), cache.keys_of(0)).rows
     return tuple(replace(new, budget=old.budget) for new, old in zip(flushed, states_of(cache).rows, strict=True))
 
@@ -299,8 +299,8 @@ def check_states(policy: CrystalCache, texts: Iterable[Sequence[Tensor]]) -> Dec
     Returns:
         The state in the end.
     """
-    rule, model = policy.method.continuation, build("llama", dtype=torch.float64)
-    assert isinstance(rule, DecodeRule)
+    rule, model = policy.method, build("llama", dtype=torch.float64)
+    assert isinstance(rule, CrystalMethod)
     parameters, expected = rule.parameters, empty_state(policy.method.budget)
     observed = Observed(model, layer=parameters.observed_layer % 3)
     with policy(model) as run:
@@ -340,13 +340,13 @@ def check_continuation(model: PreTrainedModel, policy: RetentionPolicy) -> None:
     assert relative(Masked(model, prompt(PROMPT), range(PROMPT)).read(following), expected) > VISIBLE_EFFECT
 
 
-_CACHE = "models_integration.cache"
+_CACHE, _SESSION = "models_integration.cache", "models_integration.session"
 PLACES: dict[str, tuple[str, ...]] = {
     "before a layer": (),
     "after a layer": (),
     "decision": (
-        "models_integration.session.segment.decide", f"{_CACHE}.crystal_states.decode_step",
-        f"{_CACHE}.crystal_states.append", f"{_CACHE}.scorer_records.advance", f"{_CACHE}.scorer_records.take_up",
+        f"{_SESSION}.segment.decide", f"{_SESSION}.crystal.decode_step", f"{_SESSION}.crystal.append",
+        f"{_SESSION}.method.advance", f"{_SESSION}.method.take_up",
     ),
     "compaction": (
         f"{_CACHE}.dense_layer.gathered", f"{_CACHE}.ragged_layer._flattened",

@@ -29,8 +29,10 @@ from conformance.paths import DOCS
 from models_integration import RetainedCache, Session, policy_from_name
 from models_integration.cache import device_compaction
 from models_integration.cache.device_compaction import Chosen, read_retentions
+from models_integration.session.crystal import CrystalMethod
 from models_integration.session.device_choice import policy_on_device
 from models_integration.session.inputs import device_step
+from reference.backend import BACKEND as REFERENCE
 from reference.policies.layers import is_layerwise
 from reference.policies.names import POLICIES
 from spec.errors import SpecError
@@ -80,7 +82,8 @@ def test_a_session_on_a_device_is_the_session_on_the_host(name: str) -> None:
     host, device = models()
     method = method_on(name, host)
     found, reads, session = host_reads(method, device, N)
-    with Session(replace(method, engine=None), host) as run, torch.no_grad():
+    on_host = method if isinstance(method, CrystalMethod) else replace(method, engine=REFERENCE)
+    with Session(on_host, host) as run, torch.no_grad():
         given: dict[str, Any] = {"input_ids": text(N), "logits_to_keep": 1}
         for logits in found:
             torch.testing.assert_close(logits, host(**given, past_key_values=run.cache).logits, atol=1e-5, rtol=1e-5)
@@ -105,7 +108,7 @@ def test_padded_rows_that_are_chosen_on_the_device_are_those_of_the_host(name: s
     mask = torch.ones_like(ids)
     mask[2:, :17] = 0
     name, *block = name.split()
-    for engine in (BACKEND, None):
+    for engine in (BACKEND, REFERENCE):
         constants: dict[str, Any] = {"block": 8} if block else {}
         method = replace(policy_from_name(name, budget, backend="torch", **constants).on(host), engine=engine)
         with Session(method, host) as run, torch.no_grad():

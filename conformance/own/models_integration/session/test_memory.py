@@ -38,11 +38,11 @@ from conformance.strategies.numbers import seeds
 from models_integration import CustomPolicy, FullCache, RetainedCache, RetentionPolicy, Session, StreamingLLM, prefill
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
 from models_integration.cache.retained_cache import storage_bytes
-from models_integration.cache.scorer_records import join_layers
 from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.model.architecture import describe
 from models_integration.policies.methods import method_of
 from models_integration.session.cascade import Cascade, can_cascade
+from models_integration.session.method import join_layers
 from reference.policies import cake, diverse, in_blocks, pyramidkv, retain
 from reference.policies.layers import is_cascading
 from spec.budget import Budget
@@ -321,7 +321,8 @@ def check_cascade(
         for layer, weights in zip(scores, preferences, strict=True)
     ]
     cache = RetainedCache(LlamaConfig(num_hidden_layers=L))
-    cascade, tokens = Cascade(method_of(policy, budget), cache, copies), torch.rand(L, 2, rows, H, columns, 3)
+    method = method_of(policy, budget)
+    cascade, tokens = Cascade(method, cache, copies), torch.rand(L, 2, rows, H, columns, 3)
     slots = L * (max(min(n, max(B, W)) for n in sizes) + 2)
     for index, layer in enumerate(views):
         cache.update(tokens[index, 0], tokens[index, 1], index)
@@ -330,7 +331,7 @@ def check_cascade(
         held_slots = min(slots, (index + 1) * columns)
         assert storage_bytes(cache.full_layers) == 2 * rows * H * held_slots * 3 * 4
     padding = torch.tensor([columns - n for n in sizes]).repeat_interleave(copies)
-    found = join_layers(policy, cascade.read(padding if padding.any() else None)).retentions
+    found = join_layers(method, cascade.read(padding if padding.any() else None)).retentions
     freed = 2 * rows * H * L * columns * 3 * 4 - storage_bytes(cache.full_layers)
     assert cache.bytes_freed == freed
     for row, n in enumerate(sizes):

@@ -27,7 +27,7 @@ from models_integration import CustomPolicy, ObservedSegment, Published, Retaine
 from models_integration.archive.splice import computed
 from models_integration.model.rotation import recognise
 from models_integration.pocket import load_pocket_tokenizer
-from models_integration.session import rehearsal as module
+from models_integration.session import observed as module
 from models_integration.session.verbs import EVERYTHING
 from models_integration.studies.subject import SHIPPED, Loading
 from reference.policies import kvzip

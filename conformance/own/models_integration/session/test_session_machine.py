@@ -39,7 +39,7 @@ from conformance.own.models_integration.session.running_cache import (
 from conformance.own.models_integration.session.sessions import NOWHERE, PLACES, Trip
 from models_integration import Decision, RetainedCache, Session, compact, load_cache, save_cache
 from models_integration.archive.splice import compacted, computed, splice
-from models_integration.cache.continuation import Nothing
+from models_integration.cache.continuation import Continuation
 from models_integration.model.rotation import frequencies_at
 from spec.retention import Retention
 
@@ -272,7 +272,7 @@ class SessionMachine(RuleBasedStateMachine):
         """The last tokens are taken back."""
         if not self.runs(life) or n >= min(len(row.tokens) for row in life.rows):
             return
-        known = not isinstance(life.cache.continuation, Nothing)
+        known = life.cache.continuation != Continuation()
         if self.judge.attempt(life, lambda: life.cache.crop(-n)) != "done":
             return
         life.rows, life.columns = [row.cropped(n) for row in life.rows], life.columns - n
@@ -286,7 +286,7 @@ class SessionMachine(RuleBasedStateMachine):
         if not life.dead:
             self.judge.check_storage(life)
         if n and known:
-            kept = not isinstance(life.cache.continuation, Nothing)
+            kept = life.cache.continuation != Continuation()
             self.met(f"a crop after which the states are {'kept' if kept else 'forgotten'}")
 
     @rule(life=caches, fault=FAULTS)
@@ -345,7 +345,7 @@ class SessionMachine(RuleBasedStateMachine):
         def act() -> None:
             with trip.raised(self.model):
                 life.cache.compact(retentions(life, granularity, sets))
-            life.cache.continuation = Nothing()
+            life.cache.continuation = Continuation()
 
         ended = self.judge.attempt(life, act)
         assert (ended == "done") <= (not wrong), "a token that is not stored was kept"
@@ -379,7 +379,7 @@ class SessionMachine(RuleBasedStateMachine):
             life.rows, life.columns = [life.rows[0].read(chunk.ids)], start + len(chunk.ids)
             added = [start + at for at in kept]
             life.sets = [[[[*held, *added] for held in heads] for heads in life.sets[0]]]
-        known = not isinstance(life.cache.continuation, Nothing)
+        known = life.cache.continuation != Continuation()
         self.met(f"a chunk after which the states {'go on' if known else 'are forgotten'}")
         self.judge.check_storage(life)
 

@@ -52,7 +52,7 @@ from models_integration import RetainedCache, RetentionPolicy
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.splice import computed, splice, upper_half
 from models_integration.cache import snapshot as snapshot_module
-from models_integration.cache.crystal_states import Pending
+from models_integration.cache.continuation import Pending
 from models_integration.cache.positions import EMPTY
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cache.snapshot import load_cache, packed, save_cache, unpacked

@@ -42,7 +42,7 @@ from conformance.own.models_integration.session.sessions import (
     turn,
 )
 from models_integration import CrystalCache, CustomPolicy, RetainedCache, Session, StreamingLLM
-from models_integration.cache.crystal_states import Pending
+from models_integration.cache.continuation import Pending
 from reference.policies import h2o, rkv, tova
 from spec.errors import SpecError
 from spec.parameters import TINY

@@ -44,7 +44,7 @@ def answer(
 ) -> tuple[Answer, list[list[int]]]:
     """What is said, and the kept set of each group of the prompt; a policy with steps reads token by token."""
     method = policy.on(model)
-    steps = method.policy.cadence.every is not None or method.continuation.decode
+    steps = method.decode
     if steps and placement.dropped_slots:
         placement = replace(placement, prompt_ids=placement.prompt_ids[:-1], dropped_slots=0)
     stored: list[float] = []

@@ -1,149 +1,65 @@
-"""CrystalCache state of each row of a cache, from the prompt to decode steps and later segments."""
+"""CrystalCache on the rows of a cache: first prompts, later segments, decode steps and spliced chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from models_integration.cache.continuation import Decision, Nothing, ObservedRows
+from models_integration.cache.continuation import Continuation, CrystalStates, Decision, Pending
 from models_integration.cache.dense_layer import on_host
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.session.method import Method, check_layers_agree
+from models_integration.session.observed import ObservedSegment
 from reference.crystalcache import decode_step, empty_state, extend, start_state
 from reference.crystalcache.tail import append, join_chunk
 from reference.policies import retain
 from spec.arrays import Float64, Int64, IntVector, Vector
 from spec.backend import Backend
-from spec.budget import Budget
 from spec.decode import DecodeState
 from spec.errors import SpecError
 from spec.parameters import CrystalCacheParameters
-from spec.policy import LayerView, Needs, Observation, Policy
+from spec.policy import LayerView, Observation
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
-__all__ = ["CrystalStates", "DecodeRule", "Pending", "Spliced"]
+__all__ = ["CrystalMethod"]
 
 
-class Pending(Enum):
-    """How the model processed the pending tokens."""
+@dataclass(frozen=True, kw_only=True)
+class CrystalMethod(Method):
+    """CrystalCache with a budget. The cache contains the states of all rows.
 
-    DECODED = "decoded"
-    """In decode steps. D decays after each step."""
-    GENERATED = "generated"
-    """In steps of a session that evicts only after segments. D does not decay, but the steps are counted."""
-    READ = "read"
-    """Inside `reading()`. D does not decay, and the tokens are not counted as steps."""
-
-
-@dataclass(frozen=True)
-class Spliced:
-    """An archived chunk that was spliced into a session."""
-
-    after: int
-    """Number of pending tokens before the chunk."""
-    token_ids: Int64[IntVector, " n"]
-    kept: Int64[IntVector, " k"]
-    """Indices of the chunk's stored tokens inside the chunk, ascending."""
-
-
-@dataclass(frozen=True)
-class CrystalStates:
-    """States of all rows of a batch, and tokens that are not yet part of the states.
+    If `decode` is True, a breath evicts tokens after every T_breath decode steps. If `decode` is False, eviction
+    follows only segments, and tokens of decode steps are pending until the next segment.
 
     Attributes:
-        rows: one state per row. Empty before the first segment if a session begins with a chunk.
-        columns: number of columns that the cache had seen when the states were computed, including padding.
-        pending: ids (rows, n) of the later tokens, in order. These tokens join the tails when a state is needed.
-        pending_tokens: number of pending columns, without chunks.
-        kind: how the model processed the pending tokens.
-        spliced: chunks between the pending tokens, in order. All rows have the same chunks.
-    """
-
-    rows: tuple[DecodeState, ...] = ()
-    columns: int = 0
-    pending: tuple[Tensor, ...] = ()
-    pending_tokens: int = 0
-    kind: Pending = Pending.GENERATED
-    spliced: tuple[Spliced, ...] = ()
-
-    @property
-    def seen(self) -> int:
-        """Number of columns in the states, including pending tokens and chunks."""
-        return self.columns + self.pending_tokens + sum(len(chunk.token_ids) for chunk in self.spliced)
-
-    def covers(self, columns: int) -> bool:
-        """Return True if the states include all `columns` columns that a cache has seen."""
-        return bool(self.rows or self.spliced) and self.seen == columns
-
-    def read(self, ids: Tensor, kind: Pending) -> "CrystalStates":
-        """Return the states with these tokens (rows, n) pending until the next decision about eviction."""
-        pending, tokens = (*self.pending, ids.detach().clone()), self.pending_tokens + ids.shape[1]
-        return CrystalStates(self.rows, self.columns, pending, tokens, kind, self.spliced)
-
-    def splice(self, token_ids: Int64[IntVector, " n"], kept: Int64[IntVector, " k"]) -> "CrystalStates":
-        """Return the states with a chunk spliced in after all tokens."""
-        return replace(self, spliced=(*self.spliced, Spliced(self.pending_tokens, token_ids, kept)))
-
-    def select(self, rows: Tensor) -> "CrystalStates":
-        """Return the states of the rows of the batch with these indices."""
-        states = tuple(self.rows[row] for row in rows.tolist()) if self.rows else ()
-        return replace(self, rows=states, pending=tuple(ids[rows.to(ids.device)] for ids in self._joined()))
-
-    def crop(self, tokens: int) -> "CrystalStates | Nothing":
-        """Remove the last tokens. Return Nothing if a state includes a removed token, or if a chunk follows it."""
-        left = self.pending_tokens - tokens
-        if left < max((chunk.after for chunk in self.spliced), default=0):
-            return Nothing()
-        pending = tuple(ids[:, :left] for ids in self._joined()) if left else ()
-        return replace(self, pending=pending, pending_tokens=left)
-
-    def ids(self) -> list[list[int]]:
-        """Return the pending token ids of each row."""
-        return [row for ids in self._joined() for row in ids.tolist()] or [[] for _ in self.rows]
-
-    def _joined(self) -> tuple[Tensor, ...]:
-        return (torch.cat(self.pending, dim=1),) if self.pending else ()
-
-
-@dataclass(frozen=True)
-class DecodeRule:
-    """Rule for later decisions of CrystalCache. The cache stores the states, and the rule stores nothing.
-
-    Attributes:
-        decode: if True, a breath evicts tokens after every T_breath decode steps. If False, eviction follows only
-            segments, and tokens of decode steps are pending until the next segment.
+        sentence_ends: ids of the tokens that end a sentence.
+        parameters: constants of the policy.
         stream: if True, a segment ends after every C tokens, independent of the forward passes.
     """
 
     sentence_ends: frozenset[int]
     parameters: CrystalCacheParameters
-    engine: Backend
-    budget: Budget
-    decode: bool = False
     stream: bool = False
-    step_needs: ClassVar[Needs] = Needs()
 
     @property
     def segment_tokens(self) -> int | None:
         """Number of tokens in a segment of a stream, or None if segments end with forward passes."""
         return self.parameters.C if self.stream else None
 
-    def decide_prompt(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
+    def decide_prompt(self, observed: ObservedSegment) -> Decision:
         """Apply S1 to S6 to first prompts, and make the states for later decisions."""
         retentions, all_records, states = [], [], []
         for row in observed.prompts:
-            observation = observed.prompt(row, policy.granularity)
-            retention, records = retain(policy, budget, observation)
+            observation = observed.prompt(row, self.policy.granularity)
+            retention, records = retain(self.policy, self.budget, observation)
             assert records is not None
             state = self.started(records, observation)
             retentions.append(retention)
             all_records.append(records)
             states += [] if state is None else [state]
-        known = CrystalStates(tuple(states), observed.columns) if states else Nothing()
+        known = CrystalStates(tuple(states), observed.columns) if states else Continuation()
         return Decision(tuple(retentions), known, tuple(all_records))
 
     def started(self, records: CrystalRetention, observation: Observation) -> DecodeState | None:
@@ -155,26 +71,23 @@ class DecodeRule:
         norms = self.engine.breath.inverse_key_norms(view.k)
         return start_state(records, observation.token_ids, norms, self.budget, self.parameters)
 
-    def check_turn(self, policy: Policy, cache: RetainedCache) -> None:
+    def check_turn(self, cache: RetainedCache) -> None:
         """Check that a later segment can follow.
 
         Raises:
             SpecError: if layers store different positions.
         """
-        if cache.layers_differ:
-            raise SpecError(
-                "past_key_values", "layers that differ", f"{policy.name} needs the same tokens in all layers and heads"
-            )
+        check_layers_agree(self.policy, cache)
 
-    def check_padded(self, policy: Policy, cache: RetainedCache) -> None:
+    def check_padded(self, cache: RetainedCache) -> None:
         """Accept padded turns."""
 
-    def decide_turn(self, policy: Policy, budget: Budget, observed: ObservedRows) -> Decision:
+    def decide_turn(self, observed: ObservedSegment) -> Decision:
         """Apply S1 to S6 to later segments, starting from the states."""
-        before, states = observed.continuation, []
+        before, states = observed.cache.continuation, []
         assert isinstance(before, CrystalStates)
         for row in observed.prompts:
-            (view,) = observed.stored(row, policy.granularity).layers.values()
+            (view,) = observed.stored(row, self.policy.granularity).layers.values()
             states.append(self.extended(before.rows[row], view, observed.token_ids(row)))
         retentions = tuple(Retention.shared(state.stored, state.seen) for state in states)
         return Decision(retentions, CrystalStates(tuple(states), before.seen + observed.columns))
@@ -186,7 +99,7 @@ class DecodeRule:
             scaling=view.scaling, softcap=view.softcap, sinks=view.sinks,
         )
 
-    def before_step(self, policy: Policy, cache: RetainedCache) -> None:
+    def before_step(self, cache: RetainedCache) -> None:
         """Check that a decode step can follow.
 
         Raises:
@@ -196,9 +109,7 @@ class DecodeRule:
             _covering(cache)
         self._flush_others(cache, Pending.DECODED if self.decode else Pending.GENERATED)
 
-    def after_step(
-        self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows | None,
-    ) -> None:
+    def after_step(self, cache: RetainedCache, ids: Tensor, observed: ObservedSegment | None) -> None:
         """Record a decoded token (rows, 1), pending until a breath is due. A session's first token makes the states."""
         first = cache.get_seq_length() == ids.shape[1]
         states = CrystalStates((empty_state(self.budget),) * len(ids)) if first else cache.continuation
@@ -207,13 +118,11 @@ class DecodeRule:
             if self.due(cache.continuation):
                 self.flush_pending(cache)
 
-    def before_reading(self, policy: Policy, cache: RetainedCache) -> None:
+    def before_reading(self, cache: RetainedCache) -> None:
         """Process pending tokens of a different kind before tokens are read without eviction."""
         self._flush_others(cache, Pending.READ)
 
-    def after_reading(
-        self, policy: Policy, budget: Budget, cache: RetainedCache, ids: Tensor, observed: ObservedRows,
-    ) -> None:
+    def after_reading(self, cache: RetainedCache, ids: Tensor, observed: ObservedSegment) -> None:
         """Record tokens (rows, n) that were read without eviction. The tokens are pending, and not decode steps."""
         if isinstance(cache.continuation, CrystalStates):
             cache.continuation = cache.continuation.read(ids, Pending.READ)
@@ -261,24 +170,25 @@ class DecodeRule:
 
 
 def _followed(
-    rule: DecodeRule, state: DecodeState, ids: Sequence[int], norms: Float64[Vector, " stored"], states: CrystalStates,
+    method: CrystalMethod, state: DecodeState, ids: Sequence[int], norms: Float64[Vector, " stored"],
+    states: CrystalStates,
 ) -> DecodeState:
     """Return the state of one row after its pending tokens and chunks. `norms` has their stored keys' inverse norms."""
-    constants, chunks, at = (rule.sentence_ends, rule.parameters, rule.engine), list(states.spliced), 0
+    constants, chunks, at = (method.sentence_ends, method.parameters, method.engine), list(states.spliced), 0
     for place in range(len(ids) + 1):
         while chunks and chunks[0].after == place:
             chunk = chunks.pop(0)
             own = norms[at : at + len(chunk.kept)]
             state, at = join_chunk(state, chunk.token_ids, chunk.kept, own, *constants), at + len(own)
         if place < len(ids):
-            state, at = _joined_by(rule, state, ids[place], float(norms[at]), states.kind), at + 1
+            state, at = _joined_by(method, state, ids[place], float(norms[at]), states.kind), at + 1
     return state
 
 
-def _joined_by(rule: DecodeRule, state: DecodeState, token: int, norm: float, kind: Pending) -> DecodeState:
+def _joined_by(method: CrystalMethod, state: DecodeState, token: int, norm: float, kind: Pending) -> DecodeState:
     """Return the state after one token that the model processed as `kind` says."""
     if kind is Pending.DECODED:
-        return decode_step(state, token, norm, rule.sentence_ends, rule.parameters, rule.engine)
+        return decode_step(state, token, norm, method.sentence_ends, method.parameters, method.engine)
     after = append(state, token, norm)
     return replace(after, step=state.step) if kind is Pending.READ else after
 

@@ -1,0 +1,341 @@
+"""Capture of the tokens and attention inputs of a segment, and of KVzip's repetition of a prompt."""
+
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from models_integration.attention.capture import Attended, Recorder, Repeated, observing
+from models_integration.cache.dense_layer import RetainedLayer
+from models_integration.cache.retained_cache import RetainedCache
+from models_integration.model.architecture import Architecture, restored_rotation
+from models_integration.model.cache_argument import cache_name
+from models_integration.model.layer_kinds import of_layer
+from reference.policies.kvzip import rehearsal_chunks
+from spec.arrays import IntVector
+from spec.policy import Needs, Observation, Rehearsal
+from spec.retention import Granularity
+
+__all__ = ["ObservedSegment", "SegmentTokens", "Stopwatch"]
+
+
+class Stopwatch:
+    """Measure the seconds of each stage. On CUDA, events on the device measure the stages without a wait.
+
+    The time of an inner stage does not count for the outer stage.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._events: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._open = ""
+        self.device = torch.device("cpu")
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time of the `with` block to a stage."""
+        outer, self._open = self._open, name
+        if self.device.type == "cuda":
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            stream = torch.cuda.current_stream(self.device)
+            first.record(stream)
+            yield
+            last.record(stream)
+            self._events.append((name, outer, first, last))
+        else:
+            start = time.perf_counter()
+            yield
+            self._add(name, outer, time.perf_counter() - start)
+        self._open = outer
+
+    def _add(self, name: str, outer: str, seconds: float) -> None:
+        self._seconds[name] += seconds
+        self._seconds[outer] -= seconds
+
+    def read(self) -> dict[str, float]:
+        """Wait for the device, and return the seconds of each stage so far."""
+        for name, outer, first, last in self._events:
+            last.synchronize()
+            self._add(name, outer, first.elapsed_time(last) / 1e3)
+        self._events.clear()
+        return {name: seconds for name, seconds in self._seconds.items() if name}
+
+
+class SegmentTokens:
+    """Columns of a segment that the model has processed so far, in one or more pieces."""
+
+    def __init__(self) -> None:
+        self._ids: list[Tensor] = []
+        self._is_token: list[Tensor] = []
+
+    def add(self, input_ids: Tensor, is_token: Tensor) -> None:
+        """Append columns (rows, n). `is_token` (rows, n) is False for padding."""
+        self._ids.append(input_ids)
+        self._is_token.append(is_token)
+
+    def __len__(self) -> int:
+        return sum(ids.shape[1] for ids in self._ids)
+
+    @property
+    def input_ids(self) -> Tensor:
+        """Ids of all columns, (rows, columns)."""
+        return torch.cat(self._ids, dim=1)
+
+    @property
+    def is_token(self) -> Tensor:
+        """Mask of all columns, (rows, columns): True for a token, False for padding."""
+        return torch.cat(self._is_token, dim=1)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Number of padding columns of each row, (rows,). None if no row has padding."""
+        is_token = self.is_token
+        return None if bool(is_token.all()) else (~is_token).sum(dim=1)
+
+    def token_ids(self, row: int) -> IntVector:
+        """Return the token ids of one row, without padding."""
+        ids: IntVector = self.input_ids[row][self.is_token[row]].numpy()
+        return ids
+
+
+class ObservedSegment:
+    """Captured token ids, queries, keys and values of a prompt, a turn or a decode step.
+
+    The model's attention fills an ObservedSegment. Several policies can decide from one ObservedSegment (see `decide`).
+
+    Args:
+        needs: tensors to capture.
+        cache: cache to which the model appends the tokens.
+        rows_per_prompt: number of rows of the batch for each prompt, such as beams or returned sequences.
+        lse: if True, also capture the log-sum-exp of layers whose attention computes the log-sum-exp anyway.
+
+    Attributes:
+        cache: the given cache. After `observe`, this is the full cache.
+        logits: logits (rows, 1, vocabulary) of the last column after `observe`. After `read`, logits of `last` columns.
+    """
+
+    def __init__(
+        self, needs: Needs, architecture: Architecture, cache: RetainedCache, *, rows_per_prompt: int = 1,
+        lse: bool = False,
+    ) -> None:
+        self.architecture, self.cache, self.rows_per_prompt = architecture, cache, rows_per_prompt
+        self.recorder = Recorder(needs, latent=architecture.latent)
+        self.text, self.watch = SegmentTokens(), Stopwatch()
+        self.logits: Tensor | None = None
+        self._decided = architecture.full_layers
+        """Layers whose kept tokens are selected."""
+        self.later = cache.get_seq_length() > 0
+        """True if the cache contains earlier segments."""
+        self._lse = lse
+
+    def read(self, ids: Tensor, is_token: Tensor, device: torch.device | None = None) -> None:
+        """Append columns (rows, n). `is_token` (rows, n) is False for padding.
+
+        Args:
+            device: device of the forward pass. Default: the device of `ids`.
+        """
+        self.text.add(ids, is_token)
+        self.watch.device = device or ids.device
+        if self.later:
+            self.recorder.hidden = int((~self.text.is_token).sum(dim=1).max())
+
+    def rehearse(self) -> None:
+        """After the prompts, let the model repeat the prompts if the policy needs repetition."""
+        rehearsal = self.recorder.needs.rehearsal
+        if rehearsal is not None:
+            with self.watch.stage("rehearsal"):
+                repeats = rehearse(self.architecture, self.cache, self.text.input_ids, rehearsal, self.watch.device)
+                self.recorder.rehearsed(repeats)
+
+    @property
+    def columns(self) -> int:
+        """Number of columns processed so far."""
+        return len(self.text)
+
+    @property
+    def prompts(self) -> Sequence[int]:
+        """First row of each prompt."""
+        return range(0, len(self.text.is_token), self.rows_per_prompt)
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Layers whose attention inputs are captured."""
+        return self.architecture.watched(self.recorder.needs)
+
+    def wants_lse(self, layer: int) -> bool:
+        """Return True if the log-sum-exp of the layer is wanted. Only a first prompt without padding is supported."""
+        return self._lse and not self.later and layer in self.layers and self.text.padding is None
+
+    def attended(self, module: nn.Module, seen: Attended) -> None:
+        """Record the attention inputs of a layer, after the attention."""
+        self.recorder.record(module, seen)
+
+    def prompt(self, row: int, granularity: Granularity) -> Observation:
+        """Return the observation of a first prompt, without padding."""
+        with self.watch.stage("capture"):
+            is_token = self.text.is_token[row]
+            ids = self.token_ids(row) if self.recorder.needs.token_ids else None
+            views, groups = self.recorder.views(row, is_token, is_token), self._groups(granularity)
+            first = groups * self.architecture.full_layers.index(self._decided[0])
+            return Observation(int(is_token.sum()), groups, ids, views, first=first)
+
+    def stored(self, row: int, granularity: Granularity) -> Observation:
+        """Return the observation of all stored tokens. The heads of a layer must store equally many tokens."""
+        with self.watch.stage("capture"):
+            return observe_shared(
+                self.cache, self.recorder, self.layers, self._groups(granularity), row, self.text.is_token[row]
+            )
+
+    def kept_sets(self, row: int, granularity: Granularity) -> tuple[list[IntVector], list[Observation]]:
+        """Return the stored positions of each kept set, and one observation of all kept sets or one per kept set."""
+        if self.cache.layers_differ:
+            with self.watch.stage("capture"):
+                return observe_each_set(self.cache, self.recorder, self.architecture, granularity, row)
+        observation = self.stored(row, granularity)
+        return [self.cache.stored_positions(row).numpy()] * observation.groups, [observation]
+
+    def sets_of_a_layer(self, granularity: Granularity) -> int:
+        """Return the number of kept sets of one layer: the number of KV heads if heads differ, otherwise 1."""
+        return self.cache.full_layers[0].heads if granularity is Granularity.HEAD else 1
+
+    def _groups(self, granularity: Granularity) -> int:
+        """Return the number of kept sets that the policy selects."""
+        layers = 1 if granularity is Granularity.MODEL else len(self._decided)
+        return layers * self.sets_of_a_layer(granularity)
+
+    def token_ids(self, row: int) -> IntVector:
+        """Return the token ids of one row, without padding."""
+        return self.text.token_ids(row)
+
+    def of_layer(self, layer: int) -> "ObservedSegment":
+        """Return an ObservedSegment that has only one layer."""
+        one, recorder = copy.copy(self), self.recorder
+        one.recorder = replace(recorder, seen={layer: recorder.seen[layer]})
+        one._decided = (layer,)
+        return one
+
+    def narrowed(self, needs: Needs) -> "ObservedSegment":
+        """Return an ObservedSegment that has only the tensors of `needs`.
+
+        Raises:
+            SpecError: if a needed tensor was not captured.
+        """
+        if needs == self.recorder.needs:
+            return self
+        narrow = copy.copy(self)
+        narrow.recorder = self.recorder.narrowed(needs, self.architecture.watched(needs))
+        return narrow
+
+
+def observe_shared(
+    cache: RetainedCache, recorder: Recorder, layers: Sequence[int], groups: int, row: int, queries: Tensor,
+) -> Observation:
+    """Return the observation of one row. `queries` is the mask (n,) of the columns with tokens of the row."""
+    every = slice(None)
+    views = {
+        layer: recorder.view(layer, row, every, _layer(cache, layer), every, queries) for layer in layers
+    }
+    return Observation(_seen(cache, row), groups, None, views)
+
+
+def observe_each_set(
+    cache: RetainedCache, recorder: Recorder, architecture: Architecture, granularity: Granularity, row: int,
+) -> tuple[list[IntVector], list[Observation]]:
+    """Return the stored positions and the observation of each kept set of a row. A kept set is a layer or a head."""
+    live: list[IntVector] = []
+    shown = []
+    for index in architecture.full_layers:
+        layer = _layer(cache, index)
+        G = of_layer(architecture.config, "num_attention_heads", index) // layer.heads
+        size = 1 if granularity is Granularity.HEAD else layer.heads
+        for first in range(0, layer.heads, size):
+            queries = slice(first * G, (first + size) * G)
+            view = recorder.view(index, row, queries, layer, slice(first, first + size))
+            live.append(layer.head_positions(row, first).numpy())
+            shown.append(Observation(_seen(cache, row), 1, None, {index: view}))
+    return live, shown
+
+
+def _layer(cache: RetainedCache, index: int) -> RetainedLayer:
+    layer = cache.layers[index]
+    assert isinstance(layer, RetainedLayer)
+    return layer
+
+
+def _seen(cache: RetainedCache, row: int) -> int:
+    return int(cache.tokens[row if len(cache.tokens) > 1 else 0])
+
+
+class _Watcher:
+    """Record the queries and keys of each layer, and remove the repeated tokens after the attention of the layer."""
+
+    def __init__(self, cache: RetainedCache) -> None:
+        self.cache, self._before = cache.branch(), cache
+        self.attention: dict[int, tuple[Tensor, Tensor]] = {}
+        self.norms: dict[int, Tensor] = {}
+
+    def wants_lse(self, layer: int) -> bool:
+        """Return False: the log-sum-exp is not needed."""
+        return False
+
+    def attended(self, module: nn.Module, seen: Attended) -> None:
+        """After the attention of a layer, keep the queries and keys of the repeat, and restore the layer."""
+        index, r = seen.layer, seen.query.shape[2]
+        self.attention[index] = seen.query.detach(), seen.key[:, :, -r:].detach().clone()
+        self.cache.layers[index] = copy.copy(self._before.layers[index])
+
+    def reads(self, index: int) -> Callable[..., None]:
+        """Return a hook for the attention of a layer that records the norms of the hidden states."""
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            self.norms[index] = hidden.detach().double().norm(dim=-1)
+
+        return note
+
+
+def rehearse(
+    architecture: Architecture, cache: RetainedCache, input_ids: Tensor, rehearsal: Rehearsal, device: torch.device,
+) -> dict[int, tuple[Repeated, ...]]:
+    """Let the model repeat each chunk after the prompts in a cache. The tensors of the cache are not changed.
+
+    Implements: PO-REHEARSAL
+
+    Args:
+        architecture: description of the model.
+        cache: cache with all tokens of the prompts.
+        input_ids: (rows, n), without padding, on the host.
+        rehearsal: settings of the repetition.
+        device: device of the model's inputs.
+
+    Returns:
+        Queries, keys and norms of each full-attention layer, one entry for each chunk.
+    """
+    found: dict[int, list[Repeated]] = {layer: [] for layer in architecture.full_layers}
+    rows = [rehearsal_chunks(ids, rehearsal) for ids in input_ids.numpy()]
+    for parts in zip(*rows, strict=True):
+        (start, stop, _), watcher = parts[0], _Watcher(cache)
+        hooks = [
+            architecture.attention[layer].register_forward_pre_hook(watcher.reads(layer), with_kwargs=True)
+            for layer in found
+        ]
+        ids = torch.from_numpy(np.stack([one for _, _, one in parts])).to(device, non_blocking=True)
+        try:
+            with (
+                torch.no_grad(), restored_rotation(architecture.decoder),
+                observing(architecture, watcher.cache, watcher, found),
+            ):
+                given = {cache_name(architecture.decoder): watcher.cache}
+                architecture.decoder.forward(input_ids=ids, use_cache=True, **given)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for layer, (q, k) in watcher.attention.items():
+            found[layer].append(Repeated(start, stop, q, k, watcher.norms[layer]))
+    return {layer: tuple(repeats) for layer, repeats in found.items()}
