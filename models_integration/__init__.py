@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         policy_from_name,
         prefill,
     )
-    from models_integration.policies.tokenizer_values import repeat_template, sentence_ends
+    from models_integration.policies.values import repeat_template, sentence_ends
     from models_integration.session.method import decide
     from models_integration.session.observed import ObservedSegment
     from models_integration.session.session import Session
@@ -48,7 +48,7 @@ _HOME = {
     "Published": "policies.methods", "policy_from_name": "policies.methods",
     "calibrate": "policies.calibration", "Session": "session.session",
     "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",
-    "sentence_ends": "policies.tokenizer_values", "repeat_template": "policies.tokenizer_values",
+    "sentence_ends": "policies.values", "repeat_template": "policies.values",
 }
 
 

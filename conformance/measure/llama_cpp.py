@@ -30,7 +30,7 @@ from models_integration.engines.keep import keep
 from models_integration.engines.llama_cpp import LlamaSequence
 from models_integration.model.published_weights import WEIGHTS, download_wheel, located
 from models_integration.policies.methods import policy_from_name
-from models_integration.policies.tokenizer_values import sentence_ends
+from models_integration.policies.values import sentence_ends
 from spec.retention import Retention
 
 LATER = 48

@@ -23,7 +23,7 @@ from models_integration import RetentionPolicy
 from models_integration.engines.paged import PagedSession
 from models_integration.model.published_weights import located
 from models_integration.policies.methods import policy_from_name
-from models_integration.policies.tokenizer_values import sentence_ends
+from models_integration.policies.values import sentence_ends
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from models_integration.cache.continuation import Continuation, CrystalStates
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer, SplicedTokens
+from models_integration.cache.fixed_size_layers import GappedSlidingLayer
 from models_integration.cache.positions import EMPTY, StoredRows, filled
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.model.architecture import restored_rotation
 from models_integration.model.rotation import Rotary, angles_between, frequencies_at, plain_layers, prefilled, turned
 from spec.errors import SpecError

@@ -5,11 +5,12 @@ inputs to the layer's watcher. The model's config has the new name only during a
 """
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -19,8 +20,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from models_integration.attention.masks import AttentionFunction, LayerMasks, chosen_alone, retained_mask
-from models_integration.attention.ragged_attention import ragged_attention
+from models_integration.attention.cached_attention import (
+    AttentionFunction,
+    LayerMasks,
+    chosen_alone,
+    ragged_attention,
+    retained_mask,
+)
 from models_integration.cache.dense_layer import RetainedLayer, on_host
 from models_integration.cache.positions import EMPTY, shown_columns
 from models_integration.cache.ragged_layer import RaggedLayer
@@ -67,16 +73,16 @@ def reads_attention(needs: Needs) -> bool:
     return needs.layers != "none" and (needs.query_rows != 0 or needs.rehearsal is not None)
 
 
-class Watcher(Protocol):
+class Watcher(ABC):
     """Observer that is called at each attention step of the observed layers."""
 
     def wants_lse(self, layer: int) -> bool:
-        """Return True if the log-sum-exp of the layer's attention is useful."""
-        ...
+        """Return True if the log-sum-exp of the layer's attention is useful. Default: it is not."""
+        return False
 
+    @abstractmethod
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """Handle the inputs of a layer's attention, after the last use of the keys and values in this forward pass."""
-        ...
 
 
 class Repeated(NamedTuple):

@@ -1,11 +1,15 @@
-"""Test, with three tokens, that a model's attention uses the tensors that the cache returns.
+"""Tests, with a few tokens, that a model's attention uses the cache's tensors, and that recurrent layers continue.
 
 A policy scores the tensors passed to attention, and evicts tokens stored in the cache. If heads store different tokens,
 attention runs on the cache's storage. Both are correct only if the model passes the cache's own tensors to attention.
+
+In some releases of transformers, recurrent layers lose the state if several tokens follow earlier tokens, or process
+padding as tokens. The full cache of such a model is wrong, and a comparison with the same code cannot detect the error.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -13,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models_integration.attention.capture import OTHER_TENSORS, Attended, observing, reads_attention
-from models_integration.attention.recurrence import check_turns
+from models_integration.attention.capture import OTHER_TENSORS, Attended, Watcher, observing, reads_attention
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
 from models_integration.cache.positions import EMPTY, StoredRows
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, device_of
+from models_integration.model.cache_argument import cache_name
 from models_integration.model.isolated_forward import (
     FORWARD_ERRORS,
     isolated_forward,
@@ -31,9 +35,9 @@ from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
 
-__all__ = ["check_handover", "check_readable"]
+__all__ = ["check_handover", "check_readable", "check_recurrence"]
 
-_TOKENS = 3
+_TOKENS, _PADDING = 3, 3
 # Number of tokens in the test of eviction, and the tokens that are kept.
 _SEEN, _KEPT = 8, [0, 3, 4, 7]
 _BY_SLOT = "the attention depends on the distance between cache slots, as with ALiBi, and eviction changes the distance"
@@ -46,6 +50,21 @@ _INDEXED = (
 _OWN_POSITIONS = "the model numbers positions by a separate rule, which differs from the positions of kvspec"
 _UNSEEN = "the attention cannot be observed, because the model does not use the attention interface of transformers"
 _OWN_MASK = "the model makes a separate attention mask"
+_NUMBERS = "the decoder also numbers padding positions: pass rows of equal length"
+_TURN = "the recurrent layers lose the state if a later forward pass has several tokens: pass later text token by token"
+_PADDED = "the recurrent layers process padding like tokens: pass rows of equal length"
+_PADDED_TURN = "in later forward passes, the recurrent layers process padding like tokens: pass rows of equal length"
+
+# Tests that each decoder has passed. Failed tests are repeated at the next use.
+_PASSED: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
+
+
+def _run_once(architecture: Architecture, test: object, run: Callable[[], None]) -> None:
+    """Run a test that the decoder has not passed yet. `run` raises the error of a failed test."""
+    passed = _PASSED.setdefault(architecture.decoder, set())
+    if test not in passed:
+        run()
+        passed.add(test)
 
 
 def check_handover(architecture: Architecture, needs: Needs, granularity: Granularity) -> None:
@@ -61,19 +80,19 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
     for token_id in (token_id for part in asked for token_id in part):
         if token_id >= architecture.vocabulary:
             raise SpecError("template", token_id, f"must lie in [0, {architecture.vocabulary})")
-    handed = _handed(architecture)
-    if not handed.observed:
+    wrong, implementation = _wrong_inputs(architecture), architecture.config._attn_implementation
+    if "layers" in wrong:
         raise SpecError("model", architecture.name, _UNSEEN)
     if architecture.latent and granularity is Granularity.HEAD:
         raise SpecError("model", architecture.name, LATENTS)
     if architecture.indexed and (reads_attention(needs) or granularity is not Granularity.MODEL):
         raise SpecError("model", architecture.name, _INDEXED)
-    as_stored = handed.keys and (handed.values or not needs.values)
-    if architecture.watched(needs) and not (handed.queries and (as_stored or architecture.latent)):
+    stored = () if architecture.latent else ("keys", "values") if needs.values else ("keys",)
+    if architecture.watched(needs) and wrong & {"queries", *stored}:
         raise SpecError("model", architecture.name, OTHER_TENSORS)
-    _check_positions(architecture)
+    _run_once(architecture, (implementation, "positions"), partial(_check_positions, architecture))
     if needs.rehearsal is not None:
-        check_turns(architecture)
+        _check_turns(architecture)
     if granularity is not Granularity.MODEL:
         _check_apart(architecture, granularity)
 
@@ -84,23 +103,17 @@ def _check_positions(architecture: Architecture) -> None:
     Raises:
         SpecError: if the effects differ, as with ALiBi.
     """
-    known = _APART.setdefault(architecture.decoder, set())
-    key = architecture.config._attn_implementation, Granularity.MODEL
-    if key in known:
-        return
     rotated = any("inv_freq" in name for name, _ in architecture.decoder.named_buffers())
     if architecture.takes_positions and (architecture.wraps or not rotated):
         _check_numbering(architecture)
     if architecture.wraps or not architecture.causal:
         _check_causal(architecture)
     if architecture.known_positions:
-        known.add(key)
         return
     with trial_forward(architecture, "a token after eviction"):
         evicted, masked = _after_eviction(architecture, gather=True), _after_eviction(architecture, gather=False)
     if not states_agree(evicted, masked):
         raise SpecError("model", architecture.name, _BY_SLOT)
-    known.add(key)
 
 
 def _check_numbering(architecture: Architecture) -> None:
@@ -158,80 +171,56 @@ def check_readable(architecture: Architecture, cache: RetainedCache) -> None:
 
 
 def _check_apart(architecture: Architecture, granularity: Granularity) -> None:
-    known = _APART.setdefault(architecture.decoder, set())
-    key = architecture.config._attn_implementation, granularity
-    if key in known:
-        return
-    reason = _read_apart(architecture, granularity)
-    if reason is not None:
-        bound = f"needs the same tokens in all layers and heads of the cache: {reason}"
-        raise SpecError("model", architecture.name, bound)
-    known.add(key)
+    test = architecture.config._attn_implementation, granularity
+    _run_once(architecture, test, partial(_read_apart, architecture, granularity))
 
 
-@dataclass(frozen=True)
-class _Handed:
-    """Result of the test: whether each full-attention layer uses the cache's tensors and a single set of queries."""
-
-    keys: bool
-    values: bool
-    queries: bool
-    observed: bool
-    """True if every full-attention layer was observed."""
-
-    @property
-    def all(self) -> bool:
-        """Return True if all conditions are satisfied."""
-        return self.keys and self.values and self.queries and self.observed
-
-
-class _Watcher:
+class _Watcher(Watcher):
     """Watcher that compares each layer's attention inputs with the cache's tensors, and records the masks."""
 
     def __init__(self, cache: RetainedCache) -> None:
-        self.keys = self.values = self.queries = True
+        self.wrong = set[str]()
         self.asked = dict[int, Tensor]()
         self.masks: list[object] = []
         self._cache = cache
-
-    def wants_lse(self, layer: int) -> bool:
-        """Return False: the log-sum-exp is not needed."""
-        return False
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """Compare the inputs of a layer's attention with the cache."""
         layer = self._cache.layers[seen.layer]
         assert isinstance(layer, RetainedLayer)
-        self.keys &= seen.key is layer.keys
-        self.values &= seen.value is layer.values
+        same = {
+            "keys": seen.key is layer.keys, "values": seen.value is layer.values,
+            "queries": self.asked.setdefault(seen.layer, seen.query) is seen.query,
+        }
+        self.wrong |= {name for name, agrees in same.items() if not agrees}
         self.masks.append(seen.mask)
-        self.queries &= self.asked.setdefault(seen.layer, seen.query) is seen.query
 
 
-# Results of successful tests, by decoder and attention implementation. Failed tests are repeated at the next use.
-_HANDED: WeakKeyDictionary[nn.Module, dict[str, _Handed]] = WeakKeyDictionary()
-_APART: WeakKeyDictionary[nn.Module, set[tuple[str, Granularity]]] = WeakKeyDictionary()
-
-
-def _handed(architecture: Architecture) -> _Handed:
-    known = _HANDED.setdefault(architecture.decoder, {})
-    implementation = architecture.config._attn_implementation
-    if implementation not in known or not known[implementation].all:
-        cache = RetainedCache(architecture.config)
-        watcher = _Watcher(cache)
-        with (
-            trial_forward(architecture, f"{_TOKENS} tokens"),
-            observing(architecture, cache, watcher, architecture.full_layers),
-        ):
-            read_tokens(architecture, cache, _TOKENS)
-        observed = set(architecture.full_layers) <= set(watcher.asked)
-        known[implementation] = _Handed(watcher.keys, watcher.values, watcher.queries, observed)
-    return known[implementation]
-
-
-def _read_apart(architecture: Architecture, granularity: Granularity) -> str | None:
-    """Evict a token from every second layer or head. Return the reason if the model then fails, otherwise None."""
+def _wrong_inputs(architecture: Architecture) -> set[str]:
+    """Return which inputs of attention differ: "keys", "values", "queries", or "layers" if a layer is not observed."""
+    passed, test = _PASSED.setdefault(architecture.decoder, set()), architecture.config._attn_implementation
+    if test in passed:
+        return set()
     cache = RetainedCache(architecture.config)
+    watcher = _Watcher(cache)
+    with (
+        trial_forward(architecture, f"{_TOKENS} tokens"),
+        observing(architecture, cache, watcher, architecture.full_layers),
+    ):
+        read_tokens(architecture, cache, _TOKENS)
+    wrong = watcher.wrong | (set() if set(architecture.full_layers) <= set(watcher.asked) else {"layers"})
+    if not wrong:
+        passed.add(test)
+    return wrong
+
+
+def _read_apart(architecture: Architecture, granularity: Granularity) -> None:
+    """Evict a token from every second layer or head, and let the model read a token.
+
+    Raises:
+        SpecError: if the model fails.
+    """
+    cache, reason = RetainedCache(architecture.config), ""
     try:
         with isolated_forward(architecture):
             with observing(architecture, cache):
@@ -240,12 +229,14 @@ def _read_apart(architecture: Architecture, granularity: Granularity) -> str | N
             with observing(architecture, cache):
                 read_tokens(architecture, cache, 1)
     except SpecError as error:
-        return error.bound
+        reason = error.bound
     except torch.OutOfMemoryError:
         raise
     except FORWARD_ERRORS as error:
-        return _OWN_MASK if _makes_masks(architecture) else f"{type(error).__name__}, {error}"
-    return None
+        reason = _OWN_MASK if _makes_masks(architecture) else f"{type(error).__name__}, {error}"
+    if reason:
+        bound = f"needs the same tokens in all layers and heads of the cache: {reason}"
+        raise SpecError("model", architecture.name, bound)
 
 
 def _makes_masks(architecture: Architecture) -> bool:
@@ -271,3 +262,75 @@ def _every_other(cache: RetainedCache, granularity: Granularity) -> Retention:
     offsets = np.cumsum([0, *map(len, sets)], dtype=np.int64)
     positions = np.array([position for own in sets for position in own], dtype=np.int64)
     return Retention(positions, offsets, _TOKENS, granularity)
+
+
+def check_recurrence(architecture: Architecture, arguments: Mapping[str, object], cache: object) -> None:
+    """Check that the model processes these arguments after the cached tokens as in a single forward pass.
+
+    Raises:
+        SpecError: if the results differ.
+    """
+    if architecture.takes_positions and not architecture.recurrent:
+        return
+    ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+    several = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] > 1
+    seen = cache.get_seq_length() if isinstance(cache, RetainedCache) else 0
+    padded = (isinstance(mask, Tensor) and bool((mask == 0).any())) or (
+        isinstance(cache, RetainedCache) and seen > 0 and not bool(cache.is_token.all())
+    )
+    if padded and not architecture.takes_positions:
+        raise SpecError("attention_mask", "zeros", _NUMBERS)
+    if not architecture.recurrent:
+        return
+    if seen and several:
+        _check_turns(architecture)
+    if padded:
+        _run_once(architecture, _PADDED, partial(_check_pieces, architecture, _PADDED, [_SEEN, 1], _PADDING))
+    if padded and seen and several:
+        _run_once(architecture, _PADDED_TURN, partial(_check_pieces, architecture, _PADDED_TURN, [2, 4, 3], _PADDING))
+
+
+def _check_turns(architecture: Architecture) -> None:
+    """Check that the model can process several tokens after earlier tokens.
+
+    Raises:
+        SpecError: if recurrent layers lose their states.
+    """
+    if architecture.recurrent:
+        _run_once(architecture, _TURN, partial(_check_pieces, architecture, _TURN, [5, 3], 0))
+
+
+def _check_pieces(architecture: Architecture, reason: str, pieces: Sequence[int], padding: int) -> None:
+    """Check that tokens after `padding` columns of padding have the same hidden states if they are read in pieces.
+
+    Raises:
+        SpecError: if the hidden states differ, for this reason.
+    """
+    tokens = sum(pieces) - padding
+    try:
+        with isolated_forward(architecture):
+            found, expected = _hidden(architecture, pieces, padding), _hidden(architecture, [tokens], 0)
+    except FORWARD_ERRORS as error:
+        raise SpecError("model", architecture.name, f"{reason} ({type(error).__name__}: {error})") from error
+    if not states_agree(found, expected):
+        raise SpecError("model", architecture.name, reason)
+
+
+def _hidden(architecture: Architecture, pieces: Sequence[int], padding: int) -> Tensor:
+    """Return the last hidden states of tokens after padding, (tokens, width), processed piece by piece."""
+    decoder, cache = architecture.decoder, RetainedCache(architecture.config)
+    device, columns = device_of(decoder), sum(pieces)
+    mask = torch.arange(columns, device=device)[None] >= padding
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    ids = positions * 37 % architecture.vocabulary
+    outputs, start = [], 0
+    for stop in torch.tensor(pieces).cumsum(dim=0).tolist():
+        given = {cache_name(decoder): cache, "attention_mask": mask[:, :stop].long()} if padding else {
+            cache_name(decoder): cache,
+        }
+        output = decoder.forward(
+            input_ids=ids[:, start:stop], position_ids=positions[:, start:stop], use_cache=True, **given,
+        )
+        outputs.append(output.last_hidden_state[0])
+        start = stop
+    return torch.cat(outputs)[padding:]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,15 +19,21 @@ from transformers.cache_utils import (
 from models_integration.cache.compaction import change_of_layer, check_seen, kept_by_layer, sets_agree, shared_changes
 from models_integration.cache.continuation import Continuation
 from models_integration.cache.dense_layer import DenseLayer, IndexedLayer, RetainedLayer, drop_tensors
+from models_integration.cache.fixed_size_layers import (
+    StatefulCache,
+    check_window_crop,
+    crop_window,
+    fresh_layer,
+    is_recurrent,
+    state_tensors,
+)
 from models_integration.cache.history import ReadIds, call_into
 from models_integration.cache.positions import LayersDiffer, chosen_rows
 from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.cache.recurrent_states import StatefulCache, fresh_layer, is_recurrent, state_tensors
-from models_integration.cache.sliding_layer import check_window_crop, crop_window
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
-__all__ = ["RetainedCache", "check_adoptable", "failing_whole", "side_by_side", "storage_bytes"]
+__all__ = ["RetainedCache", "check_adoptable", "failing_whole", "storage_bytes"]
 
 
 class RetainedCache(StatefulCache):
@@ -275,7 +281,7 @@ class RetainedCache(StatefulCache):
     def _choose(self, argument: str, indices: Tensor) -> None:
         if self.get_seq_length():
             rows = chosen_rows(argument, indices, self.full_layers[0].batch)
-            with failing_whole(self, "a choice of rows"):
+            with failing_whole(self, "a choice of rows failed half way"):
                 super().reorder_cache(cast(torch.LongTensor, rows))
                 self.continuation, self._read = self.continuation.select(rows), self._read.select(rows)
 
@@ -297,7 +303,7 @@ class RetainedCache(StatefulCache):
             layer.check_crop(tokens_to_remove)
         for window in sliding:
             check_window_crop(window, tokens_to_remove)
-        with failing_whole(self, "a crop"):
+        with failing_whole(self, "a crop failed half way"):
             for layer in self.full_layers:
                 layer.crop(tokens_to_remove)
             for window in sliding:
@@ -351,12 +357,12 @@ def check_adoptable(cache: Cache) -> None:
 
 
 @contextmanager
-def failing_whole(cache: RetainedCache, change: str = "a compaction") -> Iterator[None]:
+def failing_whole(cache: RetainedCache, reason: str = "a compaction failed half way") -> Iterator[None]:
     """Context manager that empties the cache after an error, because an error can leave only some layers changed."""
     try:
         yield
     except BaseException:
-        cache.fail(f"{change} failed half way")
+        cache.fail(reason)
         raise
 
 
@@ -370,30 +376,3 @@ def storage_bytes(layers: Iterable[object]) -> int:
                 block = tensor.untyped_storage()
                 blocks[block.data_ptr()] = block.nbytes()
     return sum(blocks.values())
-
-
-def side_by_side(cache: RetainedCache, rows: int) -> RetainedCache:
-    """Return a cache with `rows` equal rows, as views. `compact` can then keep different tokens in each row.
-
-    Args:
-        cache: cache with one row. All layers and heads must store the same tokens, as after `observe`.
-        rows: number of rows, at least 1.
-
-    Raises:
-        SpecError: if the cache does not satisfy these conditions, or if `rows` is below 1.
-    """
-    batch = cache.full_layers[0].batch
-    if not cache.uniform or batch != 1:
-        raise SpecError("cache", f"{batch} rows", "must have one, which stores the same in all layers and heads")
-    if rows < 1:
-        raise SpecError("rows", rows, "must be at least 1")
-    wide = cache.branch()
-    for state in wide.recurrent:
-        state.reorder_cache(torch.zeros(rows, dtype=torch.int64, device="cpu"))
-    layers: list[Any] = wide.layers
-    for layer in layers:
-        if isinstance(layer, DenseLayer):
-            layer.replace_tensors(lambda tensor: tensor.expand(rows, -1, -1, -1))
-        elif not is_recurrent(layer) and layer.keys is not None:
-            layer.keys, layer.values = (tensor.expand(rows, -1, -1, -1) for tensor in (layer.keys, layer.values))
-    return wide

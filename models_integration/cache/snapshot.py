@@ -15,11 +15,10 @@ from transformers.cache_utils import DynamicLayer
 
 from models_integration.cache.continuation import Continuation, CrystalStates, Pending, ScorerRecords, Spliced
 from models_integration.cache.dense_layer import DenseLayer, IndexedLayer
+from models_integration.cache.fixed_size_layers import INDEXER_KEYS, GappedSlidingLayer, fill_states, state_tensors
 from models_integration.cache.positions import StoredRows
 from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.cache.recurrent_states import INDEXER_KEYS, fill_states, state_tensors
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.cache.snapshot_contents import check_contents, check_states_fit
 from models_integration.cache.tensor_file import Damaged, read, write
 from models_integration.model.architecture import Architecture, describe

@@ -11,9 +11,9 @@ from transformers.cache_utils import DynamicLayer
 
 from models_integration.cache.continuation import Pending
 from models_integration.cache.dense_layer import DenseLayer
+from models_integration.cache.fixed_size_layers import INDEXER_KEYS, state_tensors
 from models_integration.cache.positions import EMPTY, NO_HOLE, StoredRows
 from models_integration.cache.ragged_layer import HEADS
-from models_integration.cache.recurrent_states import INDEXER_KEYS, state_tensors
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.cache.tensor_file import Damaged
 from models_integration.model.architecture import Architecture

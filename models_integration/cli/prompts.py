@@ -16,10 +16,9 @@ from models_integration.cli.checks import check_counts, check_file, read_text
 from models_integration.engines.keep import keep
 from models_integration.model.published_weights import located
 from models_integration.pocket import load_pocket_tokenizer
-from models_integration.policies.calibration import calibrate
+from models_integration.policies.calibration import calibrate, read_head_pattern, read_statistics, write_statistics
 from models_integration.policies.methods import CrystalCache, prefill, spelled
-from models_integration.policies.shared_calibration import read_head_pattern, read_statistics, write_statistics
-from models_integration.policies.tokenizer_values import repeat_template, sentence_ends
+from models_integration.policies.values import repeat_template, sentence_ends
 from models_integration.studies.evidence.rules import PARTS, Rules, check_budget, load_rules
 from models_integration.studies.evidence.run import items
 from models_integration.studies.subject import AUTO, DTYPES, SHIPPED, Loading, Subject, policy_with

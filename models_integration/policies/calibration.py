@@ -1,20 +1,28 @@
-"""Calibration of a model: query statistics for TriAttention, and head scores for KVzip."""
+"""Calibration of a model: query statistics for TriAttention, and head scores for KVzip.
 
-from collections.abc import Sequence
+kvspec also reads and writes the calibration files of TriAttention (.pt, statistics) and DuoAttention (.tsv, head
+patterns).
+"""
+
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models_integration.attention.capture import Attended, observing
+from models_integration.attention.capture import Attended, Watcher, observing
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, describe, restored_rotation
 from models_integration.model.cache_argument import cache_name
 from models_integration.model.identity import ModelIdentity, identify
-from models_integration.model.layer_kinds import of_layer
-from models_integration.policies.model_values import read_rotation
+from models_integration.model.layer_kinds import layer_types, of_layer
+from models_integration.policies.values import read_rotation
 from models_integration.session.verbs import observe
 from reference.calibration import Calibration, Identity
 from reference.policies.attention import unrotated
@@ -25,7 +33,10 @@ from spec.arrays import Float64, Matrix, Vector
 from spec.errors import SpecError
 from spec.policy import Policy
 
-__all__ = ["calibrate", "heads_served_by", "served_by"]
+__all__ = ["calibrate", "heads_served_by", "read_head_pattern", "read_statistics", "served_by", "write_statistics"]
+
+PARTS = ("q_mean_real", "q_mean_imag", "q_abs_mean")
+INSTEAD = "run `kvspec calibrate some-text.txt` with the same --model instead"
 
 
 def served_by(model: PreTrainedModel, identity: ModelIdentity | None = None) -> Identity:
@@ -116,14 +127,11 @@ def _head_scores(model: PreTrainedModel, input_ids: Tensor, host: Policy) -> Flo
 
 
 @dataclass
-class _Statistics:
+class _Statistics(Watcher):
     """Compute the means of the queries of each layer during attention, without storing the queries."""
 
     identity: Identity
     layers: dict[int, list[tuple[Matrix, Matrix]]] = field(default_factory=dict)
-
-    def wants_lse(self, layer: int) -> bool:
-        return False
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
         self.layers[seen.layer] = [self.head(one) for one in seen.query[0]]
@@ -139,3 +147,146 @@ class _Statistics:
             for part in (0, 1)
         )
         return Calibration(self.identity, architecture.full_layers, mean, magnitude)
+
+
+def read_statistics(
+    path: str | PathLike[str], model: PreTrainedModel, identity: ModelIdentity | None = None,
+) -> Calibration:
+    """Read statistics in the format of TriAttention's repository. TensorRT-LLM also reads this format.
+
+        found = read_statistics("stats.pt", model)
+        policy = kvspec.policy_from_name("triattention", 0.3, calibration=found)
+
+    The file has neither a hash of the weights nor frequencies. Therefore kvspec cannot check whether the file was made
+    with the given model. Code in the file is not executed. Statistics of layers with a sliding window are not used.
+
+    Args:
+        path: path of the .pt file.
+        model: model that the statistics were measured on.
+        identity: identity of the model, if known. Default: the identity is computed from all parameters of the model.
+
+    Raises:
+        SpecError: if the file has a different format, if the heads, shapes or rotary style of the file differ from the
+            model, or if the rotation of the model is not supported.
+    """
+    architecture, name = describe(model), str(path)
+    metadata, stats = _payload(path)
+    if metadata.get("rope_style") != "half":
+        raise SpecError("rope_style", metadata.get("rope_style"), f"in {name} must be 'half'; {INSTEAD}")
+    served, layers = served_by(model, identity), architecture.full_layers
+    H = of_layer(architecture.config, "num_attention_heads", layers[0])
+    half = len(served.inv_freq)
+    if unknown := sorted(stats.keys() - _keys(range(len(layer_types(architecture.config))), H)):
+        raise SpecError("stats", unknown[0], f"in {name} is a head that the model does not have; {INSTEAD}")
+    rows = [[_head(stats, key, half, name) for key in _keys((layer,), H)] for layer in layers]
+    real, imaginary, magnitude = np.moveaxis(np.array(rows), 2, 0)
+    return Calibration(served, layers, np.concatenate([real, imaginary], axis=2), magnitude)
+
+
+def write_statistics(calibration: Calibration, file: str | PathLike[str] | IO[bytes]) -> None:
+    """Write statistics in the format of TriAttention's repository: float32, without the hash of the model.
+
+    Args:
+        calibration: calibration with statistics of queries. Head scores are not written.
+        file: path, or file object that is open for writing bytes.
+
+    Raises:
+        SpecError: if the calibration has only head scores.
+    """
+    L, H, d = calibration.mean.shape
+    if not d:
+        raise SpecError("calibration", calibration.digest, "has head scores only; calibrate with a text")
+    half, pairs = d // 2, [(layer, head) for layer in range(L) for head in range(H)]
+    rows = np.concatenate([calibration.mean, calibration.magnitude], axis=2).astype(np.float32)
+    stats = {
+        _key(calibration.layers[layer], head): {
+            part: torch.tensor(rows[layer, head, at * half : (at + 1) * half]) for at, part in enumerate(PARTS)
+        } for layer, head in pairs
+    }
+    metadata = {
+        "head_dim": d, "rope_style": "half", "model_name": calibration.identity.model,
+        "sampled_heads": [[calibration.layers[layer], head] for layer, head in pairs],
+    }
+    torch.save({"metadata": metadata, "stats": stats}, file)
+
+
+def read_head_pattern(
+    path: str | PathLike[str], model: PreTrainedModel, threshold: float | None = None,
+    identity: ModelIdentity | None = None,
+) -> Calibration:
+    """Read DuoAttention's `full_attention_heads.tsv` as head scores for `kvzip-heads`.
+
+        found = read_head_pattern("full_attention_heads.tsv", model)
+        policy = kvspec.policy_from_name("kvzip-heads", 0.5, calibration=found, N_sink=64, N_recent=256)
+
+    The heads with the highest values keep all tokens. The budget determines the number of these heads. DuoAttention
+    stores the numbers of sinks and recent tokens in `config.json`, in the folder of the .tsv file.
+
+    Args:
+        path: path of the .tsv file, which has one line for each layer. A line has one number for each KV head,
+            separated by tabs.
+        model: model that the pattern was measured on.
+        threshold: number in [0, 1]. Smaller values become 0, and all other values become 1. Default: values are not
+            changed.
+        identity: identity of the model, if known. Default: the identity is computed from all parameters of the model.
+
+    Raises:
+        SpecError: if the file does not have one finite number for each layer and KV head, or if the threshold is not in
+            [0, 1].
+    """
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise SpecError("threshold", threshold, "must be between 0 and 1")
+    architecture = describe(model)
+    served, layers = heads_served_by(model, identity), architecture.full_layers
+    table = np.clip(_table(Path(path), architecture), 0.0, 1.0)
+    values = table[list(layers)] if threshold is None else (table[list(layers)] >= threshold).astype(np.float64)
+    H = of_layer(architecture.config, "num_attention_heads", layers[0])
+    nothing = np.empty((len(layers), H, 0))
+    return Calibration(served, layers, nothing, nothing, values)
+
+
+def _key(layer: int, head: int) -> str:
+    return f"layer{layer:02d}_head{head:02d}"
+
+
+def _keys(layers: Any, H: int) -> dict[str, None]:
+    return dict.fromkeys(_key(layer, head) for layer in layers for head in range(H))
+
+
+def _payload(path: str | PathLike[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        reason = "it contains code, which is not run" if "nsupported" in str(error) else str(error).split("\n")[0]
+        raise SpecError("path", str(path), f"must be a .pt file of tensors ({reason}); {INSTEAD}") from error
+    metadata, stats = (found.get(part) if isinstance(found, dict) else None for part in ("metadata", "stats"))
+    if not isinstance(metadata, dict) or not isinstance(stats, dict):
+        raise SpecError("path", str(path), f"must have `metadata` and `stats` as in TriAttention; {INSTEAD}")
+    return metadata, stats
+
+
+def _head(stats: Mapping[str, Any], key: str, half: int, name: str) -> list[Float64[Matrix, " half"]]:
+    """Return the three rows of a head (see PARTS)."""
+    rows, head = [], stats.get(key)
+    for part in PARTS:
+        row = head.get(part) if isinstance(head, dict) else None
+        if not isinstance(row, Tensor):
+            raise SpecError(f"{key}.{part}", row, f"is missing in {name}; {INSTEAD}")
+        if tuple(row.shape) != (half,):
+            raise SpecError(f"{key}.{part}", tuple(row.shape), f"in {name} must have the shape ({half},); {INSTEAD}")
+        rows.append(row.double().numpy())
+    return rows
+
+
+def _table(path: Path, architecture: Architecture) -> Float64[Matrix, "L H_kv"]:
+    try:
+        rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        table = np.array([[float(cell) for cell in row] for row in rows])
+    except (OSError, ValueError) as error:
+        raise SpecError("path", str(path), f"must be lines of numbers between tabs: {error}") from error
+    config, L = architecture.config, len(layer_types(architecture.config))
+    H_kv = of_layer(config, "num_key_value_heads", architecture.full_layers[0])
+    if table.shape != (L, H_kv) or not np.isfinite(table).all():
+        bound = f"has the shape {table.shape}; the model has {L} layers of {H_kv} KV heads, each a finite number"
+        raise SpecError("path", str(path), bound)
+    return table

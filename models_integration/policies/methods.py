@@ -19,7 +19,7 @@ from models_integration.model.architecture import describe, unwrapped
 from models_integration.model.identity import ModelIdentity
 from models_integration.policies.calibration import heads_served_by, served_by
 from models_integration.policies.fastest import fastest
-from models_integration.policies.model_values import output_projections, read_rotation
+from models_integration.policies.values import output_projections, read_rotation
 from models_integration.session.crystal import CrystalMethod
 from models_integration.session.method import Method, SteppingMethod
 from models_integration.session.session import Session

@@ -12,8 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from models_integration.attention.capture import reads_attention
-from models_integration.attention.handover import check_readable
-from models_integration.attention.recurrence import check_recurrence
+from models_integration.attention.handover import check_readable, check_recurrence
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import IMPLEMENTATIONS, Architecture

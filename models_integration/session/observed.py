@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models_integration.attention.capture import Attended, Recorder, Repeated, observing
+from models_integration.attention.capture import Attended, Recorder, Repeated, Watcher, observing
 from models_integration.cache.dense_layer import RetainedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import Architecture, restored_rotation
@@ -105,7 +105,7 @@ class SegmentTokens:
         return ids
 
 
-class ObservedSegment:
+class ObservedSegment(Watcher):
     """Captured token ids, queries, keys and values of a prompt, a turn or a decode step.
 
     The model's attention fills an ObservedSegment. Several policies can decide from one ObservedSegment (see `decide`).
@@ -273,17 +273,13 @@ def _seen(cache: RetainedCache, row: int) -> int:
     return int(cache.tokens[row if len(cache.tokens) > 1 else 0])
 
 
-class _Watcher:
+class _Watcher(Watcher):
     """Record the queries and keys of each layer, and remove the repeated tokens after the attention of the layer."""
 
     def __init__(self, cache: RetainedCache) -> None:
         self.cache, self._before = cache.branch(), cache
         self.attention: dict[int, tuple[Tensor, Tensor]] = {}
         self.norms: dict[int, Tensor] = {}
-
-    def wants_lse(self, layer: int) -> bool:
-        """Return False: the log-sum-exp is not needed."""
-        return False
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """After the attention of a layer, keep the queries and keys of the repeat, and restore the layer."""

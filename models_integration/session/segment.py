@@ -1,28 +1,30 @@
-"""Segment of a sequence: decision of the policy, and compaction of the cache."""
+"""Forward passes: segments, after which a policy evicts, decode steps, and text inside `reading()`."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from models_integration.attention.capture import Attended
+from models_integration.attention.capture import Attended, Watcher
 from models_integration.cache.continuation import Decision
-from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cache.retained_cache import RetainedCache, failing_whole
 from models_integration.model.architecture import Architecture
 from models_integration.session.cascade import Cascade, can_cascade
 from models_integration.session.device_choice import DeviceChoices
-from models_integration.session.inputs import ONE_FORWARD, ForwardSpan, check_tokens
+from models_integration.session.inputs import ONE_FORWARD, OPEN, Arguments, ForwardSpan, check_tokens, later_span
 from models_integration.session.method import Method, decide, join_layers
 from models_integration.session.observed import ObservedSegment
 from reference.policies.layers import is_layerwise, policy_of_layer
 from spec.errors import SpecError
 
-__all__ = ["Segment"]
+__all__ = ["Forward", "Segment", "end_step", "reading", "step"]
 
 
-class Segment:
+class Segment(Watcher):
     """Tokens after which a policy evicts: one forward pass with several queries, or several forward passes.
 
     A prompt of one forward pass is compacted during this forward pass, so the full cache never exists. A layerwise
@@ -135,3 +137,56 @@ class Segment:
             retentions = [one for one in decision.retentions for _ in range(self.observed.rows_per_prompt)]
             self.cache.compact(retentions, decision.padding, layers)
         self._full = [layer for layer in self._full if layer not in layers]
+
+
+@dataclass
+class Forward:
+    """Forward pass of the model that has not finished."""
+
+    cache: RetainedCache
+    watcher: ObservedSegment | Segment | None
+    """Object that receives the attention inputs of the layers. None: no object."""
+    arguments: Arguments
+    defaults: Mapping[str, Tensor]
+    """Inputs that the forward pass needs if the caller leaves them out."""
+    finish: Callable[[], None]
+    """Function to call after the forward pass."""
+    undo: ExitStack = field(default_factory=ExitStack)
+    freed_before: int = 0
+    """Value of `cache.bytes_freed` before the forward pass."""
+
+
+def step(
+    method: Method, architecture: Architecture, cache: RetainedCache, arguments: Arguments, span: ForwardSpan,
+) -> Forward:
+    """Begin a forward pass of one token (rows, 1) that is a decode step."""
+    ids, observed = arguments["input_ids"], None
+    method.before_step(cache)
+    if method.step_needs.layers != "none":
+        observed = ObservedSegment(method.step_needs, architecture, cache)
+        observed.read(ids, span.is_token)
+    return Forward(cache, observed, arguments, span.defaults, partial(end_step, method, cache, ids, observed))
+
+
+def end_step(method: Method, cache: RetainedCache, ids: Tensor, observed: ObservedSegment | None) -> None:
+    """Apply the policy after the token of a decode step was appended to the cache."""
+    with failing_whole(cache, "a decode step failed"):
+        method.after_step(cache, ids, observed)
+
+
+def reading(method: Method, architecture: Architecture, cache: object, arguments: Arguments) -> Forward:
+    """Begin a forward pass inside `reading()`."""
+    if not isinstance(cache, RetainedCache) or cache.get_seq_length() == 0:
+        raise SpecError("past_key_values", "0 tokens", "must contain a prompt inside reading(); pass run.cache")
+    span = later_span(architecture.vocabulary, arguments, cache, OPEN)
+    if span.padded:
+        raise SpecError("attention_mask", "zeros", "padding is not supported inside reading()")
+    method.before_reading(cache)
+    observed = ObservedSegment(method.step_needs, architecture, cache)
+    observed.read(span.ids, span.is_token, arguments["input_ids"].device)
+
+    def end() -> None:
+        with failing_whole(cache, "reading() failed"):
+            method.after_reading(cache, arguments["input_ids"], observed)
+
+    return Forward(cache, observed, arguments, span.defaults, end)

@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover
-from models_integration.cache.retained_cache import RetainedCache, check_adoptable
+from models_integration.cache.retained_cache import RetainedCache, check_adoptable, failing_whole
 from models_integration.model.architecture import decoder_inputs, describe, unwrapped
 from models_integration.model.cache_argument import cache_name, with_one_cache
-from models_integration.session.forwards import Forward, end_step, reading, step, unusable_after_failure
 from models_integration.session.generate import NO_CALL, call_under_way
 from models_integration.session.hooks import Hold
 from models_integration.session.inputs import (
@@ -35,8 +34,8 @@ from models_integration.session.inputs import (
     tells_text,
 )
 from models_integration.session.method import Method
-from models_integration.session.segment import Segment
-from models_integration.session.streams import Stream, WholeForwards
+from models_integration.session.segment import Forward, Segment, end_step, reading, step
+from models_integration.session.streams import Stream
 from spec.arrays import IntVector
 from spec.errors import SpecError
 from spec.records import CrystalRetention
@@ -102,8 +101,7 @@ class Session:
         self._cache_name = cache_name(self._architecture.decoder)
         self._call = NO_CALL
         self._block = ""
-        C, decode = method.segment_tokens, method.decode
-        self._stream = WholeForwards() if C is None else Stream(C, decode)
+        self._stream = Stream(method.segment_tokens, method.decode)
         self._wrong: Tensor | None = None
         """Tensor on the device: True if an input of a decode step was wrong. Read once per segment to avoid waits."""
         self._forward: Forward | None = None
@@ -299,7 +297,7 @@ class Session:
             # A single query is treated as a decode step.
             end_step(self._method, cache, observed.text.input_ids, observed)
             return
-        with unusable_after_failure(cache, "a policy failed on its prompt"):
+        with failing_whole(cache, "a policy failed on its prompt"):
             decision = segment.finish()
         kept = decision.records or decision.retentions
         self.retention = kept if len(kept) > 1 else kept[0]

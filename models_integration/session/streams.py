@@ -10,67 +10,33 @@ from models_integration.model.cache_argument import CACHE
 from models_integration.session.inputs import Arguments, DecoderOutput, ForwardSpan
 from spec.errors import SpecError
 
-__all__ = ["Stream", "WholeForwards"]
+__all__ = ["Stream"]
 
 _JOINED = ("last_hidden_state", "hidden_states", "router_logits")
 """Fields of a decoder's output that can be joined from the outputs of pieces."""
 
 
-class WholeForwards:
-    """Process every forward pass without splitting."""
+class Stream:
+    """Ends of the segments of a session. If C is given, all tokens of the context form one stream.
 
-    endless = False
-    """True if all tokens of the context form one stream, whose last segment ends with the context."""
-
-    def begin(self) -> None:
-        """Do nothing before a forward pass."""
-
-    def is_step(self, between_segments: bool) -> bool:
-        """Return True if a forward pass of one token is a decode step. Inside a segment the token is not."""
-        return between_segments
-
-    def segment_end(self, columns: int, stated: int) -> int:
-        """Return `stated`, the number of columns after which the segment ends according to the session."""
-        return stated
-
-    def check_block(self, name: str) -> None:
-        """Accept every block."""
-
-    def check_beams(self, beams: int) -> None:
-        """Accept any number of beams."""
-
-    def check_span(self, span: ForwardSpan) -> None:
-        """Accept padding."""
-
-    def is_too_long(self, span: ForwardSpan) -> bool:
-        """Return False, because a forward pass is never split."""
-        return False
-
-    def ahead(self, decoder: nn.Module, arguments: Arguments, room: int) -> Arguments:
-        """Return the arguments unchanged."""
-        return arguments
-
-    def joined(self, output: DecoderOutput) -> DecoderOutput | None:
-        """Return None, because no forward pass was split."""
-        return None
-
-
-class Stream(WholeForwards):
-    """Split a forward pass into pieces at the ends of segments.
+    A stream splits a forward pass into pieces at the ends of segments. The last segment ends with the context.
 
     Args:
-        C: number of tokens of a segment.
-        decode: if True, a forward pass of one token is a decode step. Otherwise the token belongs to a segment.
+        C: number of tokens of a segment of a stream. If C is None, every forward pass stays whole.
+        decode: if True, a forward pass of one token in a stream is a decode step. If False, it belongs to a segment.
     """
 
-    endless = True
-
-    def __init__(self, C: int, decode: bool) -> None:
+    def __init__(self, C: int | None, decode: bool) -> None:
         self.C = C
         self._decode = decode
         self._inside = False
         self._outputs: list[Any] = []
         self._as_tuple = False
+
+    @property
+    def endless(self) -> bool:
+        """True if all tokens of the context form one stream."""
+        return self.C is not None
 
     def begin(self) -> None:
         """Before a forward pass, discard the outputs of an earlier forward pass that failed."""
@@ -79,43 +45,49 @@ class Stream(WholeForwards):
 
     def is_step(self, between_segments: bool) -> bool:
         """Return True if a forward pass of one token is a decode step. A piece of a longer forward pass is not."""
+        if not self.endless:
+            return between_segments
         return self._decode and not self._inside and not self._outputs
 
     def segment_end(self, columns: int, stated: int) -> int:
-        """Return columns + C, the number of columns after which a segment ends that begins after `columns`."""
-        return columns + self.C
+        """Return the number of columns after which a segment ends that begins after `columns`: columns + C.
+
+        Without a stream, this is `stated`, the number that the session gives.
+        """
+        return stated if self.C is None else columns + self.C
 
     def check_block(self, name: str) -> None:
-        """Raise an error, because a stream does not support `run.prompt()` and `run.reading()`.
+        """Check that the block `run.prompt()` or `run.reading()` is not inside a stream.
 
         Raises:
-            SpecError: always.
+            SpecError: if it is.
         """
-        raise SpecError(name, "a block", "cannot be used in a stream, whose segments end after every C tokens")
+        if self.endless:
+            raise SpecError(name, "a block", "cannot be used in a stream, whose segments end after every C tokens")
 
     def check_beams(self, beams: int) -> None:
-        """Check that there is at most one beam.
+        """Check that a stream has at most one beam.
 
         Raises:
             SpecError: if there are several beams.
         """
-        if beams > 1:
+        if self.endless and beams > 1:
             raise SpecError(
                 "num_beams", beams, "must be 1, because beams would change rows inside a segment of the stream"
             )
 
     def check_span(self, span: ForwardSpan) -> None:
-        """Check that no row has padding.
+        """Check that no row of a stream has padding.
 
         Raises:
             SpecError: if a row has padding.
         """
-        if span.padded:
+        if self.endless and span.padded:
             raise SpecError("attention_mask", "zeros", "must be all ones: a stream does not support padding")
 
     def is_too_long(self, span: ForwardSpan) -> bool:
-        """Return True if the forward pass must be split, because the segment has too little room."""
-        return span.padded_seen + span.is_token.shape[1] > span.segment_end
+        """Return True if a stream must split the forward pass, because the segment has too little room."""
+        return self.endless and span.padded_seen + span.is_token.shape[1] > span.segment_end
 
     def ahead(self, decoder: nn.Module, arguments: Arguments, room: int) -> Arguments:
         """Process all pieces except the last, and return the arguments of the last piece.
@@ -131,6 +103,7 @@ class Stream(WholeForwards):
         _check_outputs(decoder, arguments)
         arguments, n = arguments.copy(), arguments["input_ids"].shape[1]
         outputs, start, self._inside = [], 0, True
+        assert self.C is not None
         try:
             while start + room < n:
                 output = decoder(**{**_piece(arguments, start, start + room), "return_dict": True})

@@ -10,16 +10,19 @@ full cache if the policy can evict layer by layer.
 """
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models_integration.attention.capture import observing
-from models_integration.attention.handover import check_handover, check_readable
-from models_integration.attention.recurrence import check_recurrence
+from models_integration.attention.handover import check_handover, check_readable, check_recurrence
 from models_integration.cache.continuation import Decision
+from models_integration.cache.dense_layer import DenseLayer
+from models_integration.cache.fixed_size_layers import is_recurrent
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import check_free, decoder_inputs, describe
 from models_integration.model.cache_argument import cache_name
@@ -36,9 +39,9 @@ from models_integration.session.inputs import (
 from models_integration.session.observed import ObservedSegment
 from spec.errors import SpecError
 from spec.policy import Needs
-from spec.retention import Granularity
+from spec.retention import Granularity, Retention
 
-__all__ = ["EVERYTHING", "compact", "observe", "read"]
+__all__ = ["EVERYTHING", "after_eviction", "compact", "observe", "read", "side_by_side"]
 
 EVERYTHING = Needs(layers="all", query_rows=None, values=True, token_ids=True)
 """All tensors that kvspec can capture for a scorer."""
@@ -160,3 +163,59 @@ def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
     compacted.compact(decision.retentions, decision.padding)
     compacted.continuation = decision.continuation
     return compacted
+
+
+def side_by_side(cache: RetainedCache, rows: int) -> RetainedCache:
+    """Return a cache with `rows` equal rows, as views. `compact` can then keep different tokens in each row.
+
+    Args:
+        cache: cache with one row. All layers and heads must store the same tokens, as after `observe`.
+        rows: number of rows, at least 1.
+
+    Raises:
+        SpecError: if the cache does not satisfy these conditions, or if `rows` is below 1.
+    """
+    batch = cache.full_layers[0].batch
+    if not cache.uniform or batch != 1:
+        raise SpecError("cache", f"{batch} rows", "must have one, which stores the same in all layers and heads")
+    if rows < 1:
+        raise SpecError("rows", rows, "must be at least 1")
+    wide = cache.branch()
+    for state in wide.recurrent:
+        state.reorder_cache(torch.zeros(rows, dtype=torch.int64, device="cpu"))
+    layers: list[Any] = wide.layers
+    for layer in layers:
+        if isinstance(layer, DenseLayer):
+            layer.replace_tensors(lambda tensor: tensor.expand(rows, -1, -1, -1))
+        elif not is_recurrent(layer) and layer.keys is not None:
+            layer.keys, layer.values = (tensor.expand(rows, -1, -1, -1) for tensor in (layer.keys, layer.values))
+    return wide
+
+
+def after_eviction(
+    prompt_ids: list[int], kept: Mapping[int, Sequence[Sequence[int]]], next_ids: list[int], model: str,
+) -> Tensor:
+    """Return the logits of tokens that a model processes after the eviction of prompt tokens.
+
+    This is kvspec's cache as a test subject: `kvspec verify --cache models_integration.session.verbs:after_eviction`.
+
+    Args:
+        prompt_ids: n token ids of the prompt.
+        kept: kept positions, ascending, for each full-attention layer and KV head.
+        next_ids: ids of the tokens after the prompt. The first of these tokens has the position n.
+        model: folder or name of a transformers model. The model is loaded in float32.
+
+    Returns:
+        Logits (next tokens, vocabulary).
+
+    Raises:
+        SpecError: if kvspec does not support the model.
+    """
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    sets = [own for layer in sorted(kept) for own in kept[layer]]
+    offsets = np.cumsum([0, *map(len, sets)])
+    retention = Retention(np.concatenate(sets), offsets, len(prompt_ids), Granularity.HEAD)
+    cache = compact(observe(loaded, torch.tensor([prompt_ids], device="cpu")).cache, Decision((retention,)))
+    logits = read(loaded, cache, torch.tensor([next_ids], device="cpu"), last=len(next_ids)).logits
+    assert logits is not None
+    return logits[0]

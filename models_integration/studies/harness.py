@@ -23,7 +23,7 @@ from models_integration.model.architecture import describe
 from models_integration.model.cache_argument import CACHE, cache_name
 from models_integration.model.published_weights import located
 from models_integration.policies.methods import CrystalCache, method_of
-from models_integration.policies.tokenizer_values import sentence_ends
+from models_integration.policies.values import sentence_ends
 from models_integration.session.method import decide
 from models_integration.session.observed import ObservedSegment
 from models_integration.session.session import Session

@@ -22,7 +22,7 @@ from models_integration.policies.methods import (
     policy_from_name,
     spelled,
 )
-from models_integration.policies.tokenizer_values import repeat_template, sentence_ends
+from models_integration.policies.values import repeat_template, sentence_ends
 from models_integration.tasks import Sample
 from reference.calibration import Calibration
 from reference.policies.names import NAMES, own_policy

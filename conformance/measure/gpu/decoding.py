@@ -20,7 +20,7 @@ from conformance.measure.gpu.models import Scale, Subject
 from conformance.measure.paged import Load, served
 from models_integration import Published, RetainedCache, RetentionPolicy, StreamingLLM
 from models_integration.archive.splice import Chunk, computed, splice
-from models_integration.attention.ragged_attention import attended_in_runs, variable_length
+from models_integration.attention.cached_attention import attended_in_runs, variable_length
 from models_integration.cache.ragged_layer import HeadLayout
 from models_integration.model.cache_argument import CACHE
 from models_integration.model.rotation import Rotary, frequencies_at, recognise

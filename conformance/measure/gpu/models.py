@@ -126,7 +126,7 @@ class Subject:
         """A checkpoint, whose prompt is the text of the specification."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from models_integration.policies.tokenizer_values import sentence_ends
+        from models_integration.policies.values import sentence_ends
 
         tokenizer = AutoTokenizer.from_pretrained(path)
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, scale.dtype))

@@ -31,7 +31,7 @@ from models_integration import (
 )
 from models_integration.cli.app import app
 from models_integration.policies import fastest
-from models_integration.policies.tokenizer_values import sentence_ends
+from models_integration.policies.values import sentence_ends
 from reference.backend import BACKEND
 from reference.crystalcache import prefill as reference_prefill
 from reference.policies.describe import describe_policy, list_policies

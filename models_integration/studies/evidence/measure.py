@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from models_integration.cache.continuation import Decision
-from models_integration.cache.retained_cache import RetainedCache, side_by_side
+from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.cache_argument import cache_name
 from models_integration.session.session import Session
-from models_integration.session.verbs import NOTHING, compact, read
+from models_integration.session.verbs import NOTHING, compact, read, side_by_side
 from models_integration.studies.answers import generated, onward
 from models_integration.studies.evidence.kept import BLIND, FULL, Prompt, Step, evidence_mask
 from models_integration.studies.results import Row

@@ -19,10 +19,9 @@ from conformance.own.models_integration.session.families import ENDS, VOCABULARY
 from conformance.own.models_integration.session.masked import HeadSets, Masked, head_sets
 from conformance.paths import ROOT
 from models_integration import CrystalCache, FullCache, Published, RetentionPolicy, StreamingLLM, decide, observe
-from models_integration.engines.paged import PagedSession
-from models_integration.engines.paged import pool as pool_module
-from models_integration.engines.paged.pool import pages_freed
-from models_integration.engines.paged.session import _Engine
+from models_integration.engines import page_pool as pool_module
+from models_integration.engines.page_pool import pages_freed
+from models_integration.engines.paged import PagedSession, _Engine
 from spec.budget import parse_budget
 from spec.parameters import TINY
 

@@ -25,7 +25,7 @@ from models_integration.cli.app import app
 from models_integration.engines.keep import keep
 from models_integration.engines.paged import PagedSession
 from models_integration.pocket import ASSETS, load_pocket
-from models_integration.policies.tokenizer_values import sentence_ends
+from models_integration.policies.values import sentence_ends
 from spec.arrays import BoolVector
 from spec.errors import SpecError
 from spec.parameters import TINY

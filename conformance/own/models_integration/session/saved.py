@@ -15,8 +15,8 @@ from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.splice import computed, splice
 from models_integration.cache.continuation import CrystalStates
 from models_integration.cache.dense_layer import DenseLayer
+from models_integration.cache.fixed_size_layers import GappedSlidingLayer
 from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.cache.snapshot import load_cache, save_cache
 from models_integration.model.rotation import recognise
 

@@ -22,7 +22,7 @@ from conformance.cache_suite.test_eviction import NEW
 from conformance.checks.refusals import SubjectFailure
 from conformance.paths import ROOT, SPEC
 from conformance.verify import __main__ as verify_main
-from models_integration.session.eviction import after_eviction
+from models_integration.session.verbs import after_eviction
 
 pytestmark = [pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("one_thread")]
 

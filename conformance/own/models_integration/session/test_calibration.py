@@ -32,8 +32,7 @@ from models_integration import Published, RetainedCache
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cli.app import app
 from models_integration.model.architecture import describe
-from models_integration.policies.calibration import calibrate
-from models_integration.policies.shared_calibration import read_head_pattern, read_statistics, write_statistics
+from models_integration.policies.calibration import calibrate, read_head_pattern, read_statistics, write_statistics
 from models_integration.session.verbs import observe
 from models_integration.studies.results import load_rows
 from reference.calibration import load_calibration, save_calibration

@@ -37,8 +37,8 @@ from conformance.own.models_integration.session.sessions import method, publishe
 from conformance.strategies.numbers import seeds
 from models_integration import CustomPolicy, FullCache, RetainedCache, RetentionPolicy, Session, StreamingLLM, prefill
 from models_integration.cache.dense_layer import DenseLayer, RetainedLayer
+from models_integration.cache.fixed_size_layers import GappedSlidingLayer
 from models_integration.cache.retained_cache import storage_bytes
-from models_integration.cache.sliding_layer import GappedSlidingLayer
 from models_integration.model.architecture import describe
 from models_integration.policies.methods import method_of
 from models_integration.session.cascade import Cascade, can_cascade

@@ -26,7 +26,7 @@ from models_integration import (
 from models_integration.cli.app import app
 from models_integration.model.architecture import describe
 from models_integration.policies.methods import spelled
-from models_integration.policies.model_values import output_projections
+from models_integration.policies.values import output_projections
 from models_integration.studies.evidence.rules import rules_of
 from reference import policies
 from reference.policies.names import DIVERSE, NAMES, POLICIES

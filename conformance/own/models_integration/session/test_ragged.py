@@ -27,9 +27,9 @@ from conformance.own.models_integration.session.sessions import (
     small,
 )
 from models_integration import CustomPolicy, Published, RetentionPolicy, StreamingLLM
-from models_integration.attention import ragged_attention
+from models_integration.attention import cached_attention
+from models_integration.attention.cached_attention import RUN, attended_in_runs
 from models_integration.attention.capture import observing
-from models_integration.attention.ragged_attention import RUN, attended_in_runs
 from models_integration.cache.ragged_layer import HeadLayout, RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, storage_bytes
 from models_integration.model.architecture import describe
@@ -292,7 +292,7 @@ def test_runs_are_merged_to_the_attention_of_the_whole_head(
 
 def test_a_session_s_steps_are_those_of_one_call_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
-    monkeypatch.setattr(ragged_attention, "RUN", 4)
+    monkeypatch.setattr(cached_attention, "RUN", 4)
     logits: list[Tensor] = []
     calls: list[Any] = []
 
@@ -301,8 +301,8 @@ def test_a_session_s_steps_are_those_of_one_call_for_each_head(monkeypatch: pyte
         return sequences(*given, scale=scale)
 
     for served in (False, True):
-        monkeypatch.setattr(ragged_attention, "_flash", lambda query, served=served: served)
-        monkeypatch.setattr(ragged_attention, "variable_length", lambda: counted)
+        monkeypatch.setattr(cached_attention, "_flash", lambda query, served=served: served)
+        monkeypatch.setattr(cached_attention, "variable_length", lambda: counted)
         with method("adakv")(model) as run, torch.no_grad():
             model(input_ids=prompt(PROMPT))
             assert run.cache is not None

@@ -17,7 +17,7 @@ from conformance.own.models_integration.session.families import ENDS, METHODS, V
 from conformance.own.models_integration.session.sessions import live_sets, method
 from models_integration import CrystalCache, RetainedCache, RetentionPolicy, prefill
 from models_integration.archive.layer_masks import layer_masks
-from models_integration.attention.masks import retained_mask
+from models_integration.attention.cached_attention import retained_mask
 from models_integration.cache.positions import EMPTY, SlotOffset, StoredRows
 from models_integration.model.cache_argument import CACHE, NAMES, cache_name
 from models_integration.model.rotation import prefilled

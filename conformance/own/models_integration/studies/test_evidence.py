@@ -21,10 +21,9 @@ from conformance.own.models_integration.tasks.test_tasks import ground_of
 from models_integration import RetainedCache, compact
 from models_integration.cache.continuation import Decision
 from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.cache.retained_cache import side_by_side
 from models_integration.model.architecture import describe
 from models_integration.pocket import ASSETS
-from models_integration.session.verbs import EVERYTHING, observe, read
+from models_integration.session.verbs import EVERYTHING, observe, read, side_by_side
 from models_integration.studies.evidence.kept import (
     BLIND,
     EVIDENCE,

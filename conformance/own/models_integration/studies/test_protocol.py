@@ -23,7 +23,7 @@ from conformance.own.models_integration.tasks.test_tasks import ground_of
 from models_integration.cli.app import app
 from models_integration.pocket import ASSETS, load_pocket_tokenizer
 from models_integration.policies.calibration import calibrate
-from models_integration.policies.tokenizer_values import repeat_template
+from models_integration.policies.values import repeat_template
 from models_integration.studies.evidence.claims import Samples, gate
 from models_integration.studies.evidence.kept import read_prompt
 from models_integration.studies.evidence.measure import measure
