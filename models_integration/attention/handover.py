@@ -152,11 +152,11 @@ def _after_eviction(architecture: Architecture, gather: bool) -> Tensor:
     visible = torch.where(torch.isin(stays, kept), stays, EMPTY).expand(2, -1)
     with observing(architecture, cache):
         read_tokens(architecture, cache, _SEEN, rows=2)
-        for layer in cache.full_layers:
+        for layer in cast(list[DenseLayer], cache.full_layers):
             if gather:
                 layer.retain(kept)
             else:
-                cast(DenseLayer, layer).rows = StoredRows(visible, torch.full((2,), _SEEN, device="cpu"))
+                layer.rows = StoredRows(visible, torch.full((2,), _SEEN, device="cpu"))
         return read_tokens(architecture, cache, 1, rows=2)
 
 
@@ -215,11 +215,7 @@ def _wrong_inputs(architecture: Architecture) -> set[str]:
 
 
 def _read_apart(architecture: Architecture, granularity: Granularity) -> None:
-    """Evict a token from every second layer or head, and let the model read a token.
-
-    Raises:
-        SpecError: if the model fails.
-    """
+    """Check that the model can read a token after a token was evicted from every second layer or head."""
     cache, reason = RetainedCache(architecture.config), ""
     try:
         with isolated_forward(architecture):
@@ -291,21 +287,13 @@ def check_recurrence(architecture: Architecture, arguments: Mapping[str, object]
 
 
 def _check_turns(architecture: Architecture) -> None:
-    """Check that the model can process several tokens after earlier tokens.
-
-    Raises:
-        SpecError: if recurrent layers lose their states.
-    """
+    """Check that recurrent layers keep their states if several tokens follow earlier tokens."""
     if architecture.recurrent:
         _run_once(architecture, _TURN, partial(_check_pieces, architecture, _TURN, [5, 3], 0))
 
 
 def _check_pieces(architecture: Architecture, reason: str, pieces: Sequence[int], padding: int) -> None:
-    """Check that tokens after `padding` columns of padding have the same hidden states if they are read in pieces.
-
-    Raises:
-        SpecError: if the hidden states differ, for this reason.
-    """
+    """Check that tokens after `padding` columns have the same hidden states if the model processes them in pieces."""
     tokens = sum(pieces) - padding
     try:
         with isolated_forward(architecture):

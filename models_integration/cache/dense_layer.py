@@ -88,17 +88,15 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
     def head_positions(self, row: int, head: int) -> Tensor:
         """Return the absolute positions that one KV head of one row stores, ascending."""
 
-    @abstractmethod
-    def retain(self, *kept: Tensor) -> None:
-        """Keep the positions (kept,) in each row, and evict all others. If one tensor is given, it applies to all rows.
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Check that `crop` can remove these tokens.
 
         Raises:
-            SpecError: if a position is not stored. The layer is unchanged.
+            SpecError: if `tokens_to_remove` is not a number from -(tokens seen) to 0.
         """
-
-    @abstractmethod
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Check that `crop` can remove these tokens. Raises SpecError otherwise."""
+        seen = self.get_seq_length()
+        if tokens_to_remove > 0 or seen + tokens_to_remove < 0:
+            raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{seen}, 0]")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
@@ -267,9 +265,7 @@ class DenseLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's 
         Raises:
             SpecError: as in `crop`.
         """
-        seen = self.get_seq_length()
-        if tokens_to_remove > 0 or seen + tokens_to_remove < 0:
-            raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{seen}, 0]")
+        super().check_crop(tokens_to_remove)
         later = self.stored_length - self.rows.kept.shape[1]
         if not self.uniform and -tokens_to_remove > later:
             raise SpecError(

@@ -135,7 +135,10 @@ def read_retentions(
         SpecError: if a token has no score.
     """
     layers = list(layers)
-    parts = [part for rows in layers for row in rows for part in (row.unscored, row.kept, row.at, _bits(row.sums))]
+    parts = [
+        part for rows in layers for row in rows
+        for part in (row.unscored, row.kept, row.at, row.sums if row.sums is None else row.sums.view(torch.int64))
+    ]
     given = [part for part in parts if part is not None]
     at_once = torch.cat([part.to(given[0].device) for part in given]).cpu()
     host = iter(torch.split(at_once, [0 if part is None else len(part) for part in parts]))
@@ -143,10 +146,6 @@ def read_retentions(
         tuple(_kept(row, next(host), next(host), next(host), next(host), ordinal, granularity) for row in rows)
         for ordinal, rows in enumerate(layers)
     ]
-
-
-def _bits(sums: Tensor | None) -> Tensor | None:
-    return None if sums is None else sums.view(torch.int64)
 
 
 def _kept(

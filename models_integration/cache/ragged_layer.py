@@ -243,15 +243,6 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
 
         return keep
 
-    def retain(self, *kept: Tensor) -> None:
-        """Keep the positions (kept,) in all heads of each row. If one tensor is given, it applies to all rows.
-
-        Raises:
-            SpecError: if a head does not store a position. The layer is unchanged.
-        """
-        rows = kept * self.batch if len(kept) == 1 else kept
-        self.plan_keep([[positions] * self.heads for positions in rows])()
-
     def splice(self, chunks: Sequence[SplicedTokens], seen: int) -> None:
         """Append chunks to the only row, with one set of positions or one per head (see `DenseLayer.splice`)."""
         keys, values, kept = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -270,15 +261,6 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         self.keys, self.values = torch.cat(keys), torch.cat(values)
         self.rows, self.layout = _shared_by_heads(torch.tensor([seen], device="cpu")), HeadLayout(tuple(kept))
         self.padded_seen = seen
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Check that `crop` can remove these tokens.
-
-        Raises:
-            SpecError: as in `crop`.
-        """
-        if tokens_to_remove > 0 or self.padded_seen + tokens_to_remove < 0:
-            raise SpecError("tokens_to_remove", tokens_to_remove, f"must lie in [-{self.padded_seen}, 0]")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens that the layer has seen, whether stored or evicted.

@@ -64,29 +64,14 @@ def save_cache(
     if isinstance(cache.continuation, ScorerRecords):
         reason = "keeps scores of single tokens, which cannot be saved: use a policy that evicts only after prompts"
         raise SpecError("cache", cache.continuation.policy, f"{reason}, such as snapkv or crystalcache")
-    tensors: dict[str, Tensor] = {}
-    layers = []
-    for index, layer in enumerate(cache.layers):
-        counts, own = _packed_layer(layer)
-        own |= state_tensors(cache.beside.get(index))
-        tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
-        layers.append(counts)
+    layers, tensors = _packed_layers(cache)
     known = cache.continuation if isinstance(cache.continuation, CrystalStates) else CrystalStates()
-    states = []
-    for row, state in enumerate(known.rows):
-        numbers, arrays = packed(state)
-        tensors |= {f"row {row}.{name}": array for name, array in arrays.items()}
-        states.append(numbers)
-    if known.pending:
-        tensors["pending"] = torch.cat(known.pending, dim=1)
-    for at, chunk in enumerate(known.spliced):
-        for name, places in (("ids", chunk.token_ids), ("kept", chunk.kept)):
-            tensors[f"chunk {at}.{name}"] = torch.tensor(places, device="cpu")
+    numbers, arrays = _packed_states(known)
     manifest = {
-        **_belongs(model, identity), "layers": layers, "differ": cache.layers_differ, "states": states,
-        "columns": known.columns, "pending": known.kind.value, "chunks": [chunk.after for chunk in known.spliced],
+        **_belongs(model, identity), **numbers, "layers": layers, "differ": cache.layers_differ,
         "dtypes": [_dtype(name, tensors) for name in ("keys", "values")],
     }
+    tensors |= arrays
     try:
         _checked_states(manifest, tensors, describe(model))
     except Damaged as error:
@@ -124,16 +109,50 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
         made[index] = _unpacked_layer(layer, numbers, _named(f"{index}.", tensors), model.device)
     for index, state in cache.beside.items():
         fill_states(state, {name: one.to(model.device) for name, one in _named(f"{index}.", tensors).items()})
+    cache.continuation = _unpacked_states(states, manifest, tensors, model.device)
+    cache.layers_differ = manifest["differ"]
+    return cache
+
+
+def _packed_layers(cache: RetainedCache) -> tuple[list[dict[str, int]], dict[str, Tensor]]:
+    """Return the numbers of each layer, and the tensors of all layers by layer and name."""
+    layers, tensors = [], dict[str, Tensor]()
+    for index, layer in enumerate(cache.layers):
+        counts, own = _packed_layer(layer)
+        own |= state_tensors(cache.beside.get(index))
+        tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
+        layers.append(counts)
+    return layers, tensors
+
+
+def _packed_states(known: CrystalStates) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return CrystalCache's states of all rows as numbers and tensors, with the pending tokens and chunks."""
+    states, tensors = [], dict[str, Tensor]()
+    for row, state in enumerate(known.rows):
+        numbers, arrays = packed(state)
+        tensors |= {f"row {row}.{name}": array for name, array in arrays.items()}
+        states.append(numbers)
+    if known.pending:
+        tensors["pending"] = torch.cat(known.pending, dim=1)
+    for at, chunk in enumerate(known.spliced):
+        for name, places in (("ids", chunk.token_ids), ("kept", chunk.kept)):
+            tensors[f"chunk {at}.{name}"] = torch.tensor(places, device="cpu")
+    chunks = [chunk.after for chunk in known.spliced]
+    return {"states": states, "columns": known.columns, "pending": known.kind.value, "chunks": chunks}, tensors
+
+
+def _unpacked_states(
+    rows: tuple[DecodeState, ...], manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device,
+) -> Continuation:
+    """Return the state of the policy from the result of `_packed_states`. It is empty without rows and chunks."""
     spliced = tuple(
         Spliced(after, tensors[f"chunk {at}.ids"].numpy(), tensors[f"chunk {at}.kept"].numpy())
         for at, after in enumerate(manifest["chunks"])
     )
-    known = CrystalStates(states, manifest["columns"], spliced=spliced)
+    known = CrystalStates(rows, manifest["columns"], spliced=spliced)
     if "pending" in tensors:
-        known = known.read(tensors["pending"].to(model.device), Pending(manifest["pending"]))
-    cache.continuation = known if states or spliced else Continuation()
-    cache.layers_differ = manifest["differ"]
-    return cache
+        known = known.read(tensors["pending"].to(device), Pending(manifest["pending"]))
+    return known if rows or spliced else Continuation()
 
 
 def _packed_layer(layer: object) -> tuple[dict[str, int], dict[str, Tensor]]:
@@ -187,11 +206,7 @@ def _dtype(name: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _file(path: str | Path) -> Path:
-    """Check that a path is a file or does not exist. Opening a FIFO would wait for a different process.
-
-    Raises:
-        SpecError: if the path is a folder, FIFO, socket or device.
-    """
+    """Check that a path is a file or does not exist. Opening a FIFO would wait for a different process."""
     path = Path(path)
     if path.exists() and not path.is_file():
         raise SpecError("path", str(path), "must be a file, and is a folder, FIFO, socket or device")

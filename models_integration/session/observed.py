@@ -188,18 +188,40 @@ class ObservedSegment(Watcher):
 
     def stored(self, row: int, granularity: Granularity) -> Observation:
         """Return the observation of all stored tokens. The heads of a layer must store equally many tokens."""
+        every, queries = slice(None), self.text.is_token[row]
         with self.watch.stage("capture"):
-            return observe_shared(
-                self.cache, self.recorder, self.layers, self._groups(granularity), row, self.text.is_token[row]
-            )
+            views = {
+                index: self.recorder.view(index, row, every, layer, every, queries)
+                for index, layer in self._retained(self.layers)
+            }
+            return Observation(self._seen(row), self._groups(granularity), None, views)
 
     def kept_sets(self, row: int, granularity: Granularity) -> tuple[list[IntVector], list[Observation]]:
         """Return the stored positions of each kept set, and one observation of all kept sets or one per kept set."""
-        if self.cache.layers_differ:
-            with self.watch.stage("capture"):
-                return observe_each_set(self.cache, self.recorder, self.architecture, granularity, row)
-        observation = self.stored(row, granularity)
-        return [self.cache.stored_positions(row).numpy()] * observation.groups, [observation]
+        if not self.cache.layers_differ:
+            observation = self.stored(row, granularity)
+            return [self.cache.stored_positions(row).numpy()] * observation.groups, [observation]
+        live, shown = list[IntVector](), []
+        with self.watch.stage("capture"):
+            for index, layer in self._retained(self.architecture.full_layers):
+                G = of_layer(self.architecture.config, "num_attention_heads", index) // layer.heads
+                size = 1 if granularity is Granularity.HEAD else layer.heads
+                for first in range(0, layer.heads, size):
+                    queries, heads = slice(first * G, (first + size) * G), slice(first, first + size)
+                    view = self.recorder.view(index, row, queries, layer, heads)
+                    live.append(layer.head_positions(row, first).numpy())
+                    shown.append(Observation(self._seen(row), 1, None, {index: view}))
+        return live, shown
+
+    def _retained(self, layers: Sequence[int]) -> Iterator[tuple[int, RetainedLayer]]:
+        """Yield the index and the cache layer of each of these full-attention layers."""
+        for index in layers:
+            layer = self.cache.layers[index]
+            assert isinstance(layer, RetainedLayer)
+            yield index, layer
+
+    def _seen(self, row: int) -> int:
+        return int(self.cache.tokens[row if len(self.cache.tokens) > 1 else 0])
 
     def sets_of_a_layer(self, granularity: Granularity) -> int:
         """Return the number of kept sets of one layer: the number of KV heads if heads differ, otherwise 1."""
@@ -232,45 +254,6 @@ class ObservedSegment(Watcher):
         narrow = copy.copy(self)
         narrow.recorder = self.recorder.narrowed(needs, self.architecture.watched(needs))
         return narrow
-
-
-def observe_shared(
-    cache: RetainedCache, recorder: Recorder, layers: Sequence[int], groups: int, row: int, queries: Tensor,
-) -> Observation:
-    """Return the observation of one row. `queries` is the mask (n,) of the columns with tokens of the row."""
-    every = slice(None)
-    views = {
-        layer: recorder.view(layer, row, every, _layer(cache, layer), every, queries) for layer in layers
-    }
-    return Observation(_seen(cache, row), groups, None, views)
-
-
-def observe_each_set(
-    cache: RetainedCache, recorder: Recorder, architecture: Architecture, granularity: Granularity, row: int,
-) -> tuple[list[IntVector], list[Observation]]:
-    """Return the stored positions and the observation of each kept set of a row. A kept set is a layer or a head."""
-    live: list[IntVector] = []
-    shown = []
-    for index in architecture.full_layers:
-        layer = _layer(cache, index)
-        G = of_layer(architecture.config, "num_attention_heads", index) // layer.heads
-        size = 1 if granularity is Granularity.HEAD else layer.heads
-        for first in range(0, layer.heads, size):
-            queries = slice(first * G, (first + size) * G)
-            view = recorder.view(index, row, queries, layer, slice(first, first + size))
-            live.append(layer.head_positions(row, first).numpy())
-            shown.append(Observation(_seen(cache, row), 1, None, {index: view}))
-    return live, shown
-
-
-def _layer(cache: RetainedCache, index: int) -> RetainedLayer:
-    layer = cache.layers[index]
-    assert isinstance(layer, RetainedLayer)
-    return layer
-
-
-def _seen(cache: RetainedCache, row: int) -> int:
-    return int(cache.tokens[row if len(cache.tokens) > 1 else 0])
 
 
 class _Watcher(Watcher):

@@ -16,8 +16,7 @@ from models_integration.attention.handover import check_handover
 from models_integration.cache.retained_cache import RetainedCache, check_adoptable, failing_whole
 from models_integration.model.architecture import decoder_inputs, describe, unwrapped
 from models_integration.model.cache_argument import cache_name, with_one_cache
-from models_integration.session.generate import NO_CALL, call_under_way
-from models_integration.session.hooks import Hold
+from models_integration.session.hooks import NO_CALL, Hold, call_under_way
 from models_integration.session.inputs import (
     OPEN,
     Arguments,
@@ -215,9 +214,8 @@ class Session:
         if self._block == "reading()" and not is_step:
             return reading(method, architecture, cache, arguments)
         if is_step:
-            if self._segment is not None and self._segment.cache is not cache:
-                reason = "must be the cache of the unfinished stream"
-                raise SpecError("past_key_values", type(cache).__name__, reason)
+            if self._segment is not None:
+                self._segment.check_goes_on(cache, arguments["input_ids"])
             if arguments["input_ids"].is_cpu:
                 span = step_span(architecture.vocabulary, arguments, cache)
             else:

@@ -24,6 +24,7 @@ from conformance.own.models_integration.session.sessions import (
 )
 from models_integration import CustomPolicy, FullCache, RetainedCache, prefill
 from models_integration.attention.capture import observing
+from models_integration.cache.dense_layer import DenseLayer
 from models_integration.model.architecture import describe
 from reference.policies import h2o, with_adaptive_budgets
 from spec.budget import parse_budget
@@ -277,7 +278,7 @@ def ragged() -> tuple[RetainedCache, list[list[int]]]:
 def test_a_retention_about_something_else_is_refused(split: bool) -> None:
     cache = ragged()[0] if split else prefill(build("llama"), FullCache(), prompt(PROMPT)).cache
     if not split:
-        cache.full_layers[0].retain(torch.arange(10))
+        cast(DenseLayer, cache.full_layers[0]).retain(torch.arange(10))
     before, tensors = live_sets(cache), [layer.keys for layer in cache.full_layers]
     for retention, words in RETENTIONS:
         with pytest.raises(SpecError, match=words):
@@ -291,7 +292,7 @@ def test_a_retention_about_something_else_is_refused(split: bool) -> None:
 def test_a_compaction_that_one_layer_refuses_changes_none(model_wide: bool) -> None:
     """All layers but the last store position 3."""
     cache = prefill(build("llama"), FullCache(), prompt(PROMPT)).cache
-    cache.full_layers[-1].retain(torch.arange(10, 60))
+    cast(DenseLayer, cache.full_layers[-1]).retain(torch.arange(10, 60))
     before = live_sets(cache)
     with pytest.raises(SpecError, match="must be among the"):
         cache.compact([Retention.shared(np.array([3]), PROMPT) if model_wide else heads(6)])
