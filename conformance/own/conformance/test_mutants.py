@@ -284,7 +284,6 @@ def test_a_run_of_all_is_whole_and_a_part_is_none() -> None:
      ["2 of 3 were met; least often: crystal.score: 1 trunks (1), crystal.score: 2 trunks (1)",
       "never met: crystal.score: 3 trunks [CC-SCORE]"]),
     (["test_1.py"], 0, []),
-    (["-k", "test_it"], 0, []),
 ])
 def test_a_state_that_no_process_met_fails_a_whole_run(
     tmp_path: Path, words: Sequence[str], code: int, lines: Sequence[str],

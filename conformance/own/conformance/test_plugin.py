@@ -1,5 +1,6 @@
 """The plugin from outside the tree: another directory, another backend, exceptions with reasons, marks of laws."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -116,23 +117,28 @@ def test_a_backend_is_judged_on_the_families_that_it_has(tmp_path: Path, family:
     assert re.search(r"\d+ passed", result.stdout)
 
 
-def test_a_parameter_named_backend_is_not_the_judged_one(tmp_path: Path) -> None:
-    """A test of our own may have one: it says nothing about a third party's backend, and does not run for it."""
-    (tmp_path / "mine.py").write_text(PARTIAL, encoding="utf-8")
-    (tmp_path / "test_own.py").write_text(
-        "import pytest\n@pytest.mark.parametrize('backend', ['absent'])\ndef test_own(backend):\n    assert False\n",
-        encoding="utf-8",
-    )
-    assert "1 deselected" in run(tmp_path, "--backend", "mine:BREATH").stdout
+ASIDE = """
+import pytest
+
+@pytest.mark.parametrize('backend', ['absent'])
+def test_own(backend):
+    assert False
+
+@pytest.mark.judges('mine')
+def test_of_mine():
+    pass
+
+@pytest.mark.judges('another')
+def test_of_another():
+    pass
+"""
 
 
-@pytest.mark.parametrize(
-    ("asked", "outcome"), [("numpy", "1 passed"), ("mine", "1 passed"), ("other", "1 deselected")],
-)
-def test_a_test_of_one_backend_s_code_runs_for_that_backend(tmp_path: Path, asked: str, outcome: str) -> None:
-    text = "import pytest\n\n@pytest.mark.judges('mine')\ndef test_of_mine():\n    pass\n"
-    (tmp_path / "test_mine.py").write_text(text, encoding="utf-8")
-    assert outcome in run(tmp_path, "--backend", asked, "--strict-markers").stdout
+def test_a_third_party_s_backend_is_given_what_judges_it_alone(tmp_path: Path) -> None:
+    """A test of our own may have a parameter named backend, and tests of one backend's code name it; we run both."""
+    (tmp_path / "test_aside.py").write_text(ASIDE, encoding="utf-8")
+    assert "1 passed, 2 deselected" in run(tmp_path, "--backend", "mine", "--strict-markers").stdout
+    assert "1 failed, 2 passed" in run(tmp_path, "--backend", "numpy", "--strict-markers").stdout
 
 
 def test_a_marker_of_an_unknown_item_is_refused(tmp_path: Path) -> None:
@@ -142,36 +148,49 @@ def test_a_marker_of_an_unknown_item_is_refused(tmp_path: Path) -> None:
     assert "unknown item 'CC-NO-SUCH-ITEM'" in result.stderr + result.stdout
 
 
-@pytest.mark.parametrize(
-    ("entry", "outcome"),
-    [
-        ('item = "CC-SCORE"\nkind = "xfail"', "XFAIL"), ('item = "CC-SCORE"\nkind = "skip"', "SKIPPED"),
-        ('test = "test_outside.py::test_sum"\nkind = "xfail"', "XFAIL"),
-    ],
-)
-def test_an_exception_covers_its_tests(tmp_path: Path, entry: str, outcome: str) -> None:
-    write(tmp_path, expected=("another", "float64"))
-    (tmp_path / "known.toml").write_text(f"[[exception]]\n{entry}\n{WHY}\n", encoding="utf-8")
-    result = run(tmp_path, "--kvspec-exceptions", "known.toml")
-    assert result.returncode == 0, result.stdout
-    assert f"{outcome} " in result.stdout
-
-
 CASES = """
 import pytest
 
 @pytest.mark.spec("CC-SCORE")
+def test_of_an_item(judged):
+    assert False
+
+@pytest.mark.spec("CC-CUT")
+def test_left_out(judged):
+    assert False
+
+@pytest.mark.spec("CC-MERGE")
+def test_itself(judged):
+    assert False
+
+@pytest.mark.spec("CC-MERGE")
 @pytest.mark.parametrize("case", ["a", "b"])
 def test_case(judged, case):
     assert case == "a"
+
+@pytest.mark.spec("CC-SPLIT")
+def test_that_passes(judged):
+    pass
 """
+EXCEPTED = {
+    'item = "CC-SCORE"': "xfail", 'item = "CC-CUT"': "skip", 'test = "test_cases.py::test_itself"': "xfail",
+    'test = "test_cases.py::test_case[b]"': "xfail", 'item = "CC-SPLIT"': "xfail",
+}
 
 
-def test_one_case_of_a_test_can_be_excepted(tmp_path: Path) -> None:
+def test_an_exception_covers_its_tests(tmp_path: Path) -> None:
+    """All of an item, one test or one case; tests that pass under it are no failure where another one may fail."""
     (tmp_path / "test_cases.py").write_text(CASES, encoding="utf-8")
-    entry = f'[[exception]]\ntest = "test_cases.py::test_case[b]"\nkind = "xfail"\n{WHY}\n'
-    (tmp_path / "known.toml").write_text(entry, encoding="utf-8")
-    assert "1 passed, 1 xfailed" in run(tmp_path, "--kvspec-exceptions", "known.toml").stdout
+    entries = [f'[[exception]]\n{subject}\nkind = "{kind}"\n{WHY}\n' for subject, kind in EXCEPTED.items()]
+    (tmp_path / "known.toml").write_text("\n".join(entries), encoding="utf-8")
+    result = run(tmp_path, "--kvspec-exceptions", "known.toml", "-o", "xfail_strict=true")
+    assert result.returncode == 0, result.stdout
+    assert "1 passed, 1 skipped, 3 xfailed, 1 xpassed" in result.stdout
+    found = re.findall(r"^(XFAIL|XPASS|PASSED) test_cases.py::(\S+)", result.stdout, re.MULTILINE)
+    assert dict(map(reversed, found)) == {
+        "test_of_an_item": "XFAIL", "test_itself": "XFAIL", "test_case[a]": "PASSED", "test_case[b]": "XFAIL",
+        "test_that_passes": "XPASS",
+    }
 
 
 def test_one_vector_can_be_excepted(tmp_path: Path) -> None:
@@ -220,46 +239,31 @@ def test_an_exception_for_a_test_that_is_gone_fails_the_run(tmp_path: Path, gone
     assert "unknown test" in result.stderr + result.stdout
 
 
-def test_an_exception_that_is_not_needed_fails_nothing(tmp_path: Path) -> None:
-    """Tests of an item that pass are no failure where another one fails under the same entry."""
-    write(tmp_path)
-    (tmp_path / "known.toml").write_text(
-        f'[[exception]]\nitem = "CC-SCORE"\nkind = "xfail"\n{WHY}\n', encoding="utf-8"
-    )
-    result = run(tmp_path, "--kvspec-exceptions", "known.toml", "-o", "xfail_strict=true")
-    assert result.returncode == 0, result.stdout
-    assert "1 xpassed" in result.stdout
-
-
 CONFTEST = ROOT / "conformance" / "own" / "models_integration" / "conftest.py"
 LAW, OTHER = '@pytest.mark.law("freed-memory")', '@pytest.mark.law("saved-is-what-was")'
 ITEM = '@pytest.mark.spec("CC-SCORE")'
 
 
-def outcome(folder: Path, *marks: str) -> str:
-    """What pytest says of one test that fails, below the conftest of the integration's tests."""
-    (folder / "conftest.py").write_text(CONFTEST.read_text(encoding="utf-8"), encoding="utf-8")
-    text = "\n".join(["import pytest", *marks, "def test_it():", "    assert False", ""])
-    (folder / "test_it.py").write_text(text, encoding="utf-8")
-    result = run(folder, "--strict-markers")
-    return result.stdout + result.stderr
-
-
 @pytest.mark.parametrize(
     ("marks", "complaint"),
     [
-        ((), "ERROR: test_it.py::test_it: needs the mark spec or law"),
-        (("@pytest.mark.nightly",), "ERROR: test_it.py::test_it: needs the mark spec or law"),
-        (('@pytest.mark.law("no-such-law")',), "unknown law ('no-such-law',), must be one of eviction-equals-"),
-        (('@pytest.mark.law(name="freed-memory")',), "unknown law ()"),
+        ((), "test_it: needs the mark spec or law"),
+        ((pytest.mark.nightly,), "test_it: needs the mark spec or law"),
+        ((pytest.mark.law("no-such-law"),), r"unknown law \('no-such-law',\), must be one of eviction-equals-"),
+        ((pytest.mark.law(name="freed-memory"),), r"unknown law \(\)"),
     ],
 )
 def test_a_test_without_an_item_and_without_a_known_law_is_refused(
-    tmp_path: Path, marks: tuple[str, ...], complaint: str,
+    marks: tuple[pytest.MarkDecorator, ...], complaint: str, request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said = outcome(tmp_path, *marks)
-    assert complaint in said
-    assert "1 failed" not in said
+    conftest = importlib.import_module("conformance.own.models_integration.conftest")
+    monkeypatch.setattr(conftest, "HERE", request.path.parent)
+    item = pytest.Function.from_parent(request.node.parent, name="test_it", callobj=run)
+    for mark in marks:
+        item.add_marker(mark)
+    with pytest.raises(pytest.UsageError, match=complaint):
+        conftest.pytest_collection_modifyitems([item])
 
 
 MARKED: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
@@ -311,10 +315,12 @@ def test_what_a_test_imports_changes_no_later_draw(tmp_path: Path) -> None:
 
 
 def test_what_stands_elsewhere_needs_neither(tmp_path: Path) -> None:
-    (tmp_path / "inside").mkdir()
-    outcome(tmp_path / "inside", LAW)
+    """The conftest of the integration's tests asks tests of its own folder alone."""
+    (inside := tmp_path / "inside").mkdir()
+    (inside / "conftest.py").write_text(CONFTEST.read_text(encoding="utf-8"), encoding="utf-8")
+    (inside / "test_it.py").write_text(f"import pytest\n{LAW}\ndef test_it():\n    assert False\n", encoding="utf-8")
     (tmp_path / "test_elsewhere.py").write_text("def test_elsewhere():\n    pass\n", encoding="utf-8")
-    assert "1 failed, 1 passed" in run(tmp_path).stdout
+    assert "1 failed, 1 passed" in run(tmp_path, "--strict-markers").stdout
 
 
 def test_every_law_of_the_table_is_judged_by_some_test() -> None:
