@@ -361,12 +361,13 @@ def test_the_function_returns_what_the_command_says(
     assert right.headline.startswith("promisers:RIGHT keeps its 4 promises")
     assert [path.name for path in right.files] == ["quick.toml", "summary.md", "junit.xml", "log.txt"]
     assert tomllib.loads(right.files[0].read_text("utf-8")) == right.certificate
-    other = kvspec.verify(policy="promisers:RIGHT", method="vatp", quick=True, seed=7, fail_fast=True, out="found")
-    assert other.failing == ("PO-VATP",)
-    assert other.headline == "promisers:RIGHT does not conform to vatp(N_sink=4): PO-VATP"
-    assert other.certificate["run"]["methods"] == ["vatp(N_sink=4)"]
-    assert "repeat  kvspec verify --policy promisers:RIGHT --profile few --seed 7 --as vatp" in str(other)
-    wrong = kvspec.verify(policy="promisers:WRONG", quick=True, seed=7, out="found")
+    seeded: dict[str, Any] = {"quick": True, "seed": 7, "out": "found"}
+    other = kvspec.verify(policy="promisers:RIGHT", method="streamingllm", fail_fast=True, **seeded)
+    assert other.failing == ("PO-STREAMINGLLM",)
+    assert other.headline == "promisers:RIGHT does not conform to streamingllm(N_sink=4): PO-STREAMINGLLM"
+    assert other.certificate["run"]["methods"] == ["streamingllm(N_sink=4)"]
+    assert "repeat  kvspec verify --policy promisers:RIGHT --profile few --seed 7 --as streamingllm" in str(other)
+    wrong = kvspec.verify(policy="promisers:WRONG", **seeded)
     assert not wrong.passed
     assert wrong.failing == ("higher score never loses",)
     assert wrong.certificate["run"]["seed"] == 7
