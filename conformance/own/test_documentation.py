@@ -258,6 +258,21 @@ def found_command(words: Sequence[str]) -> tuple[Any, list[str]]:
     return command, rest
 
 
+def commands_below(command: Any) -> Iterator[Any]:
+    """The command, and all commands below it."""
+    yield command
+    for one in getattr(command, "commands", {}).values():
+        yield from commands_below(one)
+
+
+def test_every_option_has_a_help_text() -> None:
+    """Also an option whose type is a union, of which typer drops the text of a part."""
+    pytest.importorskip("transformers", reason="the commands drive transformers models")
+    every = [(one.name, each.name, each.help) for one in commands_below(found_command(())[0]) for each in one.params]
+    assert len(every) > 100
+    assert [one for one in every if not one[2]] == []
+
+
 def parsed(words: Sequence[str]) -> None:
     """Read as the command line would be, values and required arguments too; nothing is run."""
     if words[0] == "verify":

@@ -66,7 +66,7 @@ def policies(
 
 @app.command()
 def tasks() -> None:
-    """List the tasks. Each entry has the question, the source of the text, the metric, the placements and constants."""
+    """List the tasks. Each entry has the question, the text, the metric, the placements and the constants."""
     from models_integration.cli.policies import show_tasks
 
     show_tasks()

@@ -10,8 +10,8 @@ from spec.errors import SpecError
 
 __all__ = [
     "Address", "Again", "Attention", "Backend", "Bare", "BatchSize", "Budget", "Device", "Dtype", "Engine", "Figure",
-    "Lengths", "Model", "Models", "Placements", "Prompt", "Results", "Seeds", "TableFile", "Tasks", "Workers",
-    "names_of",
+    "Lengths", "Model", "Models", "Placements", "Prompt", "Results", "Seeds", "StudyResults", "TableFile", "Tasks",
+    "Workers", "names_of",
 ]
 
 _YOURS = "For your own task write 'module:ATTRIBUTE' or the name of an entry point."
@@ -76,10 +76,12 @@ Budget = Annotated[
     str, typer.Option(help="Budget: a fraction of the prompt (0.3, 30%) or a number of tokens (512).")
 ]
 Prompt = Annotated[Path, typer.Argument(metavar="PROMPT", help="Text file with the prompt.")]
-Results = Annotated[
-    Path, typer.Option(help="Folder for the results: study.jsonl (one line per sample) and report.html. If a run was"
-                       " stopped, the next run continues from study.jsonl.")
-]
+_RESULTS = typer.Option(
+    help="Folder for the results: study.jsonl (one line per sample) and report.html. If a run was stopped, the next run"
+    " continues from study.jsonl."
+)
+Results = Annotated[Path, _RESULTS]
+StudyResults = Annotated[Path | None, _RESULTS]
 Again = Annotated[bool, typer.Option("--again", help="Run failed samples again, but not finished samples.")]
 
 

@@ -25,6 +25,11 @@ diverse-NAME is the policy NAME with set-conditioned selection: a token similar 
 The paper on set-conditioned diversity calls triattention "1d" and diverse-triattention "1d_div".
 `kvspec policies NAME` prints the paper, the constants and an example call of the policy NAME."""
 
+_TASK_LEGEND = """
+text: text that the contexts consist of
+placements: the model reads the question after the eviction (after), or with the prompt (in_prompt, paper)
+constants: write needle(depth=0.5) to set a constant"""
+
 
 def show_policies() -> None:
     """Print two lines for each policy, and the meaning of the terms."""
@@ -46,12 +51,12 @@ def show_policy(name: str) -> None:
 
 
 def show_tasks() -> None:
-    """Print one line for each task, and the kinds of benchmark files."""
-    width = 2 + max(map(len, TABLE))
+    """Print two lines for each task, and the meaning of the terms."""
     for name, entry in TABLE.items():
-        about = [entry.about, f"of {entry.assembly}", f"metric {entry.metric}", " ".join(entry.placements)]
-        about += [f"constant {constant}" for constant in entry.constants]
-        _print(f"{name:{width}}{'; '.join(about)}")
+        more = [f"text: {entry.assembly}", f"metric: {entry.metric}", f"placements: {', '.join(entry.placements)}"]
+        more += [f"constants: {', '.join(entry.constants)}"] if entry.constants else []
+        _print(f"{name}: asks for {entry.about}\n    {'; '.join(more)}")
+    _print(_TASK_LEGEND)
     _print(f"Benchmark files: {', '.join(f'{kind}:PATH' for kind in FILES)}. Your own task: 'module:ATTRIBUTE'.")
 
 

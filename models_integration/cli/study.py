@@ -23,6 +23,7 @@ from models_integration.cli.options import (
     Placements,
     Results,
     Seeds,
+    StudyResults,
     TableFile,
     Tasks,
     Workers,
@@ -210,7 +211,7 @@ def sweep(
 
 def study(
     rules: Annotated[Path | None, typer.Option(help="Rules file that describes the study.")] = None,
-    out: Results | None = None,
+    out: StudyResults = None,
     part: Annotated[
         str, typer.Option(help="Samples to run: dev (a fifth of the samples), confirm (all other samples), or all.")
     ] = "dev",

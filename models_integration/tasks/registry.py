@@ -160,15 +160,16 @@ def _turns(make: Maker, ground: Ground, length: int, index: int, seed: int) -> t
 _SHARED: Mapping[str, Entry] = {
     **{
         f"key_value_{form}": Entry(
-            "values of keys of a JSON object", partial(key_value_samples, questions=QUESTIONS, form=form), CONTAINS,
+            "the values of keys of a JSON object", partial(key_value_samples, questions=QUESTIONS, form=form), CONTAINS,
             LIST,
         ) for form in FORMS
     },
     "prefix_suffix": Entry(
-        "strings by how they begin and end", partial(prefix_suffix_samples, questions=QUESTIONS), CONTAINS, LIST
+        "a string with a given start and end", partial(prefix_suffix_samples, questions=QUESTIONS), CONTAINS, LIST
     ),
     "variable_tracking": Entry(
-        "all names that hold a value", partial(variable_tracking_samples, questions=CHAINS), "names found", LIST
+        "the names of all variables with a given value", partial(variable_tracking_samples, questions=CHAINS),
+        "names found", LIST,
     ),
 }
 _RULER: Mapping[str, Callable[[str, Ground, int, int, int], Sequence[Sample]]] = {
@@ -176,19 +177,19 @@ _RULER: Mapping[str, Callable[[str, Ground, int, int, int], Sequence[Sample]]] =
 }
 _DEPTH, _DENSITY = ("depth",), ("density",)
 TABLE: Mapping[str, Entry] = {
-    NEEDLE: Entry("a fact at a depth", _needle, FIRST_NUMBER, SENTENCES, _DEPTH, gold=False),
+    NEEDLE: Entry("a fact at a given depth", _needle, FIRST_NUMBER, SENTENCES, _DEPTH, gold=False),
     DELAYED_ASSOCIATION: Entry(
-        "a fact at the beginning, whose topic goes on", _delayed, FIRST_NUMBER, SENTENCES, _DENSITY, gold=False
+        "a fact at the start of a text about the same topic", _delayed, FIRST_NUMBER, SENTENCES, _DENSITY, gold=False
     ),
-    "fact": Entry("a number or a word at a depth", fact_samples, CONTAINS, TEXTS, ("value",)),
-    "needle_in_prose": Entry("a fact at a depth", keys_in_prose_samples, FIRST_NUMBER, PROSE, _DEPTH),
+    "fact": Entry("a number or a word at a given depth", fact_samples, CONTAINS, TEXTS, ("value",)),
+    "needle_in_prose": Entry("a fact at a given depth", keys_in_prose_samples, FIRST_NUMBER, PROSE, _DEPTH),
     **{
         f"keys_in_prose_{keys}": Entry(
-            f"one of {keys} facts of one form", partial(keys_in_prose_samples, keys=keys), FIRST_NUMBER, PROSE, _DEPTH
+            f"one of {keys} similar facts", partial(keys_in_prose_samples, keys=keys), FIRST_NUMBER, PROSE, _DEPTH
         ) for keys in (2, 4)
     },
     "delayed_association_in_prose": Entry(
-        "a fact at the beginning, whose topic goes on", delayed_in_prose_samples, FIRST_NUMBER, PROSE, _DENSITY
+        "a fact at the start of a text about the same topic", delayed_in_prose_samples, FIRST_NUMBER, PROSE, _DENSITY
     ),
     **_SHARED,
     **{
@@ -197,12 +198,12 @@ TABLE: Mapping[str, Entry] = {
         ) for name, entry in _SHARED.items()
     },
     "arithmetic": Entry(
-        "the result of some steps, in a box", arithmetic_samples, BOXED, LIST, ("part",), gold=False
+        "the result of a calculation, in a box", arithmetic_samples, BOXED, LIST, ("part",), gold=False
     ),
-    "prose_continuation": Entry("how a text goes on", prose_continuation_samples, "rouge_l", PROSE),
+    "prose_continuation": Entry("the continuation of a text", prose_continuation_samples, "rouge_l", PROSE),
     **{
         f"{dialect.replace('-', '_')}_{name}": Entry(
-            f"RULER's {name}, as {dialect} has it", partial(make, dialect), STRING_MATCH_ALL, LIST
+            f"{name} of RULER, in the form of {dialect}", partial(make, dialect), STRING_MATCH_ALL, LIST
         ) for dialect in DIALECTS for name, make in _RULER.items()
     },
 }
