@@ -3,7 +3,7 @@
     policy = CrystalCache(budget=0.5, sentence_ends=sentence_ends(tokenizer))
     with policy(model) as run:
         output = model.generate(**inputs, max_new_tokens=200)
-    run.retention, run.timings, run.bytes_freed
+    run.retentions, run.timings, run.bytes_freed
 
 Importing `models_integration` imports neither torch nor transformers, because Python imports each class or function on
 first use.

@@ -94,11 +94,10 @@ class Dissolution:
     D: Float64[Vector, " m"]
 
 
-@dataclass(frozen=True)
-class CrystalRetention:
-    """Result of CrystalCache after a prompt: the kept positions and the records of all stages."""
+@dataclass(frozen=True, kw_only=True)
+class CrystalRetention(Retention):
+    """Retention of CrystalCache after a prompt, with the records of all stages."""
 
-    retention: Retention
     ratio: Float64[Vector, " m"]
     """Fraction r of each trunk's tokens that is kept (Eq. 32). The fraction of a protected trunk is 1."""
     scores: Float64[Vector, " m"]
@@ -114,11 +113,6 @@ class CrystalRetention:
     """Impact M_i of each token (Eq. 22)."""
     trunks: Trunks
     graph: TrunkGraph
-
-    @property
-    def kept(self) -> Int64[IntVector, " kept"]:
-        """Return the absolute positions of the kept tokens, ascending."""
-        return self.retention.kept
 
     @property
     def over_budget(self) -> int:

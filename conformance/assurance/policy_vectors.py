@@ -100,7 +100,7 @@ def of_heads(i: Json) -> Result:
     nothing = np.zeros((len(scores), 1, 2))
     taken = Calibration(identity, tuple(range(len(scores))), nothing, nothing[:, :, :1], scores)
     policy = policies.kvzip_heads(taken, identity, i["N_sink"], i["N_recent"])
-    found, _ = policies.retain(policy, Budget(count=i["B"]), Observation(i["n"], scores.size, None, {}))
+    found = policies.retain(policy, Budget(count=i["B"]), Observation(i["n"], scores.size, None, {}))
     return {"kept": [found.group(g).tolist() for g in range(found.groups)]}
 
 

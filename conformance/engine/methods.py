@@ -138,7 +138,7 @@ def answered(op: str, given: Mapping[str, Any], backend: Backend) -> KeptSets:
         kept = decoded(policy, layers, given["g"], given["B"], given["n"])[-1]
         return KeptSets(np.concatenate(kept), np.cumsum([0, *map(len, kept)]))
     observed = _observation(policy, given)
-    found = policies.retain(policy, Budget(count=given["B"]), observed)[0]
+    found = policies.retain(policy, Budget(count=given["B"]), observed)
     seen = replace(shown_to(policy.scorer.needs, observed), B=given["B"])
     scores = policy.scorer(seen, policy.protection(given["n"])).values
     return KeptSets(found.positions, found.offsets, scores if scores.shape[1] == given["n"] else None)
@@ -222,7 +222,7 @@ def decoded(
     first = 0 if rows is None else max(0, prompt - rows)
     seen = shown(layers, [range(prompt)] * groups, prompt, first)
     if policy.cadence.every is None:
-        found = policies.retain(policy, budget, seen)[0]
+        found = policies.retain(policy, budget, seen)
         kept = [found.group(g).tolist() for g in range(groups)]
         return [[[*own, *range(prompt, at)] for own in kept] for at in range(prompt, n + 1)]
     _, running = policies.start(policy, budget, seen)

@@ -207,7 +207,7 @@ def observation(policy: Policy, inputs: Inputs) -> Observation:
 
 def retained(policy: Policy, inputs: Inputs, B: int) -> Retention:
     """The decision at the end of the prompt."""
-    return retain(policy, Budget(count=B), observation(policy, inputs))[0]
+    return retain(policy, Budget(count=B), observation(policy, inputs))
 
 
 def decided(policy: Policy, inputs: Inputs, B: int) -> Kept:

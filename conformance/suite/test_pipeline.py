@@ -46,7 +46,7 @@ def same_records(a: CrystalRetention, b: CrystalRetention) -> bool:
     def arrays(found: CrystalRetention) -> list[np.ndarray[Any, Any]]:
         S1, S4 = found.coattention, found.graph
         return [
-            found.kept, found.retention.offsets, found.ratio, found.scores, found.D, found.protected, found.impact,
+            found.kept, found.offsets, found.ratio, found.scores, found.D, found.protected, found.impact,
             S1.salience, S1.intra, S1.intra_weight, S1.cross, S1.cross_weight, found.trunks.offsets,
             found.trunks.impact, S4.indptr, S4.indices, S4.weights, S4.degree, S4.D,
         ]
@@ -223,10 +223,9 @@ def test_five_parts_compose_to_the_prefill(backend: Backend, prompt: Prompt) -> 
     policy = crystalcache(prompt.sentence_ends, prompt.inputs.parameters, backend)
     assert policy.name == "crystalcache"
     assert policy.scorer.needs == Needs("observed", None, token_ids=True, takes=backend.takes)
-    retention, records = retain(policy, parse_budget(prompt.budget), observation(prompt))
-    assert records is not None
-    assert records.retention is retention
-    assert same_records(records, run(backend, prompt))
+    found = retain(policy, parse_budget(prompt.budget), observation(prompt))
+    assert isinstance(found, CrystalRetention)
+    assert same_records(found, run(backend, prompt))
 
 
 @pytest.mark.spec("PO-RETAIN")
@@ -235,8 +234,8 @@ def test_its_scores_serve_another_selector(backend: Backend, prompt: Prompt) -> 
     """Whole trunks by score instead of the dissolution: B tokens and no records, which are the dissolution's."""
     policy = crystalcache(prompt.sentence_ends, prompt.inputs.parameters, backend)
     budget, shown = parse_budget(prompt.budget), observation(prompt)
-    retention, records = retain(replace(policy, selector=fill_units), budget, shown)
-    assert records is None
+    retention = retain(replace(policy, selector=fill_units), budget, shown)
+    assert not isinstance(retention, CrystalRetention)
     assert len(retention.positions) == min(shown.seen, max(policy.floor, budget.tokens(shown.seen)))
 
 

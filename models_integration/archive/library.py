@@ -21,7 +21,6 @@ from reference.injection.quantisers import ARMS, SCHEMES, SMALLEST_SCALE, quanti
 from reference.injection.wrappers import FORMS, Marker, Vocabulary, marker_id, wrap
 from reference.policies.protections import protecting
 from spec.errors import SpecError
-from spec.records import CrystalRetention
 from spec.retention import Retention
 from spec.validate import check_choices
 
@@ -117,9 +116,7 @@ def retained(
     """
     own = method.on(model)
     protected = CustomPolicy(protecting(own.policy, markers), own.budget, own.backend)
-    found = prefill(model, protected, torch.tensor([list(ids)], device=model.device)).run.retention
-    assert isinstance(found, CrystalRetention | Retention)
-    return found.retention if isinstance(found, CrystalRetention) else found
+    return prefill(model, protected, torch.tensor([list(ids)], device=model.device)).run.retentions[0]
 
 
 class Library:

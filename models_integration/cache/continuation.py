@@ -9,7 +9,6 @@ from torch import Tensor
 from spec.arrays import Int64, IntVector
 from spec.decode import DecodeState
 from spec.policy import Running
-from spec.records import CrystalRetention
 from spec.retention import Retention
 
 __all__ = ["Continuation", "CrystalStates", "Decision", "Pending", "ScorerRecords", "Spliced"]
@@ -133,11 +132,9 @@ class Decision:
     """Decision of a policy: the kept tokens of each prompt, or of each row of a later segment."""
 
     retentions: tuple[Retention, ...]
-    """Kept tokens, one entry for each prompt."""
+    """Kept tokens, one entry for each prompt. Those of CrystalCache have the records of its stages."""
     continuation: Continuation = Continuation()
     """State of the policy for the cache after the compaction, with a row for each prompt."""
-    records: tuple[CrystalRetention, ...] = ()
-    """Full results of CrystalCache for a first prompt. Empty for all other policies and for later segments."""
     over_budget: int = 0
     """Number of tokens kept beyond the budget in all prompts, because the protected tokens alone exceed the budget."""
     padding: Tensor | None = None

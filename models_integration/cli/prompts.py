@@ -39,10 +39,10 @@ def run_compress(prompt: Path, budget: str, loading: Loading) -> None:
     subject.check_positions("PROMPT", ids.shape[1])
     with torch.no_grad():
         session = prefill(subject.model, method, ids).run
-    result = session.retention
+    (result,) = session.retentions
     assert isinstance(result, CrystalRetention)
     Console().print(
-        f"{len(result.kept)} of {result.retention.seen} tokens kept (budget {result.budget}),"
+        f"{len(result.kept)} of {result.seen} tokens kept (budget {result.budget}),"
         f" {session.bytes_freed / 1024:.0f} KiB freed, {len(result.ratio)} trunks,"
         f" {int((result.ratio == 0).sum())} evicted; backend {session.backend}"
     )

@@ -50,26 +50,25 @@ class CrystalMethod(Method):
 
     def decide_prompt(self, observed: ObservedSegment) -> Decision:
         """Apply S1 to S6 to first prompts, and make the states for later decisions."""
-        retentions, all_records, states = [], [], []
+        retentions, states = [], []
         for row in observed.prompts:
             observation = observed.prompt(row, self.policy.granularity)
-            retention, records = retain(self.policy, self.budget, observation)
-            assert records is not None
-            state = self.started(records, observation)
+            retention = retain(self.policy, self.budget, observation)
+            assert isinstance(retention, CrystalRetention)
+            state = self.started(retention, observation)
             retentions.append(retention)
-            all_records.append(records)
             states += [] if state is None else [state]
         known = CrystalStates(tuple(states), observed.columns) if states else Continuation()
-        return Decision(tuple(retentions), known, tuple(all_records))
+        return Decision(tuple(retentions), known)
 
-    def started(self, records: CrystalRetention, observation: Observation) -> DecodeState | None:
+    def started(self, retention: CrystalRetention, observation: Observation) -> DecodeState | None:
         """Return the state after a first prompt, or None if the backend has no decode stages."""
         if self.engine.breath is None:
             return None
         assert observation.token_ids is not None
         (view,) = observation.layers.values()
         norms = self.engine.breath.inverse_key_norms(view.k)
-        return start_state(records, observation.token_ids, norms, self.budget, self.parameters)
+        return start_state(retention, observation.token_ids, norms, self.budget, self.parameters)
 
     def check_turn(self, cache: RetainedCache) -> None:
         """Check that a later segment can follow.

@@ -59,9 +59,8 @@ class Method:
     def decide_prompt(self, observed: ObservedSegment) -> Decision:
         """Select the kept tokens of first prompts."""
         policy = self.policy
-        decided = [retain(policy, self.budget, observed.prompt(row, policy.granularity)) for row in observed.prompts]
-        records = tuple(records for _, records in decided if records is not None)
-        return Decision(tuple(retention for retention, _ in decided), records=records)
+        prompts = (observed.prompt(row, policy.granularity) for row in observed.prompts)
+        return Decision(tuple(retain(policy, self.budget, prompt) for prompt in prompts))
 
     def check_turn(self, cache: RetainedCache) -> None:
         """Check that the policy can decide about a later segment.

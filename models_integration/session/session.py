@@ -37,7 +37,6 @@ from models_integration.session.segment import Forward, Segment, end_step, readi
 from models_integration.session.streams import Stream
 from spec.arrays import IntVector
 from spec.errors import SpecError
-from spec.records import CrystalRetention
 from spec.retention import Retention
 
 __all__ = ["Session"]
@@ -67,9 +66,8 @@ class Session:
         seen: number of tokens that the model has processed so far, in prompts and answers. The last generated token is
             not included, because the model has not processed this token.
         stored: number of tokens in the cache now, averaged over layers and heads. Generated tokens are included.
-        retention: positions of the kept tokens after the last segment. `retention.group(i)` returns the i-th set of
-            kept positions. For a batch, `retention` is a tuple with one entry for each prompt. Before a prompt,
-            `retention` is None.
+        retentions: positions of the kept tokens after the last segment, one `Retention` for each prompt of the batch.
+            `retentions[0].group(i)` returns the i-th set of kept positions. Before a prompt, the tuple is empty.
         kept: positions of the kept tokens of the last prompt. Raises `SpecError` if layers or heads keep different
             tokens.
         cache: compacted cache, which you can also use after the block. Before a prompt, `cache` is None.
@@ -85,7 +83,7 @@ class Session:
 
     def __init__(self, method: Method, model: PreTrainedModel) -> None:
         self.backend = method.backend
-        self.retention: CrystalRetention | Retention | tuple[CrystalRetention | Retention, ...] | None = None
+        self.retentions: tuple[Retention, ...] = ()
         self.cache: RetainedCache | None = None
         self.timings: dict[str, float] = {}
         self.bytes_freed = 0
@@ -128,10 +126,10 @@ class Session:
         Raises:
             SpecError: if the last prompt was a batch, or if layers or heads keep different tokens.
         """
-        if isinstance(self.retention, tuple):
-            reason = "each prompt of a batch has a separate set of kept tokens: type run.retention[row].kept"
-            raise SpecError("kept", f"{len(self.retention)} prompts", reason)
-        return None if self.retention is None else self.retention.kept
+        if len(self.retentions) > 1:
+            reason = "each prompt of a batch has a separate set of kept tokens: type run.retentions[row].kept"
+            raise SpecError("kept", f"{len(self.retentions)} prompts", reason)
+        return self.retentions[0].kept if self.retentions else None
 
     def __repr__(self) -> str:
         policy, numbers = self._method.policy.name, f"seen={self.seen}, stored={self.stored:g}"
@@ -297,8 +295,7 @@ class Session:
             return
         with failing_whole(cache, "a policy failed on its prompt"):
             decision = segment.finish()
-        kept = decision.records or decision.retentions
-        self.retention = kept if len(kept) > 1 else kept[0]
+        self.retentions = decision.retentions
         self.cache, self.timings, self.over_budget = cache, observed.watch.read(), decision.over_budget
 
     def _end(self, segment: Segment) -> None:

@@ -92,7 +92,7 @@ def retentions(policy: Policy, budgets: Sequence[Budget], observed: ObservedSegm
         SpecError: if the policy needs more than was observed, or if the policy raises the error.
     """
     shown = observed.narrowed(policy.scorer.needs).prompt(0, policy.granularity)
-    return [retention for retention, _ in retain_each(policy, budgets, shown)]
+    return retain_each(policy, budgets, shown)
 
 
 def cropped(retention: Retention, tokens: int) -> Retention:

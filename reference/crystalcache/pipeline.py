@@ -10,7 +10,6 @@ from spec.errors import SpecError
 from spec.parameters import PAPER, CrystalCacheParameters
 from spec.policy import DeviceArray
 from spec.records import CoAttention, CrystalRetention, TrunkGraph, Trunks
-from spec.retention import Retention
 from spec.validate import (
     check_attention_inputs,
     check_attention_tensors,
@@ -92,5 +91,6 @@ def prefill(
     B = effective_budget(share, n, parameters.N_sink, parameters.W_recent)
     result = stages.dissolve(score, trunks, M, graph.D, protected, B, parameters)
     return CrystalRetention(
-        Retention.shared(result.kept, n), result.ratio, score, result.D, protected, B, coattention, M, trunks, graph
+        result.kept, np.array([0, len(result.kept)]), n, ratio=result.ratio, scores=score, D=result.D,
+        protected=protected, budget=B, coattention=coattention, impact=M, trunks=trunks, graph=graph,
     )

@@ -85,8 +85,9 @@ def crystalcache(
 def crystal_retention(
     records: CrystalRecords, retention: Retention, ratio: Float64[Vector, " m"], B: int,
 ) -> CrystalRetention:
-    """Return the full result of the prefill, from the scorer's records and the kept ratio r of each trunk."""
+    """Return the retention with all records, from the scorer's records and the kept ratio r of each trunk."""
     return CrystalRetention(
-        retention, ratio, records.scores, dissolved_D(records.graph.D, ratio), records.protected, B,
-        records.coattention, records.impact, records.trunks, records.graph,
+        retention.positions, retention.offsets, retention.seen, ratio=ratio, scores=records.scores,
+        D=dissolved_D(records.graph.D, ratio), protected=records.protected, budget=B, coattention=records.coattention,
+        impact=records.impact, trunks=records.trunks, graph=records.graph,
     )

@@ -12,7 +12,7 @@ from spec.arrays import BoolVector, Int64, IntVector
 from spec.budget import Budget
 from spec.errors import SpecError
 from spec.policy import Budgets, LayerView, Needs, Observation, Policy, Scores, Selection
-from spec.records import CrystalRetention, Dissolution
+from spec.records import Dissolution
 from spec.retention import Retention
 
 __all__ = ["chosen", "retain", "retain_each", "retain_turn", "shown_to", "tokens_of"]
@@ -66,12 +66,8 @@ def _view(needs: Needs, view: LayerView) -> LayerView:
     return replace(view, q=q, v=v, repeats=None if needs.rehearsal is None else view.repeats)
 
 
-def retain(
-    policy: Policy, budget: Budget, observation: Observation,
-) -> tuple[Retention, CrystalRetention | None]:
-    """Return the positions of the tokens that the policy keeps, and CrystalCache's full result.
-
-    The second result is None for all policies except CrystalCache.
+def retain(policy: Policy, budget: Budget, observation: Observation) -> Retention:
+    """Return the positions of the tokens that the policy keeps. CrystalCache returns a `CrystalRetention`.
 
     The function calls the policy's protection, scorer, budgets and selector, in this order.
 
@@ -86,7 +82,7 @@ def retain(
 
 def retain_each(
     policy: Policy, budgets: Sequence[Budget], observation: Observation,
-) -> list[tuple[Retention, CrystalRetention | None]]:
+) -> list[Retention]:
     """Return the result of `retain` for each budget.
 
     The scorer is called once for all budgets, unless the scores depend on the budget.
@@ -105,12 +101,12 @@ def retain_each(
 
 def _retained(
     policy: Policy, B: int, seen: int, scores: Scores, protected: BoolVector,
-) -> tuple[Retention, CrystalRetention | None]:
+) -> Retention:
     selection = chosen(policy, B, scores, protected)
     retention = Retention(selection.positions, selection.offsets, seen, policy.granularity)
     if isinstance(scores.carry, CrystalRecords) and isinstance(selection.records, Dissolution):
-        return retention, crystal_retention(scores.carry, retention, selection.records.ratio, B)
-    return retention, None
+        return crystal_retention(scores.carry, retention, selection.records.ratio, B)
+    return retention
 
 
 def tokens_of(policy: Policy, budget: Budget, seen: int) -> int:

@@ -158,8 +158,9 @@ class Subject:
                 )
             else:
                 self.forward(ids)
-        assert isinstance(run.retention, CrystalRetention)
-        return run.retention, dict(run.timings)
+        (found,) = run.retentions
+        assert isinstance(found, CrystalRetention)
+        return found, dict(run.timings)
 
 
 def _row(ids: IntVector) -> torch.Tensor:

@@ -17,7 +17,6 @@ from conformance.measure.gpu.models import Scale, Subject
 from models_integration import CrystalCache, Session
 from models_integration.session.method import Method
 from reference.policies.names import POLICIES
-from spec.records import CrystalRetention
 from spec.retention import Retention
 
 __all__ = ["families", "sessions"]
@@ -70,13 +69,12 @@ def _read(method: Method, model: PreTrainedModel) -> tuple[list[torch.Tensor], l
             counts.append(len(readers))
             logits.append(output.logits.cpu())
             if not step:
-                kept = _kept_sets(run.retention)
+                kept = _kept_sets(run.retentions[0])
     return logits, kept, counts
 
 
-def _kept_sets(found: Any) -> list[set[int]]:
-    shared: Retention = found.retention if isinstance(found, CrystalRetention) else found
-    return [set(shared.group(at).tolist()) for at in range(shared.groups)]
+def _kept_sets(found: Retention) -> list[set[int]]:
+    return [set(found.group(at).tolist()) for at in range(found.groups)]
 
 
 @contextmanager

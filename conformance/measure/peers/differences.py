@@ -103,7 +103,7 @@ def run(policy: Policy, inputs: Inputs, B: int) -> Kept:
     heads = len(inputs.k)
     groups = heads if policy.granularity is Granularity.HEAD else 1
     # A line may give a layer no token, which no budget can say; the window that is protected raises both.
-    found, _ = policies.retain(policy, Budget(count=max(1, B)), Observation(inputs.n, groups, None, {0: inputs.view}))
+    found = policies.retain(policy, Budget(count=max(1, B)), Observation(inputs.n, groups, None, {0: inputs.view}))
     return [found.group(g).tolist() for g in range(groups)] * (heads // groups)
 
 
@@ -282,7 +282,7 @@ def kvzip(inputs: Inputs, readings: Set[str], plus: bool = False, uniform: bool 
         total, shared = L * H_kv * n - gone, host.budgets
         host = replace(host, budgets=lambda _, scores: shared(max(total, given.sinks * L * H_kv), scores))
     if TIES not in readings:
-        kept, _ = policies.retain(host, Budget(count=B), seen)
+        kept = policies.retain(host, Budget(count=B), seen)
         return [kept.group(g).tolist() for g in range(L * H_kv)]
     scores = raised(host.scorer(seen, host.protection(n)).values).reshape(L, -1)
     shares = np.full(L, gone // L)

@@ -20,7 +20,6 @@ from reference.crystalcache import prefill
 from spec.backend import Backend
 from spec.parameters import TINY
 from spec.records import CrystalRetention
-from spec.retention import Retention
 
 SUITE = ROOT / "conformance"
 # The words are put together here, or this file would find itself.
@@ -134,11 +133,11 @@ def test_a_wrong_float32_backend_is_rejected(fault: str) -> None:
 
 def swapped(found: CrystalRetention, rng: np.random.Generator) -> CrystalRetention:
     """One kept position exchanged for an evicted one."""
-    n = found.retention.seen
+    n = found.seen
     evicted = np.setdiff1d(np.arange(n), found.kept)
     changed = found.kept.copy()
     changed[rng.integers(len(changed))] = rng.choice(evicted)
-    return replace(found, retention=Retention.shared(np.sort(changed), n))
+    return replace(found, positions=np.sort(changed))
 
 
 def test_a_kept_set_with_one_swap_is_rejected() -> None:
@@ -171,7 +170,7 @@ def with_scores(found: CrystalRetention, scores: np.ndarray[Any, Any]) -> Crysta
     )
     return replace(
         found, scores=scores, ratio=np.array([float(r) for r in result.ratio]), D=np.array(result.D),
-        retention=Retention.shared(np.array(result.kept), found.retention.seen),
+        positions=np.array(result.kept), offsets=np.array([0, len(result.kept)]),
     )
 
 

@@ -175,7 +175,7 @@ def test_our_pyramid_on_one_layer_is_what_the_policy_keeps_there(seed: int) -> N
     inputs, (ours, _) = drawn(seed, 120), OURS["PyramidKV"]
     views, heads = dict.fromkeys(range(SMALL.layers), inputs.view), len(inputs.k)
     B = -(-inputs.kept * inputs.n // 1)
-    found, _ = policies.retain(
+    found = policies.retain(
         policies.pyramidkv(SMALL.window, SMALL.kernel), Budget(count=int(B)),
         Observation(inputs.n, SMALL.layers * heads, None, views),
     )

@@ -42,7 +42,6 @@ from spec.budget import Budget, parse_budget
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import PAPER, TINY, NestedKVParameters
 from spec.records import CrystalRetention
-from spec.retention import Retention
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -108,8 +107,7 @@ def test_constants_are_given_by_name_and_the_defaults_are_the_makers() -> None:
     for constants in ({}, {"beta": 0.0}, {"parameters": NestedKVParameters(beta=0.0)}):
         with kvspec.policy_from_name("nestedkv", 0.3, backend="numpy", **constants)(model) as run, torch.no_grad():
             model(input_ids=prompt(300))
-        assert isinstance(run.retention, Retention)
-        kept.append(run.retention.positions.tolist())
+        kept.append(run.retentions[0].positions.tolist())
     assert kept[0] != kept[1] == kept[2]
     assert describe_policy("nestedkv").constants["beta"] == 3.0
     assert describe_policy("snapkv").constants == {"W": 32, "kernel": 7}
@@ -236,7 +234,7 @@ def test_a_run_says_which_backend_decided() -> None:
 @pytest.mark.law("figures-are-counted-right")
 def test_before_a_prompt_there_is_nothing_to_tell() -> None:
     with METHODS["crystalcache"]()(build("llama")) as run:
-        assert (run.retention, run.kept, run.cache) == (None, None, None)
+        assert (run.retentions, run.kept, run.cache) == ((), None, None)
         assert (run.timings, run.bytes_freed, run.over_budget) == ({}, 0, 0)
 
 
@@ -244,12 +242,13 @@ def test_before_a_prompt_there_is_nothing_to_tell() -> None:
 def test_what_protection_keeps_beyond_the_budget_is_told() -> None:
     model = build("llama")
     over = prefill(model, CrystalCache(Budget(count=1), frozenset({130}), PAPER, backend="numpy"), prompt(200)).run
-    assert isinstance(over.retention, CrystalRetention)
+    (retention,) = over.retentions
+    assert isinstance(retention, CrystalRetention)
     assert over.kept is not None
-    assert over.over_budget == over.retention.over_budget == len(over.kept) - 132
+    assert over.over_budget == retention.over_budget == len(over.kept) - 132
     assert over.over_budget > 0
     within = prefill(model, StreamingLLM(10), prompt(60)).run
-    assert isinstance(within.retention, Retention)
+    assert not isinstance(within.retentions[0], CrystalRetention)
     assert within.over_budget == 0
     assert within.kept is not None
     assert within.kept.tolist() == [0, 1, 2, 3, *range(54, 60)]

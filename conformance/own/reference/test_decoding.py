@@ -137,7 +137,7 @@ def test_tova_may_evict_the_newest(seed: int, B: int) -> None:
 def test_tova_evicts_the_newest_where_it_weighs_least() -> None:
     """Key 1, the newest, has the least weight of the last query."""
     view = LayerView(np.ones((1, 2, 1)), np.array([[[1.0], [0.0]]]), None, 1.0, None)
-    kept, _ = policies.retain(policies.tova(), Budget(count=1), Observation(2, 1, None, {0: view}))
+    kept = policies.retain(policies.tova(), Budget(count=1), Observation(2, 1, None, {0: view}))
     assert kept.positions.tolist() == [0]
 
 

@@ -260,7 +260,7 @@ def test_a_pinned_prompt_above_the_budget_is_refused(name: str) -> None:
     with pytest.raises(SpecError, match="at least 6, the number of tokens") as caught:
         policies.retain(pinned, Budget(count=5), observation(pinned, inputs))
     assert caught.value.argument == "budget"
-    assert len(policies.retain(pinned, Budget(count=6), observation(pinned, inputs))[0].group(0)) == 6
+    assert len(policies.retain(pinned, Budget(count=6), observation(pinned, inputs)).group(0)) == 6
 
 
 @pytest.mark.spec("PO-ADAPTIVE-BUDGET", "PO-COMPETITION-BUDGET", "PO-PYRAMID-BUDGET")

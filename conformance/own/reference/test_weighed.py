@@ -108,7 +108,7 @@ def test_values_decide_among_keys_that_nobody_attends_to() -> None:
     view = LayerView(np.ones((1, n, 2)), k, v, 1.0, None)
     policy = policies.criticalkv({0: np.ones((1, 2, 1))}, 1, 1)
     seen = Observation(n, 1, None, {0: view})
-    assert policies.retain(policy, Budget(count=4), seen)[0].positions.tolist() == [0, 5, 6, 7]
+    assert policies.retain(policy, Budget(count=4), seen).positions.tolist() == [0, 5, 6, 7]
 
 
 @pytest.mark.spec("PO-CRITICALKV", "PO-DEFENSIVEKV")

@@ -125,7 +125,7 @@ def run_explain(
     subject.check_positions("PROMPT", len(ids))
     result = _retention(subject, "crystalcache", budget, ids)
     assert isinstance(result, CrystalRetention)
-    compared = [(other, _plain(_retention(subject, other, budget, ids))) for other in others]
+    compared = [(other, _retention(subject, other, budget, ids)) for other in others]
     said = f"CrystalCache with budget {budget} on the model {subject.label}, backend {subject.backend}."
     shown = record(result, torch.tensor(ids).numpy(), PAPER)
     page = explain_html(shown, texts_of(subject.tokenizer, ids), prompt.name, said, *compared)
@@ -136,15 +136,9 @@ def run_explain(
     )
 
 
-def _retention(subject: Subject, policy: str, budget: str, ids: list[int]) -> CrystalRetention | Retention:
+def _retention(subject: Subject, policy: str, budget: str, ids: list[int]) -> Retention:
     given = torch.tensor([ids], device=subject.model.device)
-    found = prefill(subject.model, subject.policy(policy, budget), given).run.retention
-    assert isinstance(found, CrystalRetention | Retention)
-    return found
-
-
-def _plain(found: CrystalRetention | Retention) -> Retention:
-    return found.retention if isinstance(found, CrystalRetention) else found
+    return prefill(subject.model, subject.policy(policy, budget), given).run.retentions[0]
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:

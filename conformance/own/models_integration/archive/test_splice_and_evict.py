@@ -65,8 +65,8 @@ def test_eviction_after_a_splice_keeps_the_markers() -> None:
     assert markers == [12, 18, 24, 25, 30]  # the first marker of the hidden preamble is not spliced
     seen = cache.get_seq_length()
     policy = streaming_llm(2)
-    plain, _ = retain(policy, parse_budget(8), Observation(seen, 1, None, {}))
-    kept, _ = retain(protecting(policy, markers), parse_budget(8), Observation(seen, 1, None, {}))
+    plain = retain(policy, parse_budget(8), Observation(seen, 1, None, {}))
+    kept = retain(protecting(policy, markers), parse_budget(8), Observation(seen, 1, None, {}))
     assert not {12, 18, 24} <= set(plain.positions.tolist())
     assert set(markers) <= set(kept.positions.tolist())
     assert len(kept.positions) == 8
@@ -167,7 +167,7 @@ def test_a_chunk_is_not_computed_under_a_policy() -> None:
     rotary = recognise(model)
     with policy()(model) as run, pytest.raises(SpecError, match="is already inside `with policy"):
         computed(model, ids(30, 3), rotary)
-    assert run.retention is None
+    assert run.retentions == ()
 
 
 @pytest.mark.law("a-cache-like-any-other")

@@ -55,7 +55,6 @@ from reference.policies import (
 )
 from spec.errors import SpecError
 from spec.parameters import TINY
-from spec.records import CrystalRetention
 from spec.retention import Granularity, Retention
 
 MAX_TOKENS = 150
@@ -326,17 +325,14 @@ class Judge:
         life.open, before = False, life.sets
         life.sets = life.stored()
         self.check_within(life.sets, before)
-        kept = run.retention if isinstance(run.retention, tuple) else (run.retention,)
-        if policy != "stream" and kept[0] is not None:
+        if policy != "stream" and run.retentions:
             method = POLICIES[policy].on(self.model)
             over = run.over_budget
             self.met("more is protected than the budget has" if over else "the budget holds")
-            for retention, sets, row in zip(kept, life.sets, life.rows, strict=True):
-                assert retention is not None
-                own = retention.retention if isinstance(retention, CrystalRetention) else retention
-                assert spread(own, *life.heads) == sets, "the session says that it kept other tokens than are stored"
+            for found, sets, row in zip(run.retentions, life.sets, life.rows, strict=True):
+                assert spread(found, *life.heads) == sets, "the session says that it kept other tokens than are stored"
                 B = max(method.policy.floor, method.budget.tokens(len(row.tokens)))
-                over -= max(0, len(own.positions) - B * own.groups)
+                over -= max(0, len(found.positions) - B * found.groups)
             assert over >= 0, "more is stored than the budget, and the session does not say so"
         evicted = any(len(own) < len(life.rows[0].tokens) for own in flat(life.sets))
         self.met("a segment that evicts" if evicted else "a segment that evicts nothing")

@@ -47,7 +47,6 @@ from spec.budget import parse_budget
 from spec.decode import DecodeState, check_state
 from spec.parameters import TINY
 from spec.policy import Needs, Observation, Policy, Scores
-from spec.records import CrystalRetention
 from spec.retention import Granularity
 
 PROMPT, NEW = 64, 8
@@ -109,10 +108,7 @@ def batch(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def sets(run: Session) -> list[list[int]]:
-    assert isinstance(run.retention, tuple)
-    return [
-        (one.retention if isinstance(one, CrystalRetention) else one).positions.tolist() for one in run.retention
-    ]
+    return [one.positions.tolist() for one in run.retentions]
 
 
 CLASSES = ("crystalcache", "streamingllm", "fullcache")

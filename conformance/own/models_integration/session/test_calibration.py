@@ -39,7 +39,7 @@ from reference.calibration import load_calibration, save_calibration
 from reference.policies import kvzip, triattention
 from spec.errors import SpecError
 from spec.policy import Needs
-from spec.retention import Granularity, Retention
+from spec.retention import Granularity
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -284,8 +284,7 @@ def test_statistics_decide_as_our_file_does(name: str, payload: dict[str, Any], 
     for calibration in (found, load_calibration(tmp_path / "mine.npz"), calibrate(model, prompt(60))):
         with Published(name, 20, calibration=calibration)(model) as run:
             greedy(model, prompt(60), 4)
-        assert isinstance(run.retention, Retention)
-        sets.append(run.retention.positions.tolist())
+        sets.append(run.retentions[0].positions.tolist())
     assert sets[0] == sets[1] != sets[2]
 
 

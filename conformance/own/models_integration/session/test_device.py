@@ -56,12 +56,9 @@ def same(found: Session, expected: Session) -> bool:
     assert found.cache is not None
     assert expected.cache is not None
     pairs = list(zip(found.cache.full_layers, expected.cache.full_layers, strict=True))
-    kept, wanted = (
-        run.retention if isinstance(run.retention, tuple) else (run.retention,) for run in (found, expected)
-    )
     agree = [
         np.array_equal(own.positions, other.positions) and np.array_equal(own.offsets, other.offsets)
-        for own, other in zip(kept, wanted, strict=True) if isinstance(own, Retention) and isinstance(other, Retention)
+        for own, other in zip(found.retentions, expected.retentions, strict=True)
     ]
     stored = [
         type(own) is type(other) and own.stored_length == other.stored_length and own.uniform == other.uniform

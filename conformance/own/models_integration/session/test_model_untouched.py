@@ -79,9 +79,10 @@ def test_a_full_budget_still_runs_every_stage() -> None:
     model = build("llama")
     with whole()(model) as run:
         greedy(model, prompt(50), 2)
-    assert isinstance(run.retention, CrystalRetention)
-    assert len(run.retention.coattention.salience) == 50
-    assert len(run.retention.trunks.sizes) > 1
+    (retention,) = run.retentions
+    assert isinstance(retention, CrystalRetention)
+    assert len(retention.coattention.salience) == 50
+    assert len(retention.trunks.sizes) > 1
     assert set(run.timings) == {"capture", "decision", "compaction"}
     assert all(seconds > 0 for seconds in run.timings.values())
 

@@ -199,7 +199,7 @@ def test_it_is_named_and_the_cache_is_unusable(name: str) -> None:
     with Published(policy, budget, **constants)(model) as run, torch.no_grad():
         with pytest.raises(SpecError, match=words):
             model(input_ids=prompt(PROMPT), past_key_values=cache)
-        assert run.retention is None
+        assert run.retentions == ()
         with pytest.raises(SpecError, match="an unusable cache"):
             model(input_ids=prompt(1), past_key_values=cache)
     with pytest.raises(SpecError, match="an unusable cache"):

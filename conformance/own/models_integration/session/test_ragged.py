@@ -39,7 +39,6 @@ from reference.policies.describe import describe_policy
 from spec.budget import parse_budget
 from spec.errors import SpecError
 from spec.policy import Needs
-from spec.retention import Retention
 
 pytestmark = pytest.mark.law("eviction-equals-masking")
 
@@ -144,12 +143,12 @@ def test_sets_of_layers_and_heads_are_not_one_set(name: str, each: str, groups: 
     """`kept` is one ascending set or names what has each of them; `repr` has their mean."""
     model = build("llama")
     run, cache = read_prompt(model, method(name))
-    assert isinstance(run.retention, Retention)
-    for holder in (run, run.retention):
+    (retention,) = run.retentions
+    for holder in (run, retention):
         with pytest.raises(SpecError, match=rf"kept = '{groups} kept sets': each {each} has its own"):
             _ = holder.kept
     sets = [own for sets in live_sets(cache).values() for own in sets]
-    assert [run.retention.group(i).tolist() for i in range(groups)] == sets[:: len(sets) // groups]
+    assert [retention.group(i).tolist() for i in range(groups)] == sets[:: len(sets) // groups]
     assert (run.seen, run.stored) == (PROMPT, cache.mean_length)
     assert repr(run) == (
         f"Session('{name}', budget=0.3, seen={PROMPT}, stored={cache.mean_length:g}, bytes_freed={run.bytes_freed})"
@@ -196,11 +195,10 @@ def test_whole_blocks_after_every_turn(name: str) -> None:
 def test_a_turn_is_decided_over_each_head_s_own_keys() -> None:
     """Knorm after a turn: of what a head stored, the smallest of the model's own keys."""
     model = build("llama")
-    with published("knorm", model)(model) as run:
+    with published("knorm", model)(model):
         at_once(model, prompt(PROMPT), cache := RetainedCache(model.config))
         before = live_sets(cache)
         at_once(model, prompt(12, seed=12), cache)
-    assert run.retention is not None
     oracle = Masked(model, prompt(PROMPT), before)
     oracle.read(prompt(12, seed=12))
     B = parse_budget(0.3).tokens(PROMPT + 12)

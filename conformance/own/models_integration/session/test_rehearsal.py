@@ -172,10 +172,9 @@ def test_rows_of_a_batch_are_rehearsed_each() -> None:
     with CustomPolicy(POLICY, 0.3)(model) as run, torch.no_grad():
         model(input_ids=rows)
     assert "rehearsal" in run.timings
-    assert isinstance(run.retention, tuple)
-    for row, found in enumerate(run.retention):
+    for row, found in enumerate(run.retentions):
         (alone,) = decide(CustomPolicy(POLICY, 0.3).on(model), rehearsed(model, rows[row : row + 1])).retentions
-        assert np.array_equal(found.positions, alone.positions)  # type: ignore[union-attr]
+        assert np.array_equal(found.positions, alone.positions)
 
 
 @pytest.mark.law("refused-before-anything-changes")

@@ -181,10 +181,10 @@ def test_a_stream_s_step_is_checked_before_its_segment_ends() -> None:
     with CrystalCache(16, ENDS, TINY, backend="numpy", decode=True, stream=True)(model) as run:
         cache = RetainedCache(model.config)
         told(model, cache, input_ids=prompt(N))
-        seen, before = run.retention, live_sets(cache)
+        seen, before = run.retentions, live_sets(cache)
         with pytest.raises(SpecError, match="attention_mask"):
             told(model, cache, attention_mask=ones(N))
-        assert run.retention is seen
+        assert run.retentions is seen
         assert live_sets(cache) == before
         told(model, cache, attention_mask=ones(N + 1))
         assert cache.get_seq_length() == N + 1

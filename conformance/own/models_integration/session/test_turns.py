@@ -48,7 +48,6 @@ from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import Needs
 from spec.records import CrystalRetention
-from spec.retention import Retention
 
 pytestmark = pytest.mark.law("parts-equal-the-whole")
 
@@ -60,12 +59,11 @@ def test_a_batch_has_one_retention_for_each_prompt() -> None:
     ids, mask = batch(prompts())
     with METHODS["streamingllm"]()(model) as run:
         greedy(model, ids, 2, attention_mask=mask)
-        assert isinstance(run.retention, tuple)
-        assert [one.seen for one in run.retention if isinstance(one, Retention)] == list(LENGTHS)
+        assert [one.seen for one in run.retentions] == list(LENGTHS)
         with pytest.raises(SpecError, match="kept = '3 prompts': each prompt of a batch has a separate set"):
             run.kept  # noqa: B018
         greedy(model, prompt(40), 2)
-        assert isinstance(run.retention, Retention)
+        assert len(run.retentions) == 1
         assert run.kept is not None
 
 
@@ -197,11 +195,10 @@ def test_what_a_turn_reports() -> None:
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with CrystalCache(6, ENDS, replace(TINY, T_max=32), "numpy")(model) as run:
         at_once(model, prompt(N), cache)
-        assert isinstance(run.retention, CrystalRetention)
+        assert isinstance(run.retentions[0], CrystalRetention)
         stored = cache.stored_length
         at_once(model, turn(1), cache)
-    assert isinstance(run.retention, Retention)
-    assert run.retention.seen == N + TURN
+    assert [one.seen for one in run.retentions] == [N + TURN]
     assert run.over_budget == cache.stored_length - 6 > 0
     assert stored < N
     assert run.bytes_freed == (N + TURN - cache.stored_length) * 3 * 2 * 2 * 12 * 4
@@ -276,7 +273,7 @@ def test_a_prompt_that_is_left_half_way_leaves_no_usable_cache() -> None:
         with pytest.raises(KeyboardInterrupt), run.prompt():
             at_once(model, prompt(N), cache)
             raise KeyboardInterrupt
-        assert run.retention is None
+        assert run.retentions == ()
         with pytest.raises(SpecError, match="unusable cache"):
             at_once(model, prompt(5), cache)
         greedy(model, prompt(N), 2)

@@ -50,9 +50,8 @@ def answer(
     stored: list[float] = []
     with policy(model) as run:
         logits = model(input_ids=torch.tensor([placement.prompt_ids])).logits
-        cache, whole = run.cache, run.retention
+        cache, (retention,) = run.cache, run.retentions
         assert cache is not None
-        retention: Any = getattr(whole, "retention", whole)
         kept = ceil(cache.mean_length)
         if placement.dropped_slots:
             cache.crop(-placement.dropped_slots)
