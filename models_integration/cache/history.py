@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import GenerationMixin
 
-from models_integration.model.cache_argument import CACHE
+from models_integration.model.cache_argument import CACHE, NAMES
 from spec.errors import SpecError
 
-__all__ = ["ReadIds", "call_into", "calls_of_generate", "columns_of"]
+__all__ = ["ReadIds", "call_into", "calls_of_generate", "columns_of", "empty_cache_of"]
 
 UNKNOWN = -1
 """Id of a token whose real id is unknown, because the token was read outside a context, from a file or an archive."""
@@ -41,6 +41,12 @@ def call_into(cache: object) -> Mapping[str, Any] | None:
     """Return the innermost call of `generate` if the call uses this cache, otherwise None."""
     call = next(calls_of_generate(), None)
     return call if call is not None and call["model_kwargs"].get(CACHE) is cache else None
+
+
+def empty_cache_of(call: Mapping[str, Any]) -> object:
+    """Return the cache that a call of `generate` made itself. If the caller passed a cache, return None."""
+    passed = any(call["kwargs"].get(name) is not None for name in NAMES)
+    return None if passed else call["model_kwargs"].get(CACHE)
 
 
 def columns_of(call: Mapping[str, Any]) -> int:

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import (
-    Cache,
     CacheLayerMixin,
-    DynamicCache,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -33,7 +31,7 @@ from models_integration.cache.ragged_layer import RaggedLayer
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
-__all__ = ["RetainedCache", "check_adoptable", "failing_whole", "storage_bytes"]
+__all__ = ["RetainedCache", "check_own", "failing_whole", "storage_bytes"]
 
 
 class RetainedCache(StatefulCache):
@@ -70,21 +68,6 @@ class RetainedCache(StatefulCache):
         self._read = ReadIds()
         self._call: object = None  # config of the last `generate` that used the cache; each call has a new config
         self._in_context = False
-
-    @staticmethod
-    def adopt(cache: Cache, config: PretrainedConfig) -> "RetainedCache":
-        """Convert an empty DynamicCache to a RetainedCache in place, and return the cache.
-
-        Raises:
-            SpecError: if the cache is not an empty DynamicCache.
-        """
-        # The object is converted in place, because `generate` passes the same object to every later forward pass. The
-        # layers are made again, because a cache that was made without a config has only plain layers.
-        check_adoptable(cache)
-        if not isinstance(cache, RetainedCache):
-            cache.__class__ = RetainedCache.class_for(config)
-            RetainedCache.__init__(cast(RetainedCache, cache), config)
-        return cast(RetainedCache, cache)
 
     @property
     def full_layers(self) -> list[RetainedLayer]:
@@ -340,20 +323,17 @@ class RetainedCache(StatefulCache):
             raise SpecError("past_key_values", "an unusable cache", f"{self.failure}; start again with a new one")
 
 
-def check_adoptable(cache: Cache) -> None:
-    """Check that a cache can be converted to a RetainedCache.
+def check_own(cache: object) -> None:
+    """Check that a cache that a caller passes is a RetainedCache.
 
     Raises:
-        SpecError: if the cache is not empty, is not a DynamicCache, or offloads its tensors.
+        SpecError: if the cache is of a different class. The session cannot evict tokens from such a cache.
     """
-    if isinstance(cache, RetainedCache):
-        cache.check_usable()
-    elif type(cache) is not DynamicCache:
-        raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left out")
-    if cache.offloading:
-        raise SpecError("past_key_values", "offloading=True", "an offloaded cache cannot be compacted")
-    if cache.get_seq_length() > 0:
-        raise SpecError("past_key_values", f"{cache.get_seq_length()} tokens", "must be empty before a prompt")
+    if not isinstance(cache, RetainedCache):
+        raise SpecError(
+            "past_key_values", type(cache).__name__,
+            "must be a RetainedCache: leave out past_key_values for a new prompt, or pass run.cache for a later turn",
+        )
 
 
 @contextmanager

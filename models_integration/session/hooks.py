@@ -15,9 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import untraced
-from models_integration.cache.history import calls_of_generate, columns_of
+from models_integration.cache.history import calls_of_generate, columns_of, empty_cache_of
+from models_integration.cache.retained_cache import check_own
 from models_integration.model.architecture import BUSY, check_free, decoders_of
-from models_integration.model.cache_argument import for_generate
+from models_integration.model.cache_argument import for_generate, with_one_cache
 from models_integration.session.inputs import ONE_FORWARD
 from spec.errors import SpecError
 
@@ -50,6 +51,8 @@ class Call:
     beams: int = 1
     config: object = None
     """Copy of the generation config that belongs to the call. The copy identifies the call."""
+    empty_cache: object = None
+    """Cache that generate made for the call, because the caller passed none. The session uses a cache of its own."""
 
     @property
     def segment_end(self) -> int:
@@ -85,7 +88,7 @@ def _begun(call: Mapping[str, Any]) -> Call:
         raise SpecError("assistant_model", "this model", _GENERATE["assistant_model"])
     copies = max(config.num_beams or 1, config.num_return_sequences or 1)
     rows = len(call["input_ids"]) // copies
-    return Call(rows, columns_of(call), config.prefill_chunk_size, config.num_beams or 1, config)
+    return Call(rows, columns_of(call), config.prefill_chunk_size, config.num_beams or 1, config, empty_cache_of(call))
 
 
 def check_call(*stated: Mapping[str, object]) -> None:
@@ -221,6 +224,8 @@ class Hold:
             named = {**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs}
             configs = (named.get("generation_config"), self._model.generation_config)
             check_call(named, *(getattr(config, "__dict__", {}) for config in configs))
+            if (cache := with_one_cache(named).get("past_key_values")) is not None:
+                check_own(cache)
             if not self.is_open and get_ident() == self._owner:
                 reason = "the `with` block of this function has ended: call model.generate, which uses no policy"
                 raise SpecError("generate", "taken inside a context", reason)

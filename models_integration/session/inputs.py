@@ -8,13 +8,12 @@ from typing import Required, TypeAlias, TypedDict, cast
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from models_integration.attention.capture import reads_attention
 from models_integration.attention.handover import check_readable, check_recurrence
 from models_integration.cache.ragged_layer import RaggedLayer
-from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cache.retained_cache import RetainedCache, check_own
 from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
 from spec.errors import SpecError
 from spec.policy import Needs
@@ -50,7 +49,7 @@ class Arguments(TypedDict, total=False):
     """Token ids (rows, n)."""
     attention_mask: Tensor
     position_ids: Tensor
-    past_key_values: Cache
+    past_key_values: RetainedCache
 
 
 def check_mode(architecture: Architecture, arguments: Mapping[str, object], needs: Needs) -> None:
@@ -113,7 +112,7 @@ def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> A
 
     Raises:
         SpecError: if embeddings replace the ids, if the ids have a wrong shape or dtype, if the cache is disabled or
-            has a wrong type, or if the attention is not causal.
+            is no RetainedCache, or if the attention is not causal.
     """
     if arguments.get("inputs_embeds") is not None:
         raise SpecError("inputs_embeds", "given", _EMBEDDINGS)
@@ -124,9 +123,8 @@ def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> A
     use_cache = arguments.get("use_cache")
     if not (default_use_cache if use_cache is None else use_cache):
         raise SpecError("use_cache", False, "must be True, because eviction needs a cache")
-    cache = arguments.get("past_key_values")
-    if cache is not None and not isinstance(cache, Cache):
-        raise SpecError("past_key_values", type(cache).__name__, "must be a DynamicCache, or left out")
+    if (cache := arguments.get("past_key_values")) is not None:
+        check_own(cache)
     if arguments.get("is_causal") is False:
         raise SpecError("is_causal", False, "must be omitted or True: policies evict from causal attention only")
     return cast(Arguments, {name: value for name, value in arguments.items() if value is not None})

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover
-from models_integration.cache.retained_cache import RetainedCache, check_adoptable, failing_whole
+from models_integration.cache.retained_cache import RetainedCache, failing_whole
 from models_integration.model.architecture import decoder_inputs, describe, unwrapped
 from models_integration.model.cache_argument import cache_name, with_one_cache
 from models_integration.session.hooks import NO_CALL, Hold, call_under_way
@@ -174,6 +174,9 @@ class Session:
         self._stream.begin()
         given = with_one_cache({**dict(zip(self._names, args, strict=False)), **kwargs})
         self._begin_call(decoder)
+        if given.get("past_key_values") is self._call.empty_cache:
+            # `generate` takes the cache for later forward passes from the output of the model.
+            given.pop("past_key_values", None)
         arguments = check_forward(given, getattr(self._architecture.config, "use_cache", True))
         check_mode(self._architecture, arguments, self._method.policy.scorer.needs)
         cache = arguments.get("past_key_values")
@@ -253,8 +256,6 @@ class Session:
             segment_end = self._stream.segment_end(seen, OPEN if self._block else self._call.segment_end)
             if later:
                 method.check_turn(cache)
-            elif cache is not None:
-                check_adoptable(cache)
         if not later:
             span = first_span(self._architecture.vocabulary, arguments, before, segment_end)
             check_rehearsed(method.policy.scorer.needs, span)
@@ -273,8 +274,7 @@ class Session:
         if segment is None:
             rows_per_prompt = 1
             if span.padded_seen == 0:
-                config = self._architecture.config
-                cache = RetainedCache(config) if cache is None else RetainedCache.adopt(cache, config)
+                cache = RetainedCache(self._architecture.config) if cache is None else cache
                 rows_per_prompt = max(1, len(ids) // self._call.rows)
             segment = Segment(self._method, self._architecture, cache, rows_per_prompt, span.segment_end)
             self._segment = segment

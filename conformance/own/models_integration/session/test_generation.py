@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
 from conformance.own.models_integration.session.families import METHODS, at_once, build, greedy, prompt, step_by_step
 from conformance.own.models_integration.session.sessions import breathing, live_sets, method
@@ -34,6 +34,27 @@ def by_type(model: Any) -> tuple[Any, Callable[..., Tensor]]:
 
 
 names = pytest.mark.parametrize("name", [by_decoder, bound_before, by_type])
+
+
+@pytest.mark.law("the-model-stays-as-it-was")
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 16}, {"num_beams": 2}])
+@pytest.mark.parametrize("name", [by_decoder, bound_before, by_type])
+def test_the_cache_that_generate_made_is_left_as_it_was(name: Callable[..., Any], options: dict[str, Any]) -> None:
+    """The later forward passes of the call use the cache of the session, which generate also returns."""
+    model, caches = build("llama"), list[Any]()
+    given, generate = name(model)
+    with METHODS["crystalcache"]()(given) as run:
+        handle = model.register_forward_pre_hook(
+            lambda _, args, kwargs: caches.append(kwargs[CACHE]), with_kwargs=True
+        )
+        output: Any = generate(
+            prompt(N), max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, eos_token_id=None, **options
+        )
+        handle.remove()
+    made, *later = caches
+    assert (type(made), made.get_seq_length()) == (DynamicCache, 0)
+    assert all(cache is run.cache for cache in [*later, output[CACHE]])
+    assert run.stored < run.seen == N + NEW - 1
 
 
 @pytest.mark.law("refused-before-anything-changes")

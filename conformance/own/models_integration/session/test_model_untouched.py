@@ -35,7 +35,7 @@ from conformance.own.models_integration.session.sessions import (
     shown,
     snapshot,
 )
-from models_integration import CrystalCache, FullCache, RetentionPolicy, prefill
+from models_integration import CrystalCache, FullCache, RetainedCache, RetentionPolicy, prefill
 from models_integration.model.architecture import attention_modules
 from reference.crystalcache import prefill as decided
 from reference.crystalcache.coattention import attention
@@ -67,7 +67,7 @@ def test_a_full_budget_changes_no_bit(family: str, name: str) -> None:
     tokens = greedy(model, ids, 10)
     with FULL[name]()(model) as run:
         assert torch.equal(greedy(model, ids, 10), tokens)
-        cache = DynamicCache(config=model.config)
+        cache = RetainedCache(model.config)
         assert torch.equal(torch.cat([at_once(model, ids, cache), step_by_step(model, following, cache)], dim=1), plain)
     assert run.stored == run.seen == 56
     assert run.bytes_freed == 0
@@ -122,7 +122,7 @@ def test_the_model_is_as_it_was_after_an_error(family: str, error: BaseException
 @pytest.mark.law("the-model-stays-as-it-was")
 @pytest.mark.law("refused-before-anything-changes")
 def test_nan_in_the_observed_layer_is_named() -> None:
-    model, ids, cache = build("llama"), prompt(40), DynamicCache()
+    model, ids, cache = build("llama"), prompt(40), RetainedCache(build("llama").config)
     model.get_parameter("model.layers.0.self_attn.q_proj.weight").data[0, 0] = float("nan")
     with METHODS["crystalcache"]()(model), pytest.raises(SpecError, match=r"^q = .*nan.*: must be finite"):
         at_once(model, ids, cache)
@@ -137,7 +137,7 @@ def test_several_prompts_and_steps_interleave_inside_one_context() -> None:
     prompts = [prompt(40, seed=4), prompt(55, seed=5)]
     alone = [step_by_step(model, following, prefill(model, METHODS["crystalcache"](), ids).cache) for ids in prompts]
     with METHODS["crystalcache"]()(model):
-        caches = [DynamicCache(), DynamicCache(config=model.config)]
+        caches = [RetainedCache(model.config) for _ in prompts]
         for ids, cache in zip(prompts, caches, strict=True):
             at_once(model, ids, cache)
         turns = [[at_once(model, token, cache) for cache in caches] for token in torch.split(following, 1, dim=1)]

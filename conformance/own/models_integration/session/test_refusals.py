@@ -77,6 +77,8 @@ def foreign(kind: str, model: PreTrainedModel) -> Any:
     """A cache that cannot be compacted."""
     if kind == "static":
         return StaticCache(config=model.config, max_cache_len=64)
+    if kind == "empty":
+        return DynamicCache(config=model.config)
     if kind == "quantised":
         # Its libraries are not installed here; the class is what counts.
         return object.__new__(QuantizedCache)
@@ -92,10 +94,11 @@ def foreign(kind: str, model: PreTrainedModel) -> Any:
 
 
 CACHES: list[tuple[str, int, str]] = [
-    ("static", N, "past_key_values = 'StaticCache': must be a DynamicCache"),
+    ("static", N, "past_key_values = 'StaticCache': must be a RetainedCache"),
     ("quantised", N, "past_key_values = 'QuantizedCache'"), ("foreign", N, "past_key_values = 'ForeignCache'"),
-    ("offloaded", N, "an offloaded cache cannot be compacted"),
-    *(("filled", n, "past_key_values = '5 tokens': must be empty before a prompt") for n in (N, 1, 3)),
+    ("empty", N, "past_key_values = 'DynamicCache': .*leave out past_key_values for a new prompt"),
+    ("offloaded", N, "past_key_values = 'DynamicCache': .*pass run.cache for a later turn"),
+    *(("filled", n, "past_key_values = 'DynamicCache'") for n in (N, 1, 3)),
 ]
 GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"prefill_chunk_size": 16, "token_healing": True}, "token_healing = True: .* changes the prompt"),
@@ -134,13 +137,16 @@ def test_a_prompt_that_cannot_be_served_is_named() -> None:
 def test_a_cache_that_cannot_be_compacted_is_named() -> None:
     model = build("llama")
     caches = [(foreign(kind, model), n, words) for kind, n, words in CACHES]
-    kinds = [type(cache) for cache, _, _ in caches]
+    before = [(type(cache), {**vars(cache)}) for cache, _, _ in caches]
 
     def read(cache: Any, n: int) -> Act:
         return lambda model: at_once(model, prompt(n), cache)
 
-    check_refused([(read(cache, n), words) for cache, n, words in caches], model)
-    assert kinds == [type(cache) for cache, _, _ in caches]
+    def generate(cache: Any, n: int) -> Act:
+        return lambda model: greedy(model, prompt(n + 6), 2, past_key_values=cache)
+
+    check_refused([(act(cache, n), words) for act in (read, generate) for cache, n, words in caches], model)
+    assert before == [(type(cache), vars(cache)) for cache, _, _ in caches]
 
 
 def generating(options: dict[str, Any], where: str) -> Act:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from conformance.own.models_integration.session.families import (
     ENDS,
@@ -227,7 +226,7 @@ def test_the_cache_may_be_left_to_the_session() -> None:
             with pytest.raises(SpecError, match="must be the cache of the unfinished prompt"):
                 model(input_ids=ids[:, 30:])
             with pytest.raises(SpecError, match="must be the cache of the unfinished prompt"):
-                model(input_ids=ids[:, 30:], past_key_values=DynamicCache())
+                model(input_ids=ids[:, 30:], past_key_values=RetainedCache(model.config))
             model(input_ids=ids[:, 30:], past_key_values=cache)
         assert id(run.cache) == id(cache)
         assert run.kept is not None
