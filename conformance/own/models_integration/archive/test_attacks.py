@@ -290,20 +290,18 @@ def test_crafted_tensors_are_a_miss_and_cannot_be_put(tmp_path: Path, change: st
         assert archive.verify().read == 0
 
 
-@pytest.mark.parametrize(
-    "entry", [
-        None, [], {"dtype": "F32"}, {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]},
-        {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}, {"dtype": "F32", "shape": 3, "data_offsets": [0, 4]},
-        {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]},
-        {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
-        {"dtype": "F32", "shape": [0, 10**30], "data_offsets": [0, 0]},
-        {"dtype": "F32", "shape": [1], "data_offsets": [0]},
-        {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]},
-        {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
-        {"dtype": "F32", "shape": "", "data_offsets": [0, 4]}, {"dtype": "F32", "shape": {}, "data_offsets": [0, 4]},
-        ((0, 4), (0, 4)), ((0, 8), (4, 12)), ((4, 8),), ((0, 4), (8, 12)),
-    ],
-)
+@pytest.mark.parametrize("entry", [
+    None, [], {"dtype": "F32"}, {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]},
+    {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}, {"dtype": "F32", "shape": 3, "data_offsets": [0, 4]},
+    {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]},
+    {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+    {"dtype": "F32", "shape": [0, 10**30], "data_offsets": [0, 0]},
+    {"dtype": "F32", "shape": [1], "data_offsets": [0]},
+    {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]},
+    {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
+    {"dtype": "F32", "shape": "", "data_offsets": [0, 4]}, {"dtype": "F32", "shape": {}, "data_offsets": [0, 4]},
+    ((0, 4), (0, 4)), ((0, 8), (4, 12)), ((4, 8),), ((0, 4), (8, 12)),
+])
 def test_a_crafted_place_of_a_tensor_is_damage(tmp_path: Path, entry: Any) -> None:
     """Also places that overlap or leave bytes out, as any safetensors reader has it; the digest does not matter."""
     metadata = {"digest": "0" * 64, "format": FORMAT, "spec": SPEC_VERSION, "manifest": chunk(2)[0].to_json()}

@@ -73,16 +73,24 @@ def chosen(template: Case, number: int, config: pytest.Config) -> Iterator[tuple
 @for_both
 @pytest.mark.parametrize("number", ERRORS.values(), ids=ERRORS)
 @for_each
+@pytest.mark.usefixtures("without_collector")
 def test_no_failing_call_makes_the_archive_unusable(
     quick_path: Path, pytestconfig: pytest.Config, operation: str, number: int, encrypted: bool,
 ) -> None:
     template = prepared(quick_path / "template", operation, encrypted)
     for at, case in chosen(template, number, pytestconfig):
-        gc.collect()  # what other tests left would be closed during the attempt
         before = descriptors()
         done, _ = case.attempt(at, number)
         assert descriptors() == before
         case.check(done)
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """What other tests left would be closed during an attempt."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def descriptors() -> int:

@@ -74,16 +74,13 @@ def test_what_is_put_is_got(tmp_path: Path) -> None:
 
 
 @pytest.mark.law("an-identity-tells-apart")
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"ids": "0" * 64}, {"form": "markers"}, {"hidden": 1}, {"codec": "kivi"}, {"tenant": "bob"}, {"layers": (1,)},
-        {"kept": "0" * 64},
-        {"model": replace(MODEL, weights="w")}, {"model": replace(MODEL, rotation="r")},
-        {"model": replace(MODEL, rotation_dtype="bfloat16")}, {"model": replace(MODEL, dtype="float32")},
-        {"model": replace(MODEL, config="c")},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"ids": "0" * 64}, {"form": "markers"}, {"hidden": 1}, {"codec": "kivi"}, {"tenant": "bob"}, {"layers": (1,)},
+    {"kept": "0" * 64},
+    {"model": replace(MODEL, weights="w")}, {"model": replace(MODEL, rotation="r")},
+    {"model": replace(MODEL, rotation_dtype="bfloat16")}, {"model": replace(MODEL, dtype="float32")},
+    {"model": replace(MODEL, config="c")},
+])
 def test_each_part_of_the_identity_makes_another_key(change: dict[str, Any]) -> None:
     manifest, _ = chunk(1)
     assert replace(manifest, **change).key != manifest.key == replace(manifest, created=5.0).key
@@ -91,13 +88,10 @@ def test_each_part_of_the_identity_makes_another_key(change: dict[str, Any]) -> 
 
 
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"weights": "other"}, WrongModel), ({"rotation": "other"}, OtherFrequencies),
-        ({"rotation_dtype": "bfloat16", "rotation": "other"}, OtherDtype), ({"config": "other"}, WrongModel),
-    ],
-)
+@pytest.mark.parametrize(("change", "error"), [
+    ({"weights": "other"}, WrongModel), ({"rotation": "other"}, OtherFrequencies),
+    ({"rotation_dtype": "bfloat16", "rotation": "other"}, OtherDtype), ({"config": "other"}, WrongModel),
+])
 def test_another_model_is_refused_by_name(tmp_path: Path, change: dict[str, str], error: type[Exception]) -> None:
     with Archive(tmp_path) as archive:
         key = archive.put(*chunk(1))

@@ -203,13 +203,10 @@ def state(context: Any) -> bytes:
 
 
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize(
-    ("tokens", "words"),
-    [
-        ([], "one or more"), ([3, 262], r"ids in \[0, 262\)"), ([3, -1], "ids in"),
-        ([3] * 237, "236 free cells of n_ctx = 256"),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "words"), [
+    ([], "one or more"), ([3, 262], r"ids in \[0, 262\)"), ([3, -1], "ids in"),
+    ([3] * 237, "236 free cells of n_ctx = 256"),
+])
 def test_tokens_that_cannot_be_read_are_named(tokens: list[int], words: str, model: Any, file: Path) -> None:
     ids = list(range(10, 30))
     with opened(file, CELLS, BATCH) as context:

@@ -59,15 +59,12 @@ def test_a_model_with_windows_is_named() -> None:
     assert caught.value.value == "Gemma3ForCausalLM"
 
 
-@pytest.mark.parametrize(
-    ("options", "argument"),
-    [
-        ({"allow_block_sharing": True}, "allow_block_sharing"),
-        ({"allow_block_sharing": False, "use_async_batching": True}, "use_async_batching"),
-        ({"allow_block_sharing": False, "varlen_compile_config": CompileConfig()}, "varlen_compile_config"),
-        ({"allow_block_sharing": False, "cpu_offload_space": 0.01}, "cpu_offload_space"),
-    ],
-)
+@pytest.mark.parametrize(("options", "argument"), [
+    ({"allow_block_sharing": True}, "allow_block_sharing"),
+    ({"allow_block_sharing": False, "use_async_batching": True}, "use_async_batching"),
+    ({"allow_block_sharing": False, "varlen_compile_config": CompileConfig()}, "varlen_compile_config"),
+    ({"allow_block_sharing": False, "cpu_offload_space": 0.01}, "cpu_offload_space"),
+])
 def test_a_configuration_that_is_not_served_is_named(options: dict[str, Any], argument: str) -> None:
     model: Any = build("llama")
     before = snapshot(model)
@@ -86,13 +83,10 @@ def test_forks_are_named() -> None:
         model.generate_batch(prompts(2, (9, 20)), generation_config=generation, continuous_batching_config=pool(20))
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "gone"),
-    [
-        (continuous_api.ContinuousBatchProcessor, "update_batch", None),
-        (Scheduler, "_schedule_request", lambda scheduler, requests: None),
-    ],
-)
+@pytest.mark.parametrize(("owner", "name", "gone"), [
+    (continuous_api.ContinuousBatchProcessor, "update_batch", None),
+    (Scheduler, "_schedule_request", lambda scheduler, requests: None),
+])
 def test_a_seam_that_is_gone_or_has_other_parameters_is_named(
     owner: type, name: str, gone: object, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -267,16 +261,13 @@ def test_files_in_several_parts_and_policies_that_need_nothing(tmp_path: Path) -
         assert kept(tmp_path, policy, ids) == sessions(model, policy, ids)
 
 
-@pytest.mark.parametrize(
-    ("policy", "words"),
-    [
-        (Published("snapkv", 0.4, W=4), "needs a forward pass .keys of all layers, the last 4 query rows"),
-        (Published("h2o", 0.4), "needs a forward pass .keys of all layers, all query rows"),
-        (Published("caote", 0.4), r"keys and values .*last 1 query rows, separate tokens for each layer"),
-        (Published("expected-attention", 0.4), "needs factor, inv_freq from the whole model"),
-        (CrystalCache(0.4, ENDS, replace(TINY, observed_layer=1), "numpy"), "needs layer 1, but only the first layer"),
-    ],
-)
+@pytest.mark.parametrize(("policy", "words"), [
+    (Published("snapkv", 0.4, W=4), "needs a forward pass .keys of all layers, the last 4 query rows"),
+    (Published("h2o", 0.4), "needs a forward pass .keys of all layers, all query rows"),
+    (Published("caote", 0.4), r"keys and values .*last 1 query rows, separate tokens for each layer"),
+    (Published("expected-attention", 0.4), "needs factor, inv_freq from the whole model"),
+    (CrystalCache(0.4, ENDS, replace(TINY, observed_layer=1), "numpy"), "needs layer 1, but only the first layer"),
+])
 def test_a_policy_with_other_needs_says_them(policy: RetentionPolicy, words: str, tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
     with pytest.raises(SpecError, match=words):

@@ -95,14 +95,11 @@ def round_frequencies(model: PreTrainedModel) -> None:
     inner.register_buffer("inv_freq", inner.get_buffer("inv_freq").bfloat16(), persistent=False)
 
 
-@pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        (bit, {"weights"}), (window, {"config"}), (round_frequencies, {"rotation", "rotation_dtype"}),
-        (lambda model: model.get_buffer("model.rotary_emb.inv_freq")[:1].mul_(1 + 2**-23), {"rotation"}),  # one bit
-        (lambda model: model.to(torch.bfloat16), {"weights", "rotation", "rotation_dtype", "dtype"}),
-    ],
-)
+@pytest.mark.parametrize(("change", "parts"), [
+    (bit, {"weights"}), (window, {"config"}), (round_frequencies, {"rotation", "rotation_dtype"}),
+    (lambda model: model.get_buffer("model.rotary_emb.inv_freq")[:1].mul_(1 + 2**-23), {"rotation"}),  # one bit
+    (lambda model: model.to(torch.bfloat16), {"weights", "rotation", "rotation_dtype", "dtype"}),
+])
 def test_a_difference_is_in_its_part_and_in_the_digest(
     change: Callable[[PreTrainedModel], Any], parts: set[str],
 ) -> None:

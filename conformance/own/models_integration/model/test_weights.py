@@ -168,13 +168,10 @@ def test_what_fails_half_way_leaves_nothing(
     fetch(weights, silent, copied)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "Disk quota exceeded"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "Disk quota exceeded"),
+    SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+])
 def test_a_full_disk_is_said(error: Exception, models: Path, weights: PublishedWeights) -> None:
     def full(_: PublishedWeights, into: Path) -> NoReturn:
         raise error

@@ -72,17 +72,14 @@ def test_a_name_gives_what_its_class_gives() -> None:
 
 
 @pytest.mark.law("as-it-is-described")
-@pytest.mark.parametrize(
-    ("text", "name", "constants"),
-    [
-        ("expected-attention", "expected-attention", {}),
-        ("snapkv(W=16)", "snapkv", {"W": 16}),
-        ('crystalcache(observed_layer=-1, impact="salience", alpha=0.5)', "crystalcache",
-         {"observed_layer": -1, "impact": "salience", "alpha": 0.5}),
-        ("diverse-snapkv( diversity = 0.25 )", "diverse-snapkv", {"diversity": 0.25}),
-        ("knorm()", "knorm", {}),
-    ],
-)
+@pytest.mark.parametrize(("text", "name", "constants"), [
+    ("expected-attention", "expected-attention", {}),
+    ("snapkv(W=16)", "snapkv", {"W": 16}),
+    ('crystalcache(observed_layer=-1, impact="salience", alpha=0.5)', "crystalcache",
+     {"observed_layer": -1, "impact": "salience", "alpha": 0.5}),
+    ("diverse-snapkv( diversity = 0.25 )", "diverse-snapkv", {"diversity": 0.25}),
+    ("knorm()", "knorm", {}),
+])
 def test_a_policy_as_text_is_its_name_and_constants(text: str, name: str, constants: dict[str, Any]) -> None:
     assert spelled(text) == (name, constants)
 
