@@ -209,7 +209,7 @@ def decide(method: Method, observed: ObservedSegment) -> Decision:
     with shown.watch.stage("decision"):
         decision = (method.decide_turn if shown.later else method.decide_prompt)(shown)
     over = method.over_budget(decision.retentions)
-    return replace(decision, over_budget=over, padding=None if shown.later else shown.text.padding)
+    return replace(decision, over_budget=over, padding=None if shown.later else shown.padding)
 
 
 def join_layers(method: Method, parts: Sequence[Decision]) -> Decision:

@@ -23,7 +23,7 @@ from spec.arrays import IntVector
 from spec.policy import Needs, Observation, Rehearsal
 from spec.retention import Granularity
 
-__all__ = ["ObservedSegment", "SegmentTokens", "Stopwatch"]
+__all__ = ["ObservedSegment", "Stopwatch"]
 
 
 class Stopwatch:
@@ -68,43 +68,6 @@ class Stopwatch:
         return {name: seconds for name, seconds in self._seconds.items() if name}
 
 
-class SegmentTokens:
-    """Columns of a segment that the model has processed so far, in one or more pieces."""
-
-    def __init__(self) -> None:
-        self._ids: list[Tensor] = []
-        self._is_token: list[Tensor] = []
-
-    def add(self, input_ids: Tensor, is_token: Tensor) -> None:
-        """Append columns (rows, n). `is_token` (rows, n) is False for padding."""
-        self._ids.append(input_ids)
-        self._is_token.append(is_token)
-
-    def __len__(self) -> int:
-        return sum(ids.shape[1] for ids in self._ids)
-
-    @property
-    def input_ids(self) -> Tensor:
-        """Ids of all columns, (rows, columns)."""
-        return torch.cat(self._ids, dim=1)
-
-    @property
-    def is_token(self) -> Tensor:
-        """Mask of all columns, (rows, columns): True for a token, False for padding."""
-        return torch.cat(self._is_token, dim=1)
-
-    @property
-    def padding(self) -> Tensor | None:
-        """Number of padding columns of each row, (rows,). None if no row has padding."""
-        is_token = self.is_token
-        return None if bool(is_token.all()) else (~is_token).sum(dim=1)
-
-    def token_ids(self, row: int) -> IntVector:
-        """Return the token ids of one row, without padding."""
-        ids: IntVector = self.input_ids[row][self.is_token[row]].numpy()
-        return ids
-
-
 class ObservedSegment(Watcher):
     """Captured token ids, queries, keys and values of a prompt, a turn or a decode step.
 
@@ -118,6 +81,8 @@ class ObservedSegment(Watcher):
 
     Attributes:
         cache: the given cache. After `observe`, this is the full cache.
+        input_ids: ids of all columns processed so far, (rows, columns).
+        is_token: mask (rows, columns): True for a token, False for padding.
         logits: logits (rows, 1, vocabulary) of the last column after `observe`. After `read`, logits of `last` columns.
     """
 
@@ -127,7 +92,8 @@ class ObservedSegment(Watcher):
     ) -> None:
         self.architecture, self.cache, self.rows_per_prompt = architecture, cache, rows_per_prompt
         self.recorder = Recorder(needs, latent=architecture.latent)
-        self.text, self.watch = SegmentTokens(), Stopwatch()
+        self.input_ids, self.is_token = torch.empty(1, 0, device="cpu"), torch.empty(1, 0, device="cpu")
+        self.watch = Stopwatch()
         self.logits: Tensor | None = None
         self._decided = architecture.full_layers
         """Layers whose kept tokens are selected."""
@@ -141,28 +107,35 @@ class ObservedSegment(Watcher):
         Args:
             device: device of the forward pass. Default: the device of `ids`.
         """
-        self.text.add(ids, is_token)
         self.watch.device = device or ids.device
+        if self.columns:
+            ids, is_token = torch.cat([self.input_ids, ids], dim=1), torch.cat([self.is_token, is_token], dim=1)
+        self.input_ids, self.is_token = ids, is_token
         if self.later:
-            self.recorder.hidden = int((~self.text.is_token).sum(dim=1).max())
+            self.recorder.hidden = int((~is_token).sum(dim=1).max())
 
     def rehearse(self) -> None:
         """After the prompts, let the model repeat the prompts if the policy needs repetition."""
         rehearsal = self.recorder.needs.rehearsal
         if rehearsal is not None:
             with self.watch.stage("rehearsal"):
-                repeats = rehearse(self.architecture, self.cache, self.text.input_ids, rehearsal, self.watch.device)
+                repeats = rehearse(self.architecture, self.cache, self.input_ids, rehearsal, self.watch.device)
                 self.recorder.rehearsed(repeats)
 
     @property
     def columns(self) -> int:
         """Number of columns processed so far."""
-        return len(self.text)
+        return self.input_ids.shape[1]
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Number of padding columns of each row, (rows,). None if no row has padding."""
+        return None if bool(self.is_token.all()) else (~self.is_token).sum(dim=1)
 
     @property
     def prompts(self) -> Sequence[int]:
         """First row of each prompt."""
-        return range(0, len(self.text.is_token), self.rows_per_prompt)
+        return range(0, len(self.is_token), self.rows_per_prompt)
 
     @property
     def layers(self) -> Sequence[int]:
@@ -171,7 +144,7 @@ class ObservedSegment(Watcher):
 
     def wants_lse(self, layer: int) -> bool:
         """Return True if the log-sum-exp of the layer is wanted. Only a first prompt without padding is supported."""
-        return self._lse and not self.later and layer in self.layers and self.text.padding is None
+        return self._lse and not self.later and layer in self.layers and self.padding is None
 
     def attended(self, module: nn.Module, seen: Attended) -> None:
         """Record the attention inputs of a layer, after the attention."""
@@ -180,7 +153,7 @@ class ObservedSegment(Watcher):
     def prompt(self, row: int, granularity: Granularity) -> Observation:
         """Return the observation of a first prompt, without padding."""
         with self.watch.stage("capture"):
-            is_token = self.text.is_token[row]
+            is_token = self.is_token[row]
             ids = self.token_ids(row) if self.recorder.needs.token_ids else None
             views, groups = self.recorder.views(row, is_token, is_token), self._groups(granularity)
             first = groups * self.architecture.full_layers.index(self._decided[0])
@@ -188,7 +161,7 @@ class ObservedSegment(Watcher):
 
     def stored(self, row: int, granularity: Granularity) -> Observation:
         """Return the observation of all stored tokens. The heads of a layer must store equally many tokens."""
-        every, queries = slice(None), self.text.is_token[row]
+        every, queries = slice(None), self.is_token[row]
         with self.watch.stage("capture"):
             views = {
                 index: self.recorder.view(index, row, every, layer, every, queries)
@@ -234,7 +207,8 @@ class ObservedSegment(Watcher):
 
     def token_ids(self, row: int) -> IntVector:
         """Return the token ids of one row, without padding."""
-        return self.text.token_ids(row)
+        ids: IntVector = self.input_ids[row][self.is_token[row]].numpy()
+        return ids
 
     def of_layer(self, layer: int) -> "ObservedSegment":
         """Return an ObservedSegment that has only one layer."""

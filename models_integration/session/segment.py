@@ -65,7 +65,7 @@ class Segment(Watcher):
         Raises:
             SpecError: if the cache or the number of rows differs from the earlier pieces.
         """
-        rows = len(self.observed.text.is_token)
+        rows = len(self.observed.is_token)
         if cache is not self.cache:
             raise SpecError("past_key_values", type(cache).__name__, "must be the cache of the unfinished prompt")
         if len(ids) != rows:
@@ -99,7 +99,7 @@ class Segment(Watcher):
         Raises:
             SpecError: if a row has fewer than two tokens, or ends with padding.
         """
-        check_tokens(self.observed.text.is_token)
+        check_tokens(self.observed.is_token)
         self.observed.rehearse()
         decision = self._decided()
         self._compact(self._full, decision)
@@ -124,7 +124,7 @@ class Segment(Watcher):
         del self.observed.recorder.seen[layer]
 
     def _decided(self) -> Decision:
-        self._parts += self._choices.read(self.observed.text.padding)
+        self._parts += self._choices.read(self.observed.padding)
         if self._decision is None and self._parts:
             self._decision = join_layers(self._method, self._parts)
         if self._decision is None:

@@ -249,7 +249,7 @@ class Session:
         self._check_steps()
         if segment is not None:
             segment.check_goes_on(cache, arguments["input_ids"])
-            later, segment_end, before = segment.observed.later, segment.segment_end, segment.observed.text.is_token
+            later, segment_end, before = segment.observed.later, segment.segment_end, segment.observed.is_token
         else:
             seen = cache.get_seq_length() if isinstance(cache, RetainedCache) else 0
             later, before = seen > 0, torch.ones(len(arguments["input_ids"]), 0, dtype=torch.bool, device="cpu")
@@ -289,9 +289,9 @@ class Session:
         self._segment = None
         cache, observed = segment.cache, segment.observed
         goes_on = observed.later or self._stream.endless
-        if goes_on and observed.columns == 1 and observed.text.padding is None:
+        if goes_on and observed.columns == 1 and observed.padding is None:
             # A single query is treated as a decode step.
-            end_step(self._method, cache, observed.text.input_ids, observed)
+            end_step(self._method, cache, observed.input_ids, observed)
             return
         with failing_whole(cache, "a policy failed on its prompt"):
             decision = segment.finish()

@@ -93,7 +93,7 @@ def check(
 ) -> Decision:
     """The retentions, stored tensors and logits are those of a context that reads the same prompts."""
     with policy(model) as run, torch.no_grad():
-        model(input_ids=observed.text.input_ids, **mask)
+        model(input_ids=observed.input_ids, **mask)
     assert run.cache is not None
     decision = decide(policy.on(model), observed)
     assert same(decision.retentions, run.retentions)
