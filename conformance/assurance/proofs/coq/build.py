@@ -66,8 +66,9 @@ def fresh(home: Path) -> None:
     """All sources in a new folder."""
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    for source in _sources():
-        shutil.copy(source, home)
+    for folder in ("model", "proofs", "engine"):
+        for source in [*(HERE / folder).glob("*.v"), *(HERE / folder).glob("*.ml")]:
+            shutil.copy(source, home)
 
 
 def affected(home: Path, name: str, files: tuple[str, ...] = FILES) -> tuple[str, ...]:
@@ -78,12 +79,6 @@ def affected(home: Path, name: str, files: tuple[str, ...] = FILES) -> tuple[str
         if other != name and set(found) & set(" ".join(lines).split()):
             found.append(other)
     return tuple(found)
-
-
-def _sources() -> Iterator[Path]:
-    for folder in ("model", "proofs", "engine"):
-        yield from sorted((HERE / folder).glob("*.v"))
-        yield from sorted((HERE / folder).glob("*.ml"))
 
 
 def run_coq(home: Path, name: str) -> str:
@@ -229,15 +224,8 @@ def surprises(home: Path) -> list[str]:
     for path, _, name in stated(HERE / "proofs"):
         names.setdefault(path.stem, []).append(name)
     sources = {name: (home / f"{name}.v").read_text(encoding="utf-8") for name in FILES}
-    return [
-        *(f"{name}: {line}" for name, text in sources.items() for line in unsafe(text)),
-        *_surprises(home, names), *checked(home),
-    ]
-
-
-def _surprises(home: Path, names: dict[str, list[str]]) -> Iterator[str]:
+    found = [f"{name}: {line}" for name, text in sources.items() for line in unsafe(text)]
     for module, known in names.items():
-        expected = REALS if module in OVER_THE_REALS else frozenset()
-        found = rests_on(home, module, known)
-        if found - expected:
-            yield f"{module}: rests on {', '.join(sorted(found - expected))}"
+        if odd := rests_on(home, module, known) - (REALS if module in OVER_THE_REALS else frozenset()):
+            found.append(f"{module}: rests on {', '.join(sorted(odd))}")
+    return [*found, *checked(home)]
