@@ -316,5 +316,8 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
         raise SpecError("table", str(path), "would be empty, because no sample has a result")
     frame = result_table(rows)
     frame["low"], frame["high"] = zip(*(_share(row)[1:3] for row in rows), strict=True)
-    text = frame.to_csv(index=False) if path.suffix == ".csv" else frame.to_latex(index=False, float_format="%.3f")
+    if path.suffix == ".csv":
+        text = frame.to_csv(index=False)
+    else:
+        text = frame.to_latex(index=False, float_format="%.3f", escape=True)
     publish_readable(path, text.encode())
