@@ -16,6 +16,7 @@ from torch.nn.functional import max_pool1d, pad
 
 from accelerated.torch_device.attention import causal_softmax, expected_weights, largest, softmax
 from accelerated.torch_device.attention import received as attention_received
+from accelerated.torch_device.curdkv import curdkv_score
 from accelerated.torch_device.device import block_rows, download, on_device, upload
 from accelerated.torch_device.selection import ranks
 from spec.arrays import Matrix, Vector
@@ -388,13 +389,12 @@ SCORES_OF_LAYERS: Mapping[str, Callable[..., Any]] = {
     score.__name__: score for score in (
         snapkv_score, adakv_score, morphkv_score, window_members, all_members, knorm_score, caote_score, lagkv_score,
         rkv_score, value_norms, output_size, h2o_score, tova_score, keydiff_score, defensive_score, expected_weights,
-        cake_layer, largest_z_scores, value_range, window_attention,
+        cake_layer, largest_z_scores, value_range, window_attention, curdkv_score,
     )
 } | {"expected_attention": expected_weights}
 """Functions that compute the scores of one layer, by name. The scores stay on the device."""
 SCORES: Mapping[str, Callable[..., Any]] = {
     **{name: score for name, score in SCORES_OF_LAYERS.items() if not name.startswith("expected")},
-    "keydiff_score": directed, "defensive_score": shared, "kvzip_score": kvzip_score,
-    "kvzip_plus_score": kvzip_plus_score,
+    **{score.__name__: score for score in (directed, shared, kvzip_score, kvzip_plus_score)},
 }
 """Functions with names and arguments as in `reference.policies`. The results are on the host or on the device."""
