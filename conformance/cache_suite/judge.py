@@ -104,10 +104,6 @@ def _by_layer(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kep
     return {layer: [_set(rng, n, _half(n))] * count for layer, count in heads.items()}
 
 
-def _by_head(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kept:
-    return {layer: [_set(rng, n, _half(n)) for _ in range(count)] for layer, count in heads.items()}
-
-
 def _any_length(rng: np.random.Generator, heads: Mapping[int, int], n: int) -> Kept:
     """The heads of a layer store none, all, one and any other number of tokens, in another order in each layer."""
     found: Kept = {}
@@ -136,7 +132,7 @@ KINDS: Mapping[str, Callable[[np.random.Generator, Mapping[int, int], int], Kept
     WHOLE: _nothing,
     "one set for all": _one_set,
     "a set for each layer": _by_layer,
-    "a set for each KV head": _by_head,
+    "a set for each KV head": _layers(_half),
     "a set of its own length for each KV head": _any_length,
     "a twentieth is evicted": _layers(_nearly_all),
     "all of the first layer and few of the next": _layers(lambda n: n, lambda n: max(1, n // 8)),

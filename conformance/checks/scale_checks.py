@@ -44,7 +44,8 @@ def neighbours(
     at = np.where(index[:, :, None] == want.index[:, None, :], np.arange(want.index.shape[1]), -1).max(axis=2)
     known = (at >= 0) & (index >= 0)
     w = np.where(known, np.take_along_axis(want.weight, at, axis=1), 0.0)
-    radius = np.where(known, np.take_along_axis(want.error, at, axis=1), 0.0) * w + _least(w)
+    radius = np.where(known, np.take_along_axis(want.error, at, axis=1), 0.0) * w
+    radius = radius + np.where(w > 0, tolerances.SMALLEST["float32"], 0.0)
     off = np.argwhere(~(np.abs(weight - w) <= np.where(index >= 0, radius, 0.0)) & (known | (index < 0)))
     for i, rank in off[:SHOWN].tolist():
         yield f"token {i}: weight {weight[i, rank]} of {index[i, rank]}, not {w[i, rank]} ({len(off)} are wrong)"
@@ -53,10 +54,6 @@ def neighbours(
     unsorted = np.flatnonzero((~falls & (index[:, 1:] >= 0)).any(axis=1))
     for i in unsorted[:SHOWN].tolist():
         yield f"token {i}: {weight[i].tolist()} of {index[i].tolist()} is not in order"
-
-
-def _least(w: Matrix) -> Matrix:
-    return np.where(w > 0, tolerances.SMALLEST["float32"], 0.0)
 
 
 def chosen(want: Ranked, k: int, tau: float) -> IntMatrix:

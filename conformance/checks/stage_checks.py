@@ -172,12 +172,9 @@ def graph(found: TrunkGraph, given: CoAttention, among: Trunks, p: CrystalCacheP
     if not tolerances.close("CC-DEGREE", found.degree, deg):
         yield f"S4: degrees are {found.degree.tolist()}, not {deg}"
     D = np.array(s4.crystallization(found.degree.tolist(), p))
-    if (np.abs(found.D - D) > _D_radius(found.degree, p)).any():
+    radius = 0.0 if p.graph == "zero" else tolerances.crystallization_radius(found.degree, p.s, p.epsilon)
+    if (np.abs(found.D - D) > radius).any():
         yield f"S4: D is {found.D.tolist()}, not {D.tolist()}"
-
-
-def _D_radius(degree: Vector, p: CrystalCacheParameters) -> float:
-    return 0.0 if p.graph == "zero" else tolerances.crystallization_radius(degree, p.s, p.epsilon)
 
 
 def score(

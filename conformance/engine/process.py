@@ -13,10 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 from conformance.engine.methods import FAMILY, method_ops
-from conformance.engine.ops import OPS, KeptSets, stages
+from conformance.engine.ops import OPS, KeptSets, Op, stages
 from conformance.engine.wire import Json, checked, decode, encode, parsed, printable, sizes, told
 from spec import SPEC_VERSION
 from spec.backend import Backend
@@ -323,19 +324,14 @@ def outcome(answer: bytes, number: int, read: Callable[[Json], T]) -> T:
     raise SpecError(given["argument"], told(given["value"]), given["bound"])
 
 
-class _Family:
-    """The stages of a family: each asks the engine what its row of `OPS` says."""
-
-    def __init__(self, engine: Engine, family: str, names: list[str]) -> None:
-        for name in names:
-            setattr(self, name, partial(_ask, engine, f"{family}.{name}"))
-
-
-def _ask(engine: Engine, op: str, *given: Any) -> Any:
+def _ask_stage(engine: Engine, op: str, *given: Any) -> Any:
     __tracebackhide__ = True
-    row = OPS[op]
     # What a caller may leave out, lse and sinks, is last.
-    arguments = dict(zip_longest(row.arguments, given))
+    return _ask(engine, op, OPS[op], dict(zip_longest(OPS[op].arguments, given)))
+
+
+def _ask(engine: Engine, op: str, row: Op, arguments: Mapping[str, Any]) -> Any:
+    __tracebackhide__ = True
     written = {name: encode(name, kind, arguments[name]) for name, kind in row.arguments.items()}
     read: Callable[[Any], Any] = partial(decode, row.result, check=checked(sizes(row, arguments)))
     return engine.ask(op, written, read)
@@ -351,15 +347,14 @@ def ask_method(engine: Engine, name: str, arguments: Mapping[str, Any]) -> KeptS
     if name not in engine.hello.families.get(FAMILY, []):
         offered = ", ".join(engine.hello.families.get(FAMILY, [])) or "none"
         raise SpecError("as", name, f"is not offered by the engine {engine.hello.name}; the engine offers {offered}")
-    row = method_ops()[f"{FAMILY}.{name}"]
-    written = {each: encode(each, kind, arguments[each]) for each, kind in row.arguments.items()}
-    read: Callable[[Any], KeptSets] = partial(decode, row.result, check=checked(sizes(row, arguments)))
-    return engine.ask(f"{FAMILY}.{name}", written, read)
+    kept: KeptSets = _ask(engine, f"{FAMILY}.{name}", method_ops()[f"{FAMILY}.{name}"], arguments)
+    return kept
 
 
 def backend_of(engine: Engine) -> Backend:
     """The families that the engine offers; its stages raise what `Engine.ask` raises."""
     families: dict[str, Any] = {
-        name: _Family(engine, name, offered) for name, offered in engine.hello.families.items() if name != FAMILY
+        family: SimpleNamespace(**{name: partial(_ask_stage, engine, f"{family}.{name}") for name in offered})
+        for family, offered in engine.hello.families.items() if family != FAMILY
     }
     return Backend(f"{engine.hello.name} {engine.hello.version}", **families)

@@ -30,7 +30,7 @@ from models_integration.studies.papers.injection_tables import (
     tables_of,
 )
 from models_integration.studies.papers.tables import Measured, fill, shaped
-from models_integration.studies.report import Estimate, format_p
+from models_integration.studies.report import format_p
 from reference.statistics import mcnemar
 
 ROOT = Path(__file__).parents[2]
@@ -195,7 +195,9 @@ def answerable() -> list[list[str]]:
             some = whole.where(length=(length,))
             right = [some.of(cell, "right") for cell in ENDS]
             said = ["" if np.isnan(one).any() else f"{one.sum():.0f}" for one in right]
-            lines.append([task, str(length), str(len(some.rows)), *said, _one(some.worth())])
+            worth = some.worth()
+            gained = f"{worth.value:.1f} [{worth.low:.1f}, {worth.high:.1f}]"
+            lines.append([task, str(length), str(len(some.rows)), *said, gained])
     return lines
 
 
@@ -282,10 +284,6 @@ def injection_table(table: InjectionTable) -> list[list[str]]:
         found.setdefault(row["session"], []).append(row)
     n = len(next(iter(found.values())))
     return [[f"{table.headings[0]} (n = {n})", *table.headings[1:]], *filled_lines(table, found)]
-
-
-def _one(estimate: Estimate) -> str:
-    return f"{estimate.value:.1f} [{estimate.low:.1f}, {estimate.high:.1f}]"
 
 
 FEW = (

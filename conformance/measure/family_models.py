@@ -9,8 +9,6 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-__all__ = ["OWN", "TINY", "VOCABULARY", "Family", "NotBuilt", "families"]
-
 VOCABULARY = 131
 
 # A config class takes those whose fields it has.
@@ -137,7 +135,7 @@ class Family:
         except NotBuilt:
             raise
         except Exception as error:
-            raise NotBuilt(f"{type(error).__name__}: {_one_line(str(error))}") from error
+            raise NotBuilt(f"{type(error).__name__}: {' '.join(str(error).split())[:100]}") from error
         return _drawn(model)
 
 
@@ -181,7 +179,3 @@ def _drawn(model: PreTrainedModel) -> PreTrainedModel:
         model.generation_config.eos_token_id = None
     model.train(False)
     return model
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:100]

@@ -22,12 +22,10 @@ from conformance.measure.certificates.__main__ import PROGRAMS, compile_engine
 from conformance.methods.method import METHODS, has_own_code, method_of
 from conformance.paths import DOCS
 from conformance.verify.__main__ import run
-from conformance.verify.outcomes import Outcome, Verdicts
+from conformance.verify.outcomes import Outcome
 from conformance.verify.request import parsed
 from conformance.verify.runs import prepared
 from spec import SPEC_VERSION
-
-__all__ = ["ABSENT", "CONFORMS", "DIFFERS", "IMPLEMENTATIONS", "PAGE", "STORE", "cell_of", "main", "measured", "page"]
 
 STORE, PAGE = (DOCS / "results" / name for name in ("matrix.json", "matrix.md"))
 CONFORMS, DIFFERS, ABSENT, NOT_RUN = "conforms", "differs", "not offered", "not run"
@@ -94,11 +92,6 @@ def measured(name: str, methods: list[str]) -> dict[str, Cell]:
         words = [*IMPLEMENTATIONS[name].options, "--as", ",".join(methods), "--quick", "--seed", "0", "--out", folder]
         request = parsed(words)
         _, verdicts = run(request, prepared(request), "log.txt")
-    return cells_of(methods, verdicts)
-
-
-def cells_of(methods: list[str], verdicts: Verdicts) -> dict[str, Cell]:
-    """The cells of some methods from what a run says."""
     outcomes = {one.test.partition("[")[2].rstrip("]"): one for one in verdicts.outcomes}
     return {method: cell_of(method, outcomes[method]) for method in methods}
 

@@ -26,7 +26,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conformance.cache_suite.oracle import Masked
 from conformance.methods import brutes
-from conformance.methods.brute import Brute
 from conformance.oracles.pipeline import prefill
 from conformance.strategies.policy_inputs import Inputs, Kept
 from models_integration.studies.evidence.rules import load_rules
@@ -95,11 +94,7 @@ def sets(policy: str, budget: str, inputs: Inputs, sentence_ends: frozenset[int]
         return [prefill(q, k, ids, sentence_ends, Fraction(budget), parameters, view.scaling).eviction.kept]
     (brute,) = (one for one in brutes() if one.name == policy)
     B = ceil(Fraction(budget) * inputs.n)
-    return brute.kept(inputs, B, **_published(brute))
-
-
-def _published(brute: Brute) -> Mapping[str, Any]:
-    return {**brute.small, **brute.published}
+    return brute.kept(inputs, B, **{**brute.small, **brute.published})
 
 
 def _for_layers(kept: Kept, inputs: Inputs) -> list[Kept]:
@@ -109,14 +104,6 @@ def _for_layers(kept: Kept, inputs: Inputs) -> list[Kept]:
         return [kept] * L
     each = len(kept) // L
     return [kept[at * each : (at + 1) * each] for at in range(L)]
-
-
-def _counts(kept: Kept, evidence: set[int]) -> tuple[list[int], list[int]]:
-    return [len(one) for one in kept], [len(evidence.intersection(one)) for one in kept]
-
-
-def _as_stored(counts: list[int]) -> int | list[int]:
-    return counts[0] if len(set(counts)) == 1 else counts
 
 
 @torch.no_grad()
@@ -130,7 +117,9 @@ def repeated(subject: Subject, item: Item, cell: Mapping[str, Any]) -> Repeated:
         decided = sets(cell["policy"], cell["budget"], inputs, subject.sentence_ends)
         kept = [[position for position in own if position < seen] for own in decided]
         evidence = {at for start, stop in item.sample.evidence for at in range(start, stop)}
-        same = [_as_stored(one) for one in _counts(kept, evidence)] == [cell["kept"], cell["evidence_kept"]]
+        counts = [len(one) for one in kept], [len(evidence.intersection(one)) for one in kept]
+        # A row has one number where all sets have as many.
+        same = [one[0] if len(set(one)) == 1 else one for one in counts] == [cell["kept"], cell["evidence_kept"]]
         columns.append(masked.read(prompt[:, :seen])[:, -1:])
         masked.keep(_for_layers(kept, inputs))
     fed = item.sample.question_ids if blind else placement.fed_ids

@@ -168,7 +168,7 @@ def shown(function: Function) -> str:
 
 def checks(one: Evidence) -> Iterator[str]:
     """Lists of what would fail if an implementation got the item wrong."""
-    yield listed("Properties", "Hypothesis draws the inputs", map(test_line, filter(_is_drawn, one.tests)))
+    yield listed("Properties", "Hypothesis draws the inputs", (test_line(test) for test in one.tests if test.drawn))
     yield listed("Tests", "", (test_line(test) for test in one.tests if not test.drawn))
     yield listed(
         "Mutants", "wrong readings, each of which the tests above kill",
@@ -179,10 +179,6 @@ def checks(one: Evidence) -> Iterator[str]:
     yield listed("Theorems", "in Coq, about a model of the item", [f"`{a.name}` in `{a.file}`" for a in one.theorems])
     files = groupby(one.vectors, key=lambda vector: vector[0])
     yield listed("Vectors", "", (f"`{file}`, tcId {', '.join(case for _, case in cases)}" for file, cases in files))
-
-
-def _is_drawn(test: Marked) -> bool:
-    return test.drawn
 
 
 def test_line(test: Marked) -> str:

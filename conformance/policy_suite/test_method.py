@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 
-from hypothesis import example, given, reject
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from conformance.checks.refusals import boundary
@@ -12,7 +12,7 @@ from conformance.engine.methods import DECODED
 from conformance.methods.method import Method, explanations, rounded, span_of
 from conformance.oracles.boxes import DOUBLE, SINGLE, Undecided, fits, holds
 from conformance.plugin import with_rejections
-from conformance.policy_suite.test_promises import LONG, SHORT, TYING, Draw
+from conformance.policy_suite.test_promises import LONG, SHORT, TYING, Draw, with_examples
 from conformance.strategies.policy_inputs import Inputs, Kept, in_chunks
 from spec.policy import Rehearsal
 
@@ -47,12 +47,7 @@ SLOW = 2.0**-10
 """Of rotary frequencies: the mean rotation over 512 positions leaves them whole, and fast ones nearly nothing."""
 
 
-def with_small(test: Callable[..., None]) -> Callable[..., None]:
-    """The test on these inputs before those that are drawn; decorators apply from the last to the first."""
-    return reduce(lambda found, draw: example(draw=draw)(found), SMALL[::-1], test)
-
-
-@with_small
+@with_examples(SMALL[::-1])
 @with_rejections
 @given(draw=DRAWS)
 def test_the_kept_sets_are_those_of_the_method(

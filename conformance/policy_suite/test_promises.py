@@ -1,6 +1,6 @@
 """Each column that the policy promises, on drawn inputs; the others are skipped by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import NamedTuple
@@ -68,9 +68,9 @@ TIES += [
 TIES += [Draw(9, 0, 0, 2, 1, 0, seed, "long") for seed in range(8)]  # at the floor, with scores above 2 048
 
 
-def with_ties(test: Callable[..., None]) -> Callable[..., None]:
-    """The test on these inputs before those that are drawn."""
-    return reduce(lambda found, draw: example(draw=draw)(found), TIES, test)
+def with_examples(draws: Sequence[Draw]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The test on these inputs, the last first, before those that are drawn."""
+    return lambda test: reduce(lambda found, draw: example(draw=draw)(found), draws, test)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Own:
 
 
 @pytest.mark.parametrize("column", [pytest.param(name, marks=pytest.mark.row(name)) for name in PROPERTIES])
-@with_ties
+@with_examples(TIES)
 @given(draw=DRAWS)
 def test_a_promise_holds(column: str, judged_policy: Callable[[Inputs], Policy], draw: Draw) -> None:
     case = Own(judged_policy)

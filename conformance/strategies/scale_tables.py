@@ -56,7 +56,7 @@ def _inside(shape: Lists, numbers: Numbers, at: IntVector, first: IntVector, siz
     place = (at - first)[:, None] + step
     kept = (place >= 0) & (place < size[:, None]) & (step != 0) if shape.near else np.abs(step) < size[:, None]
     found: IntMatrix = np.where(kept, first[:, None] + place % size[:, None], -1)
-    return _front(found)
+    return np.take_along_axis(found, np.argsort(found < 0, axis=1, kind="stable"), axis=1)
 
 
 def _across(shape: Lists, numbers: Numbers, at: IntVector, first: IntVector) -> IntMatrix:
@@ -69,11 +69,6 @@ def _across(shape: Lists, numbers: Numbers, at: IntVector, first: IntVector) -> 
     edge = (at - first < k) & (first >= k)
     place = np.where(edge[:, None], first[:, None] - 1 - np.arange(k), place)
     return np.where(first[:, None] >= k, place, -1)
-
-
-def _front(index: IntMatrix) -> IntMatrix:
-    order = np.argsort(index < 0, axis=1, kind="stable")
-    return np.take_along_axis(index, order, axis=1)
 
 
 def _placed(index: IntMatrix, start: int) -> IntMatrix:

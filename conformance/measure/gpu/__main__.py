@@ -146,10 +146,11 @@ def _header(words: list[str]) -> dict[str, str]:
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "command": " ".join(["python -m conformance.measure.gpu", *words]),
         "spec": SPEC_VERSION,
-        "commit": _commit(),
+        "commit": _said("git", "rev-parse", "--short", "HEAD"),
         "python": platform.python_version(),
         **versions,
-        **({"memory": f"{torch.cuda.get_device_properties(0).total_memory / 1e9:.0f} GB", "driver": _driver(),
+        **({"memory": f"{torch.cuda.get_device_properties(0).total_memory / 1e9:.0f} GB",
+            "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "cuda": str(torch.version.cuda)} if gpu else {}),
     }
 
@@ -167,14 +168,6 @@ def _said(*command: str) -> str:
     except OSError:
         return "unknown"
     return found.stdout.strip() or "unknown"
-
-
-def _driver() -> str:
-    return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-
-
-def _commit() -> str:
-    return _said("git", "rev-parse", "--short", "HEAD")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ from models_integration.session.method import Method
 from reference.policies.names import POLICIES
 from spec.retention import Retention
 
-__all__ = ["families", "sessions"]
-
 BUDGET = 0.25
 LAYERS = 4
 ENDS = frozenset(range(0, 60, 18))

@@ -87,15 +87,11 @@ def s1(report: Report, scale: Scale) -> None:
                 lse = log_sum_exp(*run.args[1:])
                 took_less = median_ms(partial(run, lse), scale.rounds)
                 report.add(f"the same with the forward's log-sum-exp, n = {n}, {kind}", took_less, "ms")
-                _workspace(report, n, kind, run)
+                memory = peak_bytes(run)
+                used = None if memory is None else (memory[1] - memory[0]) / 1e9
+                report.add(f"workspace of S1, n = {n}, {kind}", used, "GB", 1.0)
                 _kernels(report, n, kind, run)
                 _against_eager(report, scale, n, kind, took, run)
-
-
-def _workspace(report: Report, n: int, kind: str, run: Any) -> None:
-    memory = peak_bytes(run)
-    used = None if memory is None else (memory[1] - memory[0]) / 1e9
-    report.add(f"workspace of S1, n = {n}, {kind}", used, "GB", 1.0)
 
 
 def _kernels(report: Report, n: int, kind: str, run: Any) -> None:
