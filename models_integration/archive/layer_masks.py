@@ -17,6 +17,7 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import attention_modules, decoder_inputs, decoders_of, describe
 from models_integration.model.cache_argument import cache_name, with_one_cache
 from models_integration.model.layer_kinds import cache_owners
+from models_integration.model.seams import attention_of
 from models_integration.session.inputs import OPEN, accepted, check_forward, later_span
 from spec.errors import SpecError
 
@@ -43,8 +44,8 @@ def layer_masks(model: PreTrainedModel, cache: RetainedCache) -> Iterator[None]:
             not match the cache, and for padding. Nothing has changed then.
     """
     ragged = any(isinstance(layer, RaggedLayer) for layer in cache.layers)
-    if not ragged and model.config._attn_implementation not in ("sdpa", "eager"):
-        raise SpecError("attn_implementation", model.config._attn_implementation, "must be sdpa or eager")
+    if not ragged and attention_of(model.config) not in ("sdpa", "eager"):
+        raise SpecError("attn_implementation", attention_of(model.config), "must be sdpa or eager")
     if not ragged and not all(layer.rows.shared for layer in cache.full_layers):
         raise SpecError("past_key_values", "rows that differ", "can be used only inside `with policy(model)`")
     decoder, text = decoders_of(model)

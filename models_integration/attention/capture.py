@@ -32,6 +32,7 @@ from models_integration.cache.positions import EMPTY, shown_columns
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
+from models_integration.model.seams import attention_of, eager_attention, replace_attention
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Repeat
 
@@ -251,10 +252,10 @@ def observing(
 ) -> Iterator[None]:
     """Context manager that installs kvspec's attention and masks in a model, with a watcher for some layers."""
     config = architecture.config
-    stock = config._attn_implementation
+    stock = attention_of(config)
     ours = _register(stock)
     # The public setter would also write to sub-configs.
-    config._attn_implementation_internal = ours
+    replace_attention(config, ours)
     try:
         for index in layers:
             assert watcher is not None
@@ -267,7 +268,7 @@ def observing(
         with cache.in_context():
             yield
     finally:
-        config._attn_implementation_internal = stock
+        replace_attention(config, stock)
         for module in architecture.attention.values():
             _WATCHERS.pop(module, None)
             _READS.pop(module, None)
@@ -351,8 +352,8 @@ def _causal_mask(query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _own_attention(stock: str, module: nn.Module) -> AttentionFunction:
-    # Each modelling file has a separate eager attention, which applies the model's soft cap.
-    own: AttentionFunction = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
+    own = eager_attention(module)
+    assert own is not None  # otherwise the model is refused
     function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(stock, own)
     return function
 

@@ -31,6 +31,7 @@ from models_integration.model.isolated_forward import (
     states_agree,
     trial_forward,
 )
+from models_integration.model.seams import attention_of
 from spec.errors import SpecError
 from spec.policy import Needs
 from spec.retention import Granularity, Retention
@@ -80,7 +81,7 @@ def check_handover(architecture: Architecture, needs: Needs, granularity: Granul
     for token_id in (token_id for part in asked for token_id in part):
         if token_id >= architecture.vocabulary:
             raise SpecError("template", token_id, f"must lie in [0, {architecture.vocabulary})")
-    wrong, implementation = _wrong_inputs(architecture), architecture.config._attn_implementation
+    wrong, implementation = _wrong_inputs(architecture), attention_of(architecture.config)
     if "layers" in wrong:
         raise SpecError("model", architecture.name, _UNSEEN)
     if architecture.latent and granularity is Granularity.HEAD:
@@ -171,7 +172,7 @@ def check_readable(architecture: Architecture, cache: RetainedCache) -> None:
 
 
 def _check_apart(architecture: Architecture, granularity: Granularity) -> None:
-    test = architecture.config._attn_implementation, granularity
+    test = attention_of(architecture.config), granularity
     _run_once(architecture, test, partial(_read_apart, architecture, granularity))
 
 
@@ -198,7 +199,7 @@ class _Watcher(Watcher):
 
 def _wrong_inputs(architecture: Architecture) -> set[str]:
     """Return which inputs of attention differ: "keys", "values", "queries", or "layers" if a layer is not observed."""
-    passed, test = _PASSED.setdefault(architecture.decoder, set()), architecture.config._attn_implementation
+    passed, test = _PASSED.setdefault(architecture.decoder, set()), attention_of(architecture.config)
     if test in passed:
         return set()
     cache = RetainedCache(architecture.config)

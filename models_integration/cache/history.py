@@ -1,41 +1,21 @@
 """Token ids that a cache has seen, and the check that a call of `generate` passes the same ids again."""
 
-import inspect
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import GenerationMixin
 
 from models_integration.model.cache_argument import CACHE, NAMES
+from models_integration.model.seams import calls_of_generate
 from spec.errors import SpecError
 
-__all__ = ["ReadIds", "call_into", "calls_of_generate", "columns_of", "empty_cache_of"]
+__all__ = ["ReadIds", "call_into", "columns_of", "empty_cache_of"]
 
 UNKNOWN = -1
 """Id of a token whose real id is unknown, because the token was read outside a context, from a file or an archive."""
-
-# The code object is the same for every name, class or bound method by which `generate` is called.
-_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
-
-
-def calls_of_generate(frame: FrameType | None = None) -> Iterator[Mapping[str, Any]]:
-    """Yield the local variables of a thread's running calls of `generate` that have chosen a mode, innermost first.
-
-    Args:
-        frame: innermost frame of the thread. None means the current thread.
-    """
-    frame = sys._getframe(1) if frame is None else frame
-    while frame is not None:
-        if frame.f_code is _GENERATE and frame.f_locals.get("generation_mode") is not None:
-            yield frame.f_locals
-        frame = frame.f_back
-
 
 def call_into(cache: object) -> Mapping[str, Any] | None:
     """Return the innermost call of `generate` if the call uses this cache, otherwise None."""

@@ -19,6 +19,7 @@ from models_integration.attention.capture import Attended, flash_attention
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import check_positions, describe
 from models_integration.model.layer_kinds import FULL, layer_types
+from models_integration.model.seams import attention_of, replace_attention
 from models_integration.policies.methods import Published, RetentionPolicy
 from models_integration.session.method import Method, decide
 from models_integration.session.observed import ObservedSegment
@@ -128,7 +129,7 @@ def _no_values(module: Any, hidden: Tensor) -> Tensor:
 
 def _asked(decoder: nn.Module, config: Any, ids: Tensor) -> tuple[nn.Module, Attended]:
     """Return the first layer's attention module and its attention inputs."""
-    sdpa = config._attn_implementation == "sdpa"
+    sdpa = attention_of(config) == "sdpa"
 
     def ask(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, **options: Any) -> NoReturn:
         # If a session uses the kernel's log-sum-exp, it is used here too, so that the bits are equal.
@@ -137,7 +138,7 @@ def _asked(decoder: nn.Module, config: Any, ids: Tensor) -> tuple[nn.Module, Att
 
     AttentionInterface.register(_NAME, ask)
     AttentionMaskInterface.register(_NAME, lambda **_: None)
-    config._attn_implementation_internal = _NAME
+    replace_attention(config, _NAME)
     try:
         with torch.no_grad():
             decoder(input_ids=ids, use_cache=False)

@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api, input_outputs, scheduler
 
 from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
+from models_integration.model.seams import attention_of
 from models_integration.session.method import Method
 from reference.policies.budgets import even, everything
 from spec.errors import SpecError
@@ -260,7 +261,7 @@ def check_manager(model: PreTrainedModel, manager: Any) -> None:
     Raises:
         SpecError: if an argument is not supported. The message contains the argument.
     """
-    implementation = model.config._attn_implementation
+    implementation = attention_of(model.config)
     if implementation.removeprefix("paged|") not in IMPLEMENTATIONS:
         reason = (
             "must be sdpa or eager: load the model with attn_implementation='sdpa', and set auto_switch_to_flash=False"

@@ -23,6 +23,7 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.engines.page_pool import Pool, check_manager, check_seams, check_served, pool_of
 from models_integration.model.architecture import BUSY, Architecture, check_free, describe
 from models_integration.model.layer_kinds import of_layer
+from models_integration.model.seams import attention_of, requeued_length
 from models_integration.policies.methods import RetentionPolicy
 from models_integration.session.method import decide
 from models_integration.session.observed import ObservedSegment
@@ -35,7 +36,7 @@ __all__ = ["PagedSession"]
 
 def prompt_length(state: Any) -> int:
     """Return the length of a request's prompt, without answer tokens that a requeued request reads again."""
-    return cast(int, state._true_initial_tokens) or len(state.initial_tokens)
+    return requeued_length(state) or len(state.initial_tokens)
 
 
 class PromptInPages(ObservedSegment):
@@ -178,7 +179,7 @@ class PagedSession:
         config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
         if config is None:
             config = ContinuousBatchingConfig(allow_block_sharing=False)
-        implementation = self._model.config._attn_implementation
+        implementation = attention_of(self._model.config)
         manager = own(generation_config, config, **hints)
         if manager not in self._managers:
             try:
@@ -256,7 +257,7 @@ class _Engine:
 
     def _known(self, state: Any) -> Retention | None:
         """Return the decision made before the request was put back into the queue, or None."""
-        return self._run.kept.get(state.request_id) if state._true_initial_tokens else None
+        return self._run.kept.get(state.request_id) if requeued_length(state) else None
 
     def _step(self, own: Callable[..., None], model: Any) -> None:
         run = self._run

@@ -1,7 +1,6 @@
 """Description of a model's decoder, and checks that kvspec supports the model."""
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from models_integration.model.layer_kinds import (
     of_layer,
     stated_types,
 )
+from models_integration.model.seams import attention_of, eager_attention
 from reference.crystalcache.observed_layer import observed_layer
 from spec.errors import SpecError
 from spec.policy import Needs
@@ -376,9 +376,9 @@ def _keeps_positions(decoder: nn.Module) -> bool:
 
 
 def _refuse_implementation(config: PretrainedConfig, attention: Iterable[nn.Module]) -> str | None:
-    implementation = config._attn_implementation
+    implementation = attention_of(config)
     if implementation not in IMPLEMENTATIONS:
         return f"attn_implementation is {implementation!r}, and must be one of {', '.join(IMPLEMENTATIONS)}"
-    if any(not hasattr(sys.modules[type(module).__module__], "eager_attention_forward") for module in attention):
+    if any(eager_attention(module) is None for module in attention):
         return _UNOBSERVED
     return None

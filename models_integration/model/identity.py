@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models_integration.model.foreign_code import check_hooks, is_foreign, is_known
 from models_integration.model.rotation import keeps_frequencies, rotary_buffers, starting_frequencies
+from models_integration.model.seams import ATTENTION, EXPERTS, choose_attention
 from models_integration.model.tensor_digest import digest_of_named, digest_of_tensor, plain
 from models_integration.model.values import DROPOUT, Reader, Unreadable, UnreadableError, sha
 from spec.errors import SpecError
@@ -23,8 +24,8 @@ __all__ = ["ModelIdentity", "identify"]
 
 # Field of the config that contains the name of a function, for each table of functions.
 REGISTRIES: tuple[tuple[str, Any], ...] = (
-    ("_attn_implementation", ALL_ATTENTION_FUNCTIONS), ("_attn_implementation", ALL_MASK_ATTENTION_FUNCTIONS),
-    ("_experts_implementation", ALL_EXPERTS_FUNCTIONS),
+    (ATTENTION, ALL_ATTENTION_FUNCTIONS), (ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS),
+    (EXPERTS, ALL_EXPERTS_FUNCTIONS),
 )
 
 
@@ -140,7 +141,7 @@ def _configured(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the modules that the model's class makes from the config, without values, or {} if this fails."""
     config = copy.deepcopy(model.config)
     try:
-        config._attn_implementation = "eager"
+        choose_attention(config, "eager")
         for one in (config, config.get_text_config(decoder=True)):
             one.pad_token_id = 0  # a module that counts positions by this id is included
         with torch.device("meta"):

@@ -15,10 +15,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import untraced
-from models_integration.cache.history import calls_of_generate, columns_of, empty_cache_of
+from models_integration.cache.history import columns_of, empty_cache_of
 from models_integration.cache.retained_cache import check_own
 from models_integration.model.architecture import BUSY, check_free, decoders_of
 from models_integration.model.cache_argument import for_generate, with_one_cache
+from models_integration.model.seams import calls_of_generate
 from models_integration.session.inputs import ONE_FORWARD
 from spec.errors import SpecError
 

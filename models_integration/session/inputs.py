@@ -15,6 +15,7 @@ from models_integration.attention.handover import check_readable, check_recurren
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, check_own
 from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
+from models_integration.model.seams import attention_of
 from spec.errors import SpecError
 from spec.policy import Needs
 
@@ -63,7 +64,7 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object], need
     Raises:
         SpecError: if a check fails.
     """
-    decoder, implementation = architecture.decoder, architecture.config._attn_implementation
+    decoder, implementation = architecture.decoder, attention_of(architecture.config)
     if implementation not in IMPLEMENTATIONS:
         reason = f"must be {' or '.join(IMPLEMENTATIONS)} inside a context: type model.set_attn_implementation('sdpa')"
         raise SpecError("attn_implementation", implementation, reason)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from models_integration.archive.splice import Chunk
 from models_integration.model.architecture import restored_rotation
 from models_integration.model.rotation import plain_layers, prefilled
+from models_integration.model.seams import attention_of
 from models_integration.tasks.samples import DEFAULT_FILLER, generator
 from reference.injection.diagnostics import bands, entropy, key_cosine, sink_mass
 from reference.injection.wrappers import Wrapped
@@ -107,7 +108,7 @@ def _talks(sample: Mapping[str, Any]) -> list[Talk]:
 @contextmanager
 def eager(model: PreTrainedModel) -> Iterator[None]:
     """Context manager inside which the model computes attention weights."""
-    stock = model.config._attn_implementation
+    stock = attention_of(model.config)
     model.set_attn_implementation("eager")
     try:
         yield

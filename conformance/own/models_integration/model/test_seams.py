@@ -1,0 +1,99 @@
+"""Private names of transformers: each is in the installed release, and one module alone uses it."""
+
+import ast
+import inspect
+import tomllib
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from packaging.specifiers import SpecifierSet  # noqa: E402
+from transformers import GenerationMixin, LlamaConfig, PretrainedConfig  # noqa: E402
+from transformers.generation.continuous_batching.requests import RequestState  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward  # noqa: E402
+
+from conformance.paths import ROOT  # noqa: E402
+from models_integration.engines.page_pool import _SEAMS  # noqa: E402
+from models_integration.model import seams  # noqa: E402
+
+pytestmark = pytest.mark.law("as-it-is-described")
+
+PACKAGE = ROOT / "models_integration"
+HOME = PACKAGE / "model" / "seams.py"
+PAGED = {PACKAGE / "engines" / name for name in ("paged.py", "page_pool.py")}
+PAGED_NAMES = {name for methods in _SEAMS.values() for name in methods} | {"_block_manager", "_kv_token_views"}
+OTHERS = {
+    *vars(torch.nn.Module()), "_DropoutNd", "_fused_sdp_choice", "_global_forward_hooks", "_global_forward_pre_hooks",
+    "_orig_mod", "_version",  # torch
+    "_asdict", "_current_frames", "_getframe", "_replace",  # Python
+    "_loglikelihood_tokens", "_model_generate",  # lm_eval
+}
+"""Underscored names that belong to other libraries."""
+
+
+def private(name: str | None) -> bool:
+    """Whether a name has one leading underscore."""
+    return name is not None and name.startswith("_") and not name.startswith("__")
+
+
+def own_names(tree: ast.Module) -> Iterator[str]:
+    """Names that a module defines: functions, fields, and attributes of `self` and `cls`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif (
+            isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        ):
+            yield node.attr
+
+
+def foreign_uses(sources: dict[Path, ast.Module]) -> list[str]:
+    """Uses of underscored names that neither kvspec nor a listed library defines, and of the names in strings."""
+    own = set(chain.from_iterable(map(own_names, sources.values())))
+    found, named = [], {seams.ATTENTION, seams.EXPERTS, "eager_attention_forward"}
+    for path, tree in sources.items():
+        known = own | OTHERS | (PAGED_NAMES if path in PAGED else set())
+        for node in ast.walk(tree):
+            used = node.attr if isinstance(node, ast.Attribute) else None
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+            if path != HOME and ((private(used) and used not in known) or text in named):
+                found.append(f"{path.name}: {used or text}")
+    return found
+
+
+def test_no_other_module_uses_a_private_name_of_transformers() -> None:
+    sources = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    assert foreign_uses(sources) == []
+    assert foreign_uses({**sources, Path("new.py"): ast.parse("config._attn_implementation")}) == [
+        "new.py: _attn_implementation"
+    ]
+
+
+def test_the_installed_release_has_every_name() -> None:
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    assert set(seams.LOCALS) <= set(code.co_varnames)
+    assert isinstance(inspect.getattr_static(PretrainedConfig, seams.ATTENTION), property)
+    assert isinstance(inspect.getattr_static(PretrainedConfig, seams.EXPERTS), property)
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2)
+    seams.replace_attention(config, "eager")
+    assert seams.attention_of(config) == "eager"
+    seams.choose_attention(config, "sdpa")
+    assert seams.attention_of(config) == "sdpa"
+    assert seams.eager_attention(LlamaAttention(config, 0)) is eager_attention_forward
+    assert seams.eager_attention(torch.nn.Linear(1, 1)) is None
+    assert seams.requeued_length(RequestState(request_id="a", initial_tokens=[1])) == 0
+
+
+def test_the_range_of_versions_is_the_one_that_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (stated,) = [need for need in project["optional-dependencies"]["models"] if need.startswith("transformers")]
+    assert SpecifierSet(stated.removeprefix("transformers")) == SpecifierSet(seams.VERSIONS)
+    assert SpecifierSet(seams.VERSIONS).contains(transformers.__version__)
