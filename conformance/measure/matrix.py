@@ -174,7 +174,7 @@ def page(store: Mapping[str, Any]) -> str:
         f" These columns were made twice, with the same cells: {twice}.", "",
         f"| Method | {' | '.join(heads)} |", f"|---{'|---' * len(names)}|",
         *(f"| `{method_of(method)}` | {' | '.join(shown(store[name]['cells'][method]) for name in names)} |"
-          for method in METHODS), "",
+          for method in METHODS if all(method in store[name]["cells"] for name in names)), "",
         "## Differences", "", *differing(store), "", *kvpress_table(store), "",
         "## Not run here", "", "| Implementation | Reason |", "|---|---|",
         *(f"| {name} | {reason} |" for name, reason in NOT_HERE.items()), "",
