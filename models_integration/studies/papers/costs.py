@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
-from models_integration.cache.retained_cache import storage_bytes
+from models_integration.cache.retained_cache import RetainedCache, storage_bytes
 from models_integration.model.cache_argument import cache_name
 from models_integration.policies.methods import CrystalCache
 from models_integration.studies.evidence.rules import Rules
@@ -103,15 +103,17 @@ def _measured(subject: Subject, length: int, budget: str) -> Row:
 
 
 def _full(subject: Subject, ids: Tensor) -> Found:
-    seconds, token, cache = _generated(subject.model, ids)
+    cache = DynamicCache(config=subject.model.config.get_text_config(decoder=True))
+    seconds, token = _generated(subject.model, ids, cache)
     return {"forward": seconds, "token": token}, storage_bytes(cache.layers)
 
 
 def _crystal(subject: Subject, ids: Tensor, budget: str) -> Found:
     stages = dict.fromkeys(STAGES, 0.0)
     backend = _watched(resolve(subject.backend), subject.model.device, stages)
+    cache = RetainedCache(subject.model.config.get_text_config(decoder=True))
     with CrystalCache(budget, subject.sentence_ends, backend=backend)(subject.model):
-        seconds, token, cache = _generated(subject.model, ids)
+        seconds, token = _generated(subject.model, ids, cache)
     own = {f"{STAGES[name]} {name}": spent for name, spent in stages.items()}
     return {**own, "forward, crystalcache": seconds, "token, crystalcache": token}, storage_bytes(cache.layers)
 
@@ -130,9 +132,8 @@ def _watched(backend: Backend, device: torch.device, seconds: dict[str, float]) 
     return replace(backend, crystal=cast(CrystalStages, stages))
 
 
-def _generated(model: Any, ids: Tensor) -> tuple[float, float, Any]:
-    """Return the seconds of the prompt and of a later token, and the cache."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+def _generated(model: Any, ids: Tensor, cache: DynamicCache) -> tuple[float, float]:
+    """Read a prompt and tokens into a cache. Return the seconds of the prompt and of a later token."""
     forward = partial(model, **{cache_name(model): cache}, use_cache=True, logits_to_keep=1)
     seconds, found = timed(model.device, partial(forward, input_ids=ids))
 
@@ -141,7 +142,7 @@ def _generated(model: Any, ids: Tensor) -> tuple[float, float, Any]:
         for _ in range(TOKENS):
             last = forward(input_ids=last.logits[:, -1:].argmax(-1))
 
-    return seconds, timed(model.device, decode)[0] / TOKENS, cache
+    return seconds, timed(model.device, decode)[0] / TOKENS
 
 
 def clock_of(device: torch.device) -> str:
