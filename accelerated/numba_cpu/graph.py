@@ -56,7 +56,7 @@ def surviving_pairs(
     trunk: IntVector, sizes: IntVector, intra: IntMatrix, intra_weight: Matrix, cross: IntMatrix,
     cross_weight: Matrix, tau_edge: float,
 ) -> tuple[IntVector, IntVector, Vector]:
-    """Return the pairs of trunks a < b with a weight above tau_edge, sorted by a with a counting sort."""
+    """Return the pairs of trunks (a, b), a < b, whose weight exceeds tau_edge. A counting sort orders them by `a`."""
     m = len(sizes)
     where = np.zeros(m + 1, dtype=np.int64)
     bucket_edges(trunk, intra, where)

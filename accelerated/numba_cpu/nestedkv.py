@@ -113,7 +113,7 @@ def anomalies(k: Floats, inverse: Floats, blocks: Floats, stable: Floats, b: int
     """Return the negative cosines of each key with the three memories, (3, n).
 
     The sums in `blocks` are scaled to length 1 in place. `ends[t]` is the sum of the last W - t unit keys of the
-    previous run of W keys. `start` is the sum of the first unit keys of the current run.
+    previous run of W keys. `start` is the sum of the unit keys of the current run up to token t.
 
     Implements: NK-CURRENT, NK-ANOMALY
     """

@@ -20,7 +20,7 @@ __all__ = ["Chosen", "gather", "read_retentions", "settle", "unsettled"]
 
 
 class Chosen(NamedTuple):
-    """Kept tokens of one row of a layer, on the device."""
+    """Device tensors that describe which tokens one row of a layer keeps."""
 
     at: Tensor
     """Index of the set of kept tokens times n, plus position, ascending, (kept,)."""

@@ -282,7 +282,7 @@ def verdict(row: Row) -> str:
 
 
 def control_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return headings, and a line per control and task: the bound, and whether the bound holds."""
+    """Return the headings and rows of a table that shows for each control and task whether the bound holds."""
     lines = []
     for row in rows:
         bound, passed = verdict(row).split("; ")

@@ -217,7 +217,7 @@ def check_budgets(rules: Rules, policies: Mapping[str, Method]) -> Iterator[str]
 
 
 def leases(path: Path) -> Leases:
-    """Return the leases for the samples of a results file."""
+    """Return the queue from which parallel workers claim the samples of a results file."""
     return Leases(path, study_unit)
 
 
