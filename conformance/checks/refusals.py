@@ -19,7 +19,7 @@ import pytest
 
 from conformance.engine.ops import stages
 from conformance.engine.process import EngineFailure
-from conformance.engine.wire import printable
+from conformance.engine.values import printable
 from spec.backend import FAMILIES, Backend
 from spec.errors import SpecError
 

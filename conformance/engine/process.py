@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from conformance.engine.methods import FAMILY, method_ops
 from conformance.engine.ops import OPS, KeptSets, Op, stages
-from conformance.engine.wire import Json, checked, decode, encode, parsed, printable, sizes, told
+from conformance.engine.values import Json, checked, decode, encode, parsed, printable, sizes, told
 from spec import SPEC_VERSION
 from spec.backend import Backend
 from spec.errors import SpecError

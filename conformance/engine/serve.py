@@ -15,7 +15,7 @@ from typing import Any
 from conformance.engine.methods import FAMILY, answered, method_ops
 from conformance.engine.ops import OPS, stages
 from conformance.engine.process import PROTOCOL
-from conformance.engine.wire import Json, as_it_is, decode, encode
+from conformance.engine.values import Json, as_it_is, decode, encode
 from spec import SPEC_VERSION
 from spec.backend import FAMILIES, Backend, resolve
 from spec.errors import SpecError

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from conformance.engine.ops import OPS, PARAMETERS, array_of
-from conformance.engine.wire import DTYPES
+from conformance.engine.values import DTYPES
 from conformance.strategies.prompts import AttentionInputs, Prompt
 from conformance.strategies.trunks import record as lists_of
 from conformance.vectors.codec import RECORDS, call, floats, integers, results

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conformance.engine.wire import printable
+from conformance.engine.values import printable
 from conformance.verify import certificate as certificate_module
 from conformance.verify.certificate import PASSED, badge, certificate, entries_of, excepted, write
 from conformance.verify.outcomes import Verdicts, verdicts_of

@@ -28,7 +28,7 @@ from models_integration.studies.subject import Loading, Subject
 from models_integration.studies.workers import Launch
 from models_integration.tasks import place
 from models_integration.tasks.context import read_prose
-from models_integration.tasks.samples import MAX_NEW_TOKENS
+from models_integration.tasks.needle import MAX_NEW_TOKENS
 from reference.calibration import load_calibration, save_calibration
 from spec.errors import SpecError
 

@@ -46,7 +46,7 @@ from models_integration.studies.report import (
 from models_integration.studies.results import STUDY, Row, load_rows
 from models_integration.studies.subject import Loading, Subject
 from models_integration.studies.workers import Launch, failed_samples, first_failure
-from models_integration.tasks.samples import CONFIRM
+from models_integration.tasks.needle import CONFIRM
 from reference.calibration import Calibration
 from spec.errors import SpecError
 from spec.parameters import ESSAY, PAPER

@@ -16,9 +16,9 @@ from models_integration.cache.retained_cache import RetainedCache, failing_whole
 from models_integration.model.architecture import Architecture
 from models_integration.session.method import Method
 from models_integration.session.observed import ObservedSegment
+from reference.policies.budgets import tokens_of
 from reference.policies.cake import Cake
 from reference.policies.layers import is_cascading
-from reference.policies.retain import tokens_of
 from spec.arrays import IntMatrix, IntVector, Vector
 from spec.policy import Observation, Policy, Scores
 from spec.retention import Retention

@@ -16,7 +16,7 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.session.method import Method
 from models_integration.session.observed import ObservedSegment
 from reference.policies.blocks import InBlocks
-from reference.policies.budgets import Above, Adaptive, Competition
+from reference.policies.budgets import Above, Adaptive, Competition, tokens_of
 from reference.policies.chunkkv import Chunks
 from reference.policies.criticalkv import EPSILON, TwoScores, two_stages
 from reference.policies.defensivekv import Defensive
@@ -24,7 +24,6 @@ from reference.policies.expected_attention import ExpectedAttention
 from reference.policies.h2o import HeavyHitters
 from reference.policies.kvcrush import scored_or_representative
 from reference.policies.names import with_twins
-from reference.policies.retain import tokens_of
 from reference.policies.rkv import QueryCache
 from reference.policies.scorers import LayerScorer
 from reference.policies.selectors import fill_units, recent_half, top_tokens, top_units

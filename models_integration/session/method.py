@@ -13,8 +13,8 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.session.observed import ObservedSegment
 from reference.backend import BACKEND as REFERENCE
 from reference.policies import advance, advance_turn, retain, retain_turn, start
+from reference.policies.budgets import tokens_of
 from reference.policies.cadences import join, take_up
-from reference.policies.retain import tokens_of
 from spec.backend import Backend
 from spec.budget import Budget
 from spec.errors import SpecError

@@ -2,7 +2,7 @@
 
 from models_integration.tasks.assembly import Filler, TaskTokenizer
 from models_integration.tasks.metrics import is_exact_match
-from models_integration.tasks.samples import (
+from models_integration.tasks.needle import (
     DEFAULT_FILLER,
     DEFAULT_PLACEMENT,
     DENSITIES,

@@ -13,8 +13,8 @@ import numpy as np
 
 from models_integration.tasks.context import Ground, as_many, joined
 from models_integration.tasks.metrics import BOXED, MATH_BOXED
+from models_integration.tasks.needle import CONFIRM, DEV, Sample
 from models_integration.tasks.rows import OfFile, open_rows
-from models_integration.tasks.samples import CONFIRM, DEV, Sample
 from reference.confirmation import split_of
 from spec.errors import SpecError
 from spec.validate import check_choices

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from models_integration.tasks.assembly import Anchor, Assembled, Frame, TaskTokenizer, encode, joiner
-from models_integration.tasks.samples import Sample, generator
+from models_integration.tasks.needle import Sample, generator
 from spec.errors import SpecError
 from spec.parameters import PAPER
 

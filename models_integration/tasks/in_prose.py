@@ -14,7 +14,7 @@ import numpy as np
 from models_integration.tasks.assembly import Anchor, FactTemplate, TaskTokenizer, bare, decode, encode, joiner
 from models_integration.tasks.context import STRATA, Ground, Prose, check_unprotected, unprotected, weave
 from models_integration.tasks.metrics import CONTAINS
-from models_integration.tasks.samples import (
+from models_integration.tasks.needle import (
     DENSITIES,
     DEV,
     FRAMING_SENTENCE,

@@ -21,9 +21,9 @@ from typing import Any, cast
 from models_integration.tasks.assembly import bare
 from models_integration.tasks.context import Ground, Span
 from models_integration.tasks.metrics import CONTAINS, OPTION, STRING_MATCH_ALL
+from models_integration.tasks.needle import Sample
 from models_integration.tasks.rows import OfFile, Row, check_fields, open_rows, read_setting, texts
 from models_integration.tasks.ruler import PINNED
-from models_integration.tasks.samples import Sample
 from models_integration.tasks.scbench import in_turns
 from spec.errors import SpecError
 from spec.validate import check_choices

@@ -34,10 +34,7 @@ from models_integration.tasks.loaders import (
     scbench_file,
 )
 from models_integration.tasks.metrics import BOXED, CONTAINS, FIRST_NUMBER, STRING_MATCH_ALL
-from models_integration.tasks.rows import OfFile
-from models_integration.tasks.ruler import DIALECTS, NIAH, niah_samples, variable_tracking_samples
-from models_integration.tasks.ruler_words import cwe_samples, fwe_samples, vt_samples
-from models_integration.tasks.samples import (
+from models_integration.tasks.needle import (
     CONFIRM,
     DELAYED_ASSOCIATION,
     DEV,
@@ -48,6 +45,9 @@ from models_integration.tasks.samples import (
     draw_sample,
     needle_sample,
 )
+from models_integration.tasks.rows import OfFile
+from models_integration.tasks.ruler import DIALECTS, NIAH, niah_samples, variable_tracking_samples
+from models_integration.tasks.ruler_words import cwe_samples, fwe_samples, vt_samples
 from models_integration.tasks.scbench import FORMS, in_turns, key_value_samples, prefix_suffix_samples
 from spec.errors import SpecError
 from spec.plugins import find_plugin

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from models_integration.tasks.context import Ground, Maker
-from models_integration.tasks.samples import Sample
+from models_integration.tasks.needle import Sample
 from spec.errors import SpecError
 
 __all__ = ["File", "OfFile", "Row", "check_fields", "open_rows", "read_setting", "texts"]

@@ -23,7 +23,7 @@ from models_integration.tasks.context import (
     read_text,
 )
 from models_integration.tasks.metrics import STRING_MATCH_ALL
-from models_integration.tasks.samples import Sample
+from models_integration.tasks.needle import Sample
 from models_integration.tasks.scbench import uuid
 from spec.errors import SpecError
 

@@ -10,6 +10,7 @@ from math import ceil, pi
 import numpy as np
 
 from models_integration.tasks.context import Ground, Span, as_many, different, joined, letters, unprotected
+from models_integration.tasks.needle import Sample
 from models_integration.tasks.ruler import (
     INSTRUCTION,
     NOISE,
@@ -19,7 +20,6 @@ from models_integration.tasks.ruler import (
     variable_tracking_samples,
     words,
 )
-from models_integration.tasks.samples import Sample
 from spec.errors import SpecError
 
 __all__ = ["cwe_samples", "fwe_samples", "vt_samples"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from models_integration.tasks.context import Ground, as_many, asked, different, joined, letters
 from models_integration.tasks.metrics import CONTAINS
-from models_integration.tasks.samples import Sample
+from models_integration.tasks.needle import Sample
 from spec.validate import check_choices
 
 __all__ = ["FORMS", "in_turns", "key_value_samples", "prefix_suffix_samples", "uuid"]

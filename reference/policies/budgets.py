@@ -1,4 +1,4 @@
-"""Budgets: functions that divide a total of tokens among groups. Groups are sorted by layer, then by head."""
+"""Number of tokens that a policy keeps, and division of the total among groups, by layer, then by head."""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +8,19 @@ from fractions import Fraction
 import numpy as np
 
 from spec.arrays import Float64, Int64, IntVector, Matrix
+from spec.budget import Budget
 from spec.errors import SpecError
-from spec.policy import Scores
+from spec.policy import Policy, Scores
 
 __all__ = [
     "Above", "Adaptive", "Competition", "Pyramid", "across_layers", "adakv_official", "even", "everything",
-    "largest_remainder", "pyramid_targets", "pyramidkv_official", "spread", "winners",
+    "largest_remainder", "pyramid_targets", "pyramidkv_official", "spread", "tokens_of", "winners",
 ]
+
+
+def tokens_of(policy: Policy, budget: Budget, seen: int) -> int:
+    """Return B, the average number of tokens that a group keeps: the budget, but at least the policy's floor."""
+    return max(policy.floor, budget.tokens(seen))
 
 
 def even(total: int, scores: Scores, /) -> Int64[IntVector, " g"]:

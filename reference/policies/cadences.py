@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from reference.policies.retain import chosen, shown_to, tokens_of
+from reference.policies.budgets import tokens_of
+from reference.policies.retain import chosen, shown_to
 from spec.arrays import BoolVector, IntMatrix
 from spec.budget import Budget
 from spec.errors import SpecError

@@ -6,6 +6,7 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
+from reference.policies.budgets import tokens_of
 from reference.policies.crystalcache import CrystalRecords, crystal_retention
 from reference.policies.selectors import touched_units
 from spec.arrays import BoolVector, Int64, IntVector
@@ -15,7 +16,7 @@ from spec.policy import Budgets, LayerView, Needs, Observation, Policy, Scores, 
 from spec.records import Dissolution
 from spec.retention import Retention
 
-__all__ = ["chosen", "retain", "retain_each", "retain_turn", "shown_to", "tokens_of"]
+__all__ = ["chosen", "retain", "retain_each", "retain_turn", "shown_to"]
 
 
 @dataclass(frozen=True)
@@ -107,11 +108,6 @@ def _retained(
     if isinstance(scores.carry, CrystalRecords) and isinstance(selection.records, Dissolution):
         return crystal_retention(scores.carry, retention, selection.records.ratio, B)
     return retention
-
-
-def tokens_of(policy: Policy, budget: Budget, seen: int) -> int:
-    """Return B, the average number of tokens that a group keeps: the budget, but at least the policy's floor."""
-    return max(policy.floor, budget.tokens(seen))
 
 
 def chosen(policy: Policy, B: int, scores: Scores, protected: BoolVector) -> Selection:

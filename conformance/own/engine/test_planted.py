@@ -25,7 +25,7 @@ import pytest
 from conformance.assurance.implementer_tables import FAMILIES
 from conformance.engine import ops
 from conformance.engine.serve import answer
-from conformance.engine.wire import CLASSES, as_it_is, checked, decode, encode, sizes
+from conformance.engine.values import CLASSES, as_it_is, checked, decode, encode, sizes
 from conformance.measure.certificates.__main__ import COMPILERS, compile_engine
 from conformance.own.engine.planted import EVERY
 from conformance.paths import DOCS, ROOT, SPEC

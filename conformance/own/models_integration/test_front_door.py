@@ -34,9 +34,9 @@ from models_integration.policies import fastest
 from models_integration.policies.values import sentence_ends
 from reference.backend import BACKEND
 from reference.crystalcache import prefill as reference_prefill
+from reference.policies.budgets import tokens_of
 from reference.policies.describe import describe_policy, list_policies
 from reference.policies.names import POLICIES
-from reference.policies.retain import tokens_of
 from spec.backend import Backend, NestedKVStages
 from spec.budget import Budget, parse_budget
 from spec.errors import BackendUnavailable, SpecError

@@ -20,12 +20,11 @@ from models_integration.studies.answers import cropped, needed, read_budget, ret
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Placement, Sample
 from models_integration.tasks.metrics import RIGHT_OR_WRONG
-from models_integration.tasks.samples import DELAYED_ASSOCIATION, NEEDLE
+from models_integration.tasks.needle import DELAYED_ASSOCIATION, NEEDLE
 from reference.crystalcache.protection import effective_budget
-from reference.policies.budgets import even
+from reference.policies.budgets import even, tokens_of
 from reference.policies.kvzip_heads import FullHeads
 from reference.policies.protections import SinkAndRecent, protecting
-from reference.policies.retain import tokens_of
 from reference.policies.scorers import recency
 from reference.policies.selectors import top_units
 from spec.arrays import BoolVector, IntVector

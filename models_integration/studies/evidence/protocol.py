@@ -12,7 +12,7 @@ from pathlib import Path
 from models_integration.studies.evidence.kept import RANDOMS, control_of
 from models_integration.studies.evidence.rules import Rules, load_rules
 from models_integration.studies.results import Row
-from models_integration.tasks.samples import CONFIRM, DEV
+from models_integration.tasks.needle import CONFIRM, DEV
 from spec.errors import SpecError
 from spec.policy import Policy
 

@@ -25,8 +25,8 @@ from models_integration.studies.evidence.kept import (
 )
 from models_integration.studies.subject import policy_in_rows, versioned
 from models_integration.tasks import PLACEMENTS
+from models_integration.tasks.needle import CONFIRM, DEV, part_of
 from models_integration.tasks.registry import resolve_task
-from models_integration.tasks.samples import CONFIRM, DEV, part_of
 from reference.calibration import Calibration, load_calibration
 from spec.errors import SpecError
 from spec.validate import check_choices

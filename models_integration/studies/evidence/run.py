@@ -36,8 +36,8 @@ from models_integration.tasks import Sample, place
 from models_integration.tasks.assembly import NO_TEMPLATE, frame_of
 from models_integration.tasks.context import Ground, Prose, read_prose
 from models_integration.tasks.in_prose import most_contexts
+from models_integration.tasks.needle import part_of
 from models_integration.tasks.registry import FILE, SENTENCES, TEXTS, Task, resolve_task
-from models_integration.tasks.samples import part_of
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END

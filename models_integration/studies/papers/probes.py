@@ -20,7 +20,7 @@ from models_integration.archive.splice import Chunk
 from models_integration.model.architecture import restored_rotation
 from models_integration.model.rotation import plain_layers, prefilled
 from models_integration.model.seams import attention_of
-from models_integration.tasks.samples import DEFAULT_FILLER, generator
+from models_integration.tasks.needle import DEFAULT_FILLER, generator
 from reference.injection.diagnostics import bands, entropy, key_cosine, sink_mass
 from reference.injection.wrappers import Wrapped
 from spec.errors import SpecError

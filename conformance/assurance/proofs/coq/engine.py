@@ -18,7 +18,7 @@ from conformance.assurance.proofs.coq.build import ENGINE
 from conformance.engine.methods import FAMILY
 from conformance.engine.ops import OPS
 from conformance.engine.serve import answer
-from conformance.engine.wire import as_it_is, decode
+from conformance.engine.values import as_it_is, decode
 from spec.backend import Backend, resolve
 from spec.errors import SpecError
 from spec.validate import check_diversity

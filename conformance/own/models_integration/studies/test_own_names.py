@@ -23,7 +23,7 @@ from models_integration.studies.evidence.run import IDENTITY, Item
 from models_integration.studies.results import load_rows
 from models_integration.studies.subject import Loading
 from models_integration.tasks import Sample
-from models_integration.tasks.samples import part_of
+from models_integration.tasks.needle import part_of
 from reference.calibration import Calibration, Identity, load_calibration, save_calibration
 from spec.errors import SpecError
 

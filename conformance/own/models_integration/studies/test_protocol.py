@@ -36,8 +36,8 @@ from models_integration.tasks import Placement, Sample, draw_sample, place, scor
 from models_integration.tasks.assembly import decode, encode
 from models_integration.tasks.context import read_prose
 from models_integration.tasks.in_prose import most_contexts
+from models_integration.tasks.needle import part_of
 from models_integration.tasks.registry import resolve_task
-from models_integration.tasks.samples import part_of
 from reference.policies.describe import list_policies
 from reference.policies.names import DIVERSE, NAMES
 from spec.errors import SpecError

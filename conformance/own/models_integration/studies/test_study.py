@@ -24,7 +24,7 @@ from models_integration.studies.evidence.run import methods
 from models_integration.studies.evidence.tables import lost_at, swept
 from models_integration.studies.results import Row, load_rows
 from models_integration.studies.subject import Loading
-from models_integration.tasks.samples import part_of
+from models_integration.tasks.needle import part_of
 from reference.statistics import mcnemar, mcnemar_power, wilson
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END

@@ -25,7 +25,7 @@ from models_integration.tasks import (
 from models_integration.tasks.assembly import assemble, frame_of, opening_ids
 from models_integration.tasks.context import Ground, Prose
 from models_integration.tasks.metrics import METRICS, judge
-from models_integration.tasks.samples import DEFAULT_FILLER, NEEDLE_TEMPLATES, TOPIC_TEMPLATES, mentions_of
+from models_integration.tasks.needle import DEFAULT_FILLER, NEEDLE_TEMPLATES, TOPIC_TEMPLATES, mentions_of
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("as-it-is-described")
