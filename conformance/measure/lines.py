@@ -1,7 +1,7 @@
 """Lines and files of Python in each room: `python -m conformance.measure.lines [COMMIT ...]`."""
 
+import argparse
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -38,4 +38,6 @@ def table(commits: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    print(table([*sys.argv[1:], "HEAD"]))
+    parser = argparse.ArgumentParser(prog="conformance.measure.lines", description=__doc__)
+    parser.add_argument("commits", nargs="*", metavar="COMMIT", help="commits to compare with HEAD")
+    print(table([*parser.parse_args().commits, "HEAD"]))
