@@ -14,6 +14,7 @@ from conformance.assurance.trace import Trace, read_tree
 from conformance.paths import ROOT
 
 SECONDS = 40
+NEED_A_SUBJECT = ("conformance/policy_suite/", "conformance/cache_suite/")
 PROFILE = ["-m", "pytest", "-q", "-x", "-n", "2", "--dist", "worksteal", "--kvspec-profile", "few"]
 
 
@@ -32,8 +33,9 @@ def changed_files(since: str) -> set[str]:
     return found
 
 
-def is_test(module: Module) -> bool:
-    return module.source.rpartition("/")[2].startswith("test_")
+def is_test(path: str) -> bool:
+    """Not those that need a subject, a policy or a cache that an option names."""
+    return path.rpartition("/")[2].startswith("test_") and not path.startswith(NEED_A_SUBJECT)
 
 
 @cache
@@ -46,12 +48,12 @@ def judging(changed: Collection[str]) -> list[str]:
     modules, trace = _tree()
     names = {name for name, module in modules.items() if module.source in changed}
     found = {
-        module.source for name, module in modules.items() if is_test(module)
+        module.source for name, module in modules.items() if is_test(module.source)
         and (name in names or any(module_of(imported, modules) in names for _, imported in module.imports))
     }
     items = {item for item, places in trace.functions.items() if {place.split(":")[0] for place in places} & {*changed}}
     places = {place.split(":")[0] for item in items for place in trace.tests[item]}
-    return sorted(found | {place for place in places if place.rpartition("/")[2].startswith("test_")})
+    return sorted(found | {place for place in places if is_test(place)})
 
 
 def main(arguments: list[str]) -> int:

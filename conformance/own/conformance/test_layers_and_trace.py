@@ -246,8 +246,12 @@ def test_accept_removes_what_is_no_item_any_more(tree: Path) -> None:
 
 
 def test_what_changed_decides_what_the_quick_session_runs(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A changed test itself, tests that import what changed, and tests of an item that is implemented there."""
+    """A changed test itself, tests that import what changed, and tests of an item that is implemented there.
+
+    Tests of a policy that an option names are left out.
+    """
     write(tree, "conformance/own/test_b.py", "from reference.a import total")
+    write(tree, "conformance/policy_suite/test_b.py", "from reference.a import total")
     write(tree, "conformance/own/test_c.py", "import reference")
     monkeypatch.setattr(quick, "_tree", lambda: (read_modules(tree), read_tree(tree)))
     assert quick.judging({"reference/a.py"}) == ["conformance/own/test_b.py", "conformance/test_a.py"]
