@@ -254,8 +254,7 @@ def test_a_pinned_prompt_above_the_budget_is_refused(name: str) -> None:
     inputs = drawn(7, n=12, L=2, heads=(2, 1))
     host: Policy = vars(policies)[name]()
     pinned = Policy(
-        name, host.scorer, host.budgets, host.selector, SinkAndRecent(6, 0), granularity=host.granularity,
-        least=None,
+        name, host.scorer, host.budgets, host.selector, SinkAndRecent(6, 0), granularity=host.granularity, least=None,
     )
     with pytest.raises(SpecError, match="at least 6, the number of tokens") as caught:
         policies.retain(pinned, Budget(count=5), observation(pinned, inputs))
