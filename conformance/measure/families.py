@@ -1,4 +1,4 @@
-"""`python -m conformance.measure.families`: each family holds or is refused by name, or the command exits with 1.
+"""`python -m conformance.measure.families` exits with 1 if a family fails the tests without a stated reason.
 
 A tiny model of each causal family of transformers is compared with the oracle in each column of the table.
 """

@@ -210,7 +210,8 @@ CELLS = json.loads(STORE.read_text(encoding="utf-8"))
 def test_the_page_is_that_of_the_file() -> None:
     assert PAGE.read_text(encoding="utf-8") == matrix_page(CELLS)
     assert list(CELLS) == list(IMPLEMENTATIONS)
-    assert all(set(one["cells"]) <= set(METHODS) for one in CELLS.values())  # a new method has no cells yet
+    measured_methods = [method for method in METHODS if method in CELLS["numpy"]["cells"]]  # not those that are newer
+    assert all(list(one["cells"]) == measured_methods for one in CELLS.values())
     verdicts = [cell["verdict"] for one in CELLS.values() for cell in one["cells"].values()]
     assert sum(verdict in (CONFORMS, DIFFERS) for verdict in verdicts) >= 60
 

@@ -41,7 +41,7 @@ _SETS = {Granularity.MODEL: "for the model", Granularity.LAYER: "a layer", Granu
 def record(
     result: CrystalRetention, token_ids: Int64[IntVector, " n"], parameters: CrystalCacheParameters,
 ) -> dict[str, Any]:
-    """What `prefill` of stages.mjs goes on from: S1's salience, S2's trunks, Eq. 24's pairs; and what was kept.
+    """Return the input of `prefill` in stages.mjs (salience, trunks and pairs of Eq. 24) and the kept tokens.
 
     Numbers are exact: JSON has the shortest decimals that give the same float64.
     """

@@ -271,7 +271,7 @@ def handing(change: Callable[[Tensor], Tensor], which: str) -> Callable[..., Any
 
 @pytest.mark.parametrize("which", ["keys", "values"])
 @pytest.mark.parametrize("change", [torch.clone, torch.neg, lambda tensor: tensor.flip(0)])
-def test_a_model_that_nobody_has_named_is_found_out(
+def test_a_model_that_attends_to_changed_tensors_is_refused(
     change: Callable[[Tensor], Tensor], which: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", handing(change, which))

@@ -1,4 +1,4 @@
-"""A cache with its states in one file: another process goes on from it, and a file that does not fit is refused.
+"""A saved cache: another process continues from the file, and a file of another model raises an error.
 
 The state machine of the suite also goes through files, for any backend.
 """

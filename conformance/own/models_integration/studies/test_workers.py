@@ -1,4 +1,4 @@
-"""Workers that share a sweep: the same rows whoever makes them and whoever is killed, and errors that are rows too.
+"""Workers that share a sweep write the same rows as one process, even if a worker is killed. Errors are rows too.
 
 `nox -s lab -- extra ray` runs those with actors of Ray.
 """
