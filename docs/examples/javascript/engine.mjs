@@ -171,7 +171,7 @@ const CRYSTAL = { coattention, impact, trunks, graph, score, dissolve };
 // The protocol
 
 const HELLO = {
-  protocol: 1, spec: "0.4.0", name: "javascript", version: "1.1", precision: "float64",
+  protocol: 1, spec: "0.4.1", name: "javascript", version: "1.1", precision: "float64",
   families: { crystal: Object.keys(CRYSTAL), methods: METHODS },
 };
 
