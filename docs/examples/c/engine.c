@@ -17,7 +17,7 @@
 
 #pragma STDC FP_CONTRACT OFF /* DV-COSINE: no fused multiply-add */
 
-#define SPEC "0.4.0"
+#define SPEC "0.4.1"
 #define MOST_AXES 8
 
 /* ---- memory and ends of a request ---- */

@@ -233,7 +233,7 @@ const std::map<std::string, Row (*)(const Value &, size_t)> SCORES = {
     {"methods.knorm", knorm}, {"methods.streamingllm", streamingllm},
 };
 const char *const HELLO =
-    R"({"protocol": 1, "spec": "0.4.0", "name": "c++17", "version": "1.0", "precision": "float64", "families": )"
+    R"({"protocol": 1, "spec": "0.4.1", "name": "c++17", "version": "1.0", "precision": "float64", "families": )"
     R"({"methods": ["snapkv", "pyramidkv", "keydiff", "knorm", "streamingllm"]}})";
 
 // ---- answers ----
