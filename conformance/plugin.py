@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -265,24 +266,27 @@ def skip_without(judged: "Backend", *families: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def subject(request: pytest.FixtureRequest) -> "Backend":
+def subject(request: pytest.FixtureRequest, method_engine: "Engine | None") -> "Backend":
     """Tested backend. The backend receives the arrays of the test without copies."""
     from conformance.checks.refusals import guarded
     from conformance.engine.process import backend_of
     from spec.backend import FAMILIES, resolve
     from spec.errors import BackendUnavailable
 
-    engine = request.config.stash[_engine]
-    found = backend_of(engine) if engine else resolve(subject_of(request.config))
+    found = backend_of(method_engine) if method_engine else resolve(subject_of(request.config))
     if all(getattr(found, family) is None for family in FAMILIES):
         raise BackendUnavailable(f"backend {found.name!r} has no stage family, so kvspec cannot test the backend")
     return guarded(found)
 
 
 @pytest.fixture(scope="session")
-def method_engine(request: pytest.FixtureRequest) -> "Engine | None":
-    """Engine of --kvspec-command, or None."""
-    return request.config.stash[_engine]
+def method_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "Engine | None":
+    """Engine of --kvspec-command, or None. Long requests that fail are in a temporary folder for each test."""
+    engine = request.config.stash[_engine]
+    if engine is not None:
+        folder_of = cache(lambda test: tmp_path_factory.mktemp("requests"))
+        engine.requests = lambda: folder_of(os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0])
+    return engine
 
 
 @pytest.fixture(scope="session")

@@ -6,13 +6,13 @@ import select
 import shlex
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
@@ -119,23 +119,17 @@ class Process:
         words = shlex.split(command)
         if not words:
             raise ValueError("there is no word in it")
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
-        self._read = bytearray()
-        try:
-            # A group of its own: what a shell starts ends with it.
-            self._popen = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, bufsize=0,
-                start_new_session=True,
-                env={name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)},
-            )
-        except OSError:
-            self._stderr.close()
-            raise
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
-        self._in, self._out = self._popen.stdin.fileno(), self._popen.stdout.fileno()
-        os.set_blocking(self._in, False)
-        os.set_blocking(self._out, False)
+        self._read, self._complaint, self._complains = bytearray(), b"", True
+        # A group of its own: what a shell starts ends with it. It inherits no other file than its three streams.
+        self._popen = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+            start_new_session=True, close_fds=True,
+            env={name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)},
+        )
+        pipes = self._popen.stdin, self._popen.stdout, self._popen.stderr
+        self._in, self._out, self._err = (pipe.fileno() for pipe in pipes if pipe is not None)
+        for descriptor in (self._in, self._out, self._err):
+            os.set_blocking(descriptor, False)
 
     def exchange(self, line: str, seconds: float) -> bytes:
         """The line that comes back for a line.
@@ -152,11 +146,13 @@ class Process:
                 raise EngineTimeout(f"no answer within {seconds:g} s")
             ended = self._popen.poll() is not None  # before the look, which then finds all that it has written
             readable, writable, _ = select.select(
-                [self._out], [self._in] if unsent else [], [], min(left, ALIVE_SECONDS),
+                [self._out, *[self._err] * self._complains], [self._in] if unsent else [], [], min(left, ALIVE_SECONDS),
             )
             if writable:
                 unsent = self._send(unsent)
-            if not (self._receive() if readable else not ended):
+            if self._err in readable:
+                self._read_complaint()
+            if not (self._receive() if self._out in readable else self._err in readable or not ended):
                 raise EngineCrash(f"ended{self._how()} before it had answered")
         answer, _, self._read = self._read.partition(b"\n")
         return bytes(answer)
@@ -185,11 +181,18 @@ class Process:
             return " its output"
         return f" with exit code {code}" if code >= 0 else f" by signal {-code} ({signal.strsignal(-code)})"
 
+    def _read_complaint(self) -> None:
+        """Read once from standard error, of which the end is kept."""
+        with suppress(BlockingIOError):
+            chunk = os.read(self._err, CHUNK)
+            self._complaint = (self._complaint + chunk)[-4 * SHOWN :]  # a letter has 4 bytes at most
+            self._complains = bool(chunk)
+
     def complaint(self) -> str:
         """The end of what it has written to standard error."""
-        self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, self._stderr.tell() - SHOWN))
-        return self._stderr.read().decode(errors="replace").strip()
+        if self._complains:
+            self._read_complaint()  # a pipe holds less than CHUNK
+        return self._complaint.decode(errors="replace")[-SHOWN:].strip()
 
     def stop(self) -> None:
         """End it; what its children hold open is closed on this side."""
@@ -198,13 +201,16 @@ class Process:
                 os.killpg(self._popen.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=5)
-        for pipe in (self._popen.stdin, self._popen.stdout, self._stderr):
+        for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
             assert pipe is not None
             pipe.close()
 
 
 class Engine:
     """The engine of a command: it runs while it answers as it should, and is started again when it is asked next.
+
+    Attributes:
+        requests: makes the folder for requests that are too long for a message. Default: none is kept.
 
     Raises:
         SpecError: when it cannot be started, or does not say within seconds what spec/protocol.md asks it to.
@@ -213,6 +219,7 @@ class Engine:
     def __init__(self, command: str, seconds: float) -> None:
         self._command, self._seconds = command, seconds
         self._process: Process | None = None
+        self.requests: Callable[[], Path] | None = None
         self._asked = 0
         self._hung: dict[str, list[str]] = {}
         self._hello = json.dumps({"id": 0, "op": "hello", "protocol": PROTOCOL, "spec": SPEC_VERSION})
@@ -264,25 +271,25 @@ class Engine:
             return outcome(self._process.exchange(line, seconds), self._asked, read)
         except EngineFailure as failure:
             kind, reason = type(failure), failure.reason  # its traceback would keep the answer
-        complaint, request = self._process.complaint(), self._kept(line)
+        complaint, request = self._process.complaint(), self._kept(op, line)
         if kind is not EngineError:
             self.stop()
         if kind is EngineTimeout:
             self._hung.setdefault(op, []).append(request)
         return _fail(kind, reason, request, complaint)
 
-    @cached_property
-    def _home(self) -> str:
-        """Where long requests are kept."""
-        return tempfile.mkdtemp(prefix="kvspec-")
+    def _kept(self, op: str, line: str) -> str:
+        """The request, or the file that holds it behind hello.
 
-    def _kept(self, line: str) -> str:
-        """The request, or the file that holds it behind hello."""
+        A test has one file for each operation, or shrinking an example of 32 MB would fill a disk.
+        """
         if len(line) <= SHOWN:
             return line
-        with tempfile.NamedTemporaryFile("w", dir=self._home, suffix=".jsonl", delete=False) as file:
-            file.write(f"{self._hello}\n{line}\n")
-        return f"{file.name} (pipe it into the engine)"
+        if self.requests is None:
+            return f"{line[:SHOWN]} ... ({len(line)} characters)"
+        file = self.requests() / f"{op}.jsonl"
+        file.write_text(f"{self._hello}\n{line}\n", encoding="utf-8")
+        return f"{file} (pipe it into the engine)"
 
     def stop(self) -> None:
         """End the process, if one runs."""

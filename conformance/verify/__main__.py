@@ -4,7 +4,6 @@ import secrets
 import shlex
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -63,8 +62,7 @@ def seeded(request: Request) -> Request:
 
 def run(request: Request, subject: Subject, log: str) -> tuple[dict[str, Any], Verdicts]:
     """The certificate of a run, whose log goes to the folder of results, and what it was made from."""
-    with tempfile.TemporaryDirectory() as folder:
-        lines = judged(request, request.out / log, Path(folder, "outcomes.jsonl"))
+    lines = judged(request, request.out / log)
     excused = map(excepted, entries_of(request.exceptions))
     verdicts = verdicts_of(lines, excused, request.kind in ENGINES and not request.method)
     return certificate(request, subject, verdicts), verdicts

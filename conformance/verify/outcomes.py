@@ -1,12 +1,13 @@
 """What each test, item and vector is judged to be, and how a certificate's row says it."""
 
 import json
+import os
 import re
+import socket
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -250,7 +251,15 @@ _TELLING = 40
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("kvspec").addoption("--kvspec-outcomes", type=Path, help="the file of what became of each test")
+    parser.getgroup("kvspec").addoption(
+        "--kvspec-outcomes", type=_inherited, metavar="NUMBER", help="inherited socket for the result of each test",
+    )
+
+
+def _inherited(text: str) -> int:
+    """A file descriptor that this process inherited, and that no process inherits from this one."""
+    os.set_inheritable(int(text), False)  # before any plugin starts an engine
+    return int(text)
 
 
 @pytest.hookimpl(trylast=True)
@@ -262,9 +271,9 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("verify")
-    file = config.getoption("--kvspec-outcomes")
-    if file:
-        config.pluginmanager.register(Recorder(file))
+    descriptor = config.getoption("--kvspec-outcomes")
+    if descriptor is not None:
+        config.pluginmanager.register(Recorder(descriptor))
 
 
 @pytest.hookimpl(trylast=True)
@@ -374,11 +383,11 @@ def reason_of(report: pytest.TestReport) -> str:
 class Recorder:
     """Writes the lines."""
 
-    def __init__(self, file: Path) -> None:
-        self.lines = file.open("w", encoding="utf-8", buffering=1)
+    def __init__(self, descriptor: int) -> None:
+        self.socket = socket.socket(fileno=descriptor)
 
     def write(self, **line: Any) -> None:
-        self.lines.write(json.dumps(line) + "\n")
+        self.socket.sendall(json.dumps(line).encode() + b"\n")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:

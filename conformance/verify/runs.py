@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import select
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -28,6 +30,8 @@ SCALE = SUITE / "test_scale_*.py"
 SUITES = {"policy": SUITE.with_name("policy_suite"), "cache": SUITE.with_name("cache_suite")}
 BETWEEN_LINES = 10.0
 """Seconds from one line of progress to the next."""
+LOOK_SECONDS = 0.2  # between two looks at whether pytest still runs
+CHUNK = 2**20
 
 # Other plugins of the environment reorder tests, draw other numbers or write files; of pytest's, none is to store.
 PLUGINS = ["_hypothesis_pytestplugin", "conformance.plugin", "conformance.verify.outcomes", "no:cacheprovider"]
@@ -65,9 +69,13 @@ def _environment() -> dict[str, str]:
 
 
 @contextmanager
-def _started(command: list[str], said: IO[bytes] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def _started(
+    command: list[str], said: IO[bytes] | None = None, inherited: Sequence[int] = (),
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process that ends with the block, however that ends, and by a signal on which it ends its engine."""
-    process = subprocess.Popen(command, stdout=said, stderr=said and subprocess.STDOUT, env=_environment())
+    process = subprocess.Popen(
+        command, stdout=said, stderr=said and subprocess.STDOUT, env=_environment(), pass_fds=inherited,
+    )
     try:
         yield process
     finally:
@@ -89,32 +97,75 @@ def selected(request: Request) -> int:
         return process.wait()
 
 
-def judged(request: Request, log: Path, outcomes: Path) -> list[dict[str, Any]]:
+def judged(request: Request, log: Path) -> list[dict[str, Any]]:
     """Run the suite, all of it or without the scale lane; the lines of conformance.verify.outcomes.
 
+    The lines come through a socket that only pytest inherits. An engine of a command is started by pytest: a file could
+    be renamed by the engine, and the end of a pipe could be opened by the engine in /proc. A socket has no name.
+
     Raises:
-        pytest.UsageError: where pytest stopped before its work was done; that a test ends the process is a verdict.
+        pytest.UsageError: if pytest stopped before its work was done, or if its lines contradict its exit code. That a
+            test ends the process is a verdict.
     """
-    command = [*_command(request), f"--kvspec-outcomes={outcomes}", "-rA", "--tb=short", *WHOLE, str(suite_of(request))]
-    progress = Progress(outcomes)
-    with log.open("wb") as said, _started([*command, *["-x"] * request.fail_fast], said) as process:
-        while process.poll() is None:
-            time.sleep(0.1)
-            progress.say()
-    lines = list(_lines(outcomes))
+    ours, theirs = socket.socketpair()
+    with ours, theirs, log.open("wb") as said:
+        option = f"--kvspec-outcomes={theirs.fileno()}"
+        command = [*_command(request), option, "-rA", "--tb=short", *WHOLE, str(suite_of(request))]
+        with _started([*command, *["-x"] * request.fail_fast], said, [theirs.fileno()]) as process:
+            theirs.close()
+            lines = list(_received(ours, process))
     over = {line.get("began") for line in lines} <= {line.get("test") for line in lines}
     if not lines or (over and process.returncode not in (0, 1)):
         raise pytest.UsageError(_complaint(log))
+    if over and (reason := contradiction(lines, process.returncode)):
+        raise pytest.UsageError(f"{reason}; there is no verdict; the log: {log}")
     return [*lines, {"ended": process.returncode}]
 
 
-def _lines(outcomes: Path) -> Iterator[dict[str, Any]]:
-    """What is written of a process that may have died while it wrote."""
-    for line in outcomes.read_text(encoding="utf-8").splitlines() if outcomes.exists() else ():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+def _received(connection: socket.socket, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+    """The lines that a process sends until it ends, without the last one if the process died while it wrote.
+
+    Raises:
+        pytest.UsageError: for a line that pytest did not write.
+    """
+    progress, rest, ended = Progress(), b"", False
+    while not ended:
+        ended = process.poll() is not None  # before the look, which then finds all that was sent
+        while select.select([connection], [], [], 0 if ended else LOOK_SECONDS)[0]:
+            if not (chunk := connection.recv(CHUNK)):
+                process.wait()
+                return
+            *whole, rest = (rest + chunk).split(b"\n")
+            for line in whole:
+                yield progress.count(_parsed(line))
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise pytest.UsageError(f"a line of outcomes is no JSON: {line[:80]!r}; there is no verdict") from error
+    if not isinstance(found, dict):
+        raise pytest.UsageError(f"a line of outcomes is no object: {line[:80]!r}; there is no verdict")
+    return found
+
+
+def contradiction(lines: Sequence[Mapping[str, Any]], code: int) -> str:
+    """Why the lines of a run of pytest cannot be true beside its exit code, 0 or 1; nothing if they can."""
+    collected = [line["collected"] for line in lines if "collected" in line]
+    if len(collected) != 1:
+        return f"pytest collected its tests {len(collected)} times"
+    said = [line["test"] for line in lines if "test" in line]
+    if unknown := sorted({*said, *(line["began"] for line in lines if "began" in line)} - collected[0].keys()):
+        return f"a result is of the test {unknown[0]}, which pytest did not collect"
+    failed = sorted({line["test"] for line in lines if line.get("state") == "failed"})
+    if code == 1 and not failed:
+        return "pytest ended with 1 (a test failed), but no result is a failure"
+    if code == 0 and failed:
+        return f"pytest ended with 0 (no test failed), but {failed[0]} failed"
+    if code == 0 and (missing := sorted(collected[0].keys() - set(said))):
+        return f"pytest ended with 0, but {len(missing)} tests have no result, {missing[0]} the first"
+    return ""
 
 
 def _complaint(log: Path) -> str:
@@ -127,27 +178,18 @@ def _complaint(log: Path) -> str:
 class Progress:
     """A line on stderr when the tests are collected, and now and then."""
 
-    def __init__(self, outcomes: Path) -> None:
-        self.outcomes, self.last, self.read = outcomes, time.monotonic(), 0
-        self.tests, self.done, self.failed = 0, 0, 0
+    def __init__(self) -> None:
+        self.last, self.tests, self.done, self.failed = time.monotonic(), 0, 0, 0
 
-    def say(self) -> None:
-        """Count what is new, if it is time for a line."""
-        waits = self.tests > 0 and time.monotonic() - self.last < BETWEEN_LINES
-        if waits or not self.outcomes.exists():
-            return
-        self.last = time.monotonic()
-        with self.outcomes.open("rb") as file:
-            file.seek(self.read)
-            new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        self.read += len(whole)
-        for line in map(json.loads, whole.splitlines()):
-            self.tests = len(line["collected"]) if "collected" in line else self.tests
-            self.done += "test" in line
-            self.failed += line.get("state") == "failed"
-        if self.tests:
+    def count(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Count a line of outcomes, and report if it is time to; the line."""
+        self.tests = len(line["collected"]) if "collected" in line else self.tests
+        self.done += "test" in line
+        self.failed += line.get("state") == "failed"
+        if "collected" in line or time.monotonic() - self.last >= BETWEEN_LINES:
+            self.last = time.monotonic()
             print(f"  {self.done} of {self.tests} tests, {self.failed} failed", file=sys.stderr, flush=True)
+        return line
 
 
 def prepared(request: Request) -> Subject:

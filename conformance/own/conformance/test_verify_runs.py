@@ -1,6 +1,7 @@
 """`kvspec verify` from its options to its exit code; `--check`: which differences are named, what is asked first."""
 
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 
 import kvspec
 from conformance.own.conformance.test_verify import EXCEPTION, RIGHT, WRONG, made
+from conformance.own.engine import forger
 from conformance.paths import ROOT
 from conformance.verify import __main__ as verify_main
 from conformance.verify import certificate, runs
@@ -159,6 +161,35 @@ def test_an_engine_that_ends_the_process_fails_the_item_that_it_ended_in(
 ) -> None:
     assert asked(monkeypatch, "--backend", "engines:DEAD", "--out", "found") == 1
     assert "the process ended with 3 in this test" in capsys.readouterr().out
+
+
+@pytest.mark.law("the-proof-has-teeth")
+def test_an_engine_of_a_command_cannot_forge_its_outcomes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It searches what it inherited, and the arguments, environments and open files of the judge."""
+    assert asked(monkeypatch, "--command", shlex.join([sys.executable, forger.__file__]), "--out", "found") == 1
+    made = tomllib.loads((folder / "found/certificate.toml").read_text(encoding="utf-8"))
+    assert made["verdict"] == "not certified"
+    assert {"DV-GREEDY", "DV-COSINE"} <= {*made["failing"]}
+
+
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize(("results", "code", "words"), [
+    ("a:passed b:passed", 0, ""), ("a:passed b:failed", 1, ""), ("a:failed", 1, ""), ("a:passed b:excepted", 0, ""),
+    ("a:passed b:passed", 1, "ended with 1 (a test failed), but no result is a failure"),
+    ("a:passed b:failed", 0, "ended with 0 (no test failed), but b failed"),
+    ("a:failed a:passed b:passed", 0, "ended with 0 (no test failed), but a failed"),
+    ("a:passed", 0, "1 tests have no result, b the first"),
+    ("a:passed b:passed c:passed", 0, "of the test c, which pytest did not collect"),
+])
+def test_results_that_contradict_pytest_are_no_verdict(results: str, code: int, words: str) -> None:
+    rows = [dict(zip(("test", "state"), one.split(":"), strict=True)) for one in results.split()]
+    collected: dict[str, Any] = {"collected": {"a": {}, "b": {}}}
+    reason = runs.contradiction([collected, *rows], code)
+    assert words in reason
+    assert bool(reason) is bool(words)
+    assert runs.contradiction([collected, collected, *rows], code) == "pytest collected its tests 2 times"
 
 
 @pytest.mark.law("figures-are-counted-right")

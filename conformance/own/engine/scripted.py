@@ -2,7 +2,7 @@
 
 An answer is a line; `%` in it stands for the id of the request. `die` ends the process, `hang` waits for ever, as does
 `child`, whose child holds standard output, in a session of its own; `orphan` leaves such a child behind; `flood` ends
-no line; `environment` answers with the variables that begin with its own name.
+no line; `complain` fills standard error; `environment` answers with the variables that begin with its own name.
 """
 
 import json
@@ -33,6 +33,8 @@ if __name__ == "__main__":
         if said == "flood":
             while True:
                 os.write(1, bytes(1 << 20))
+        while said == "complain":
+            os.write(2, b"!" * (1 << 16))
         if said == "environment":
             found = [name for name in os.environ if name.startswith(("PYTEST", "KVSPEC", "HYPOTHESIS"))]
             said = json.dumps({"id": number, "error": " ".join(["it sees", *found])})

@@ -5,7 +5,6 @@ import os
 import re
 import select
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -210,16 +209,66 @@ def test_after_a_failure_the_next_request_is_answered(started: list[Engine]) -> 
     assert ask(backend) == [0, 2]
 
 
-def test_a_long_request_is_kept_in_a_file(started: list[Engine]) -> None:
-    """Hello and the request, which an engine can be given as they are."""
-    with pytest.raises(EngineCrash) as caught:
-        ask(subject(started, "die"), n=5000)
+def test_a_long_request_is_kept_in_a_file(started: list[Engine], tmp_path: Path) -> None:
+    """Hello and the last request of an operation, which an engine can be given as they are."""
+    backend = subject(started, "die", "die")
+    started[-1].requests = lambda: tmp_path
+    for n in (4000, 5000):
+        with pytest.raises(EngineCrash) as caught:
+            ask(backend, n)
     (name,) = re.findall(r"request: (\S+\.jsonl) \(pipe it into the engine\)", str(caught.value))
     hello, request = map(json.loads, Path(name).read_text(encoding="utf-8").splitlines())
-    shutil.rmtree(Path(name).parent)
+    assert list(tmp_path.iterdir()) == [Path(name)]
     assert hello["op"] == "hello"
     assert len(request["arguments"]["s"]) == 5000
     assert request["arguments"]["V"]["shape"] == [5000, 2]
+    started[-1].requests = None
+    with pytest.raises(EngineCrash, match=r"\.\.\. \(\d+ characters\)"):
+        ask(backend, 5000)
+
+
+TWO_TESTS = """
+import numpy as np
+import pytest
+@pytest.mark.parametrize("n", [4000, 5000])
+def test_it(judged, n):
+    judged.require_diversity().diverse(np.zeros(n), np.zeros((n, 1)), np.zeros(n, bool), 1, 0.5)
+"""
+
+
+@pytest.mark.parametrize("ends", ["die", "hang"])
+def test_nothing_is_left_in_the_temporary_folder(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But pytest's own folder, which pytest keeps of the last three runs; also after a signal."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    (tmp_path / "test_outside.py").write_text(TWO_TESTS, encoding="utf-8")
+    if ends == "die":
+        done = run(tmp_path, "--kvspec-command", command("die", "die"))
+        files = re.findall(r"request: (\S+\.jsonl) \(pipe it", done.stdout)
+        sizes = [len(json.loads(Path(file).read_text("utf-8").splitlines()[1])["arguments"]["s"]) for file in {*files}]
+        assert sorted(sizes) == [4000, 5000]
+    else:
+        judge = subprocess.Popen(
+            [*shlex.split(f"{sys.executable} -m pytest -p conformance.plugin -p no:cacheprovider --kvspec-timeout 1"),
+             "--kvspec-command", command("die", "hang", "hang")],
+            cwd=tmp_path, stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        )
+        assert _becomes(lambda: any(temporary.rglob("*.jsonl")))
+        judge.terminate()
+        assert judge.wait(timeout=120) == -signal.SIGTERM
+    assert [path.name.partition("-")[0] for path in temporary.iterdir()] == ["pytest"]
+
+
+def test_standard_error_is_bounded_and_its_end_is_shown(started: list[Engine]) -> None:
+    """An engine that complains for ever is late, without a file that grows, and is heard when it dies."""
+    with pytest.raises(EngineTimeout) as caught:
+        ask(subject(started, "complain", seconds=1.0))
+    assert str(caught.value).endswith("!" * 100)
+    assert len(str(caught.value)) < 2 * process.SHOWN + 500
+    with pytest.raises(EngineCrash, match="a last word"):
+        ask(subject(started, "die"))
 
 
 def test_a_refusal_is_the_one_error_of_the_specification(started: list[Engine]) -> None:
