@@ -65,6 +65,15 @@ OF_HOST = (
 )
 ON_HOST = [f"--ignore-glob=*/suite/test_{name}.py" for name in OF_HOST]
 
+# Half precision, and exact kept sets: what another processor's kernels would decide otherwise. PyTorch has kernels
+# without vector instructions, for processors without AVX, which stand for them.
+SESSIONS = "conformance/own/models_integration/session"
+OTHER_KERNELS = [
+    "conformance/own/models_integration/archive/test_splice.py",
+    *(f"{SESSIONS}/test_{name}.py" for name in ("oracle", "torch", "capture", "published", "verbs", "turns")),
+    "conformance/own/accelerated/test_torch.py",
+]
+
 # What is too long for CI, as modules with arguments. The oracle of the first holds some gigabytes: it is one process.
 ARCHIVE = "conformance/own/models_integration/archive"
 MACHINES = ["conformance/own/models_integration/session/test_session_machine.py", f"{ARCHIVE}/test_archive_machine.py"]
@@ -179,6 +188,7 @@ def conformance(session: nox.Session) -> None:
     few = ["--kvspec-profile", "few"]
     run(session, *numba, *few, NUMBA_DISABLE_JIT="1", **ONE_THREAD)
     run(session, "pytest", *WORKERS, *few, "--backend", "torch", *JUDGING, *ON_HOST, **ONE_THREAD)
+    run(session, "pytest", *WORKERS, *few, *OTHER_KERNELS, ATEN_CPU_CAPABILITY="default", **ONE_THREAD)
     environment = {**on_device_or_interpreted(session), **ONE_THREAD}
     run(session, "pytest", *WORKERS, *few, "--backend", "triton", *OF_TRITON, *ON_HOST, **environment)
 

@@ -252,7 +252,7 @@ class Judge:
         """How far states may lie apart, relative, if other kernels read the same tokens (alone, or in a batch)."""
         if self.model.dtype != torch.float64:
             return 1e-2
-        # Eager attention of transformers (5.21 to 5.24) takes the softmax in float32 in every model: its rounding, 6e-8,
+        # Eager attention (transformers 5.21 to 5.24) takes the softmax in float32 in every model: its rounding, 6e-8,
         # enters the keys of later layers, and the logistic of D multiplies that by its argument.
         return 1e-5 if self.model.config._attn_implementation == "eager" else 1e-7
 
