@@ -20,7 +20,11 @@ from conformance.verify.request import ENGINES, SEEDS, Request, parsed
 from conformance.verify.runs import judged, prepared, selected
 from conformance.verify.subject import Subject
 from spec.errors import BackendUnavailable, SpecError
+from spec.files import check_output, check_results
 
+FILES = ("certificate.toml", "certificate.html", "quick.toml", "summary.md", "junit.xml", "badge.svg", "log.txt")
+CHECKS = ("check.txt", "check-new-seed.txt")
+"""Files that a run and a check write to the folder `out`."""
 LONGEST_LINE = 4000
 """Letters of a line that somebody else may have written: an engine, or a certificate."""
 
@@ -43,6 +47,7 @@ def judge(request: Request) -> int:
     subject = prepared(request)
     if request.pytest:
         return selected(request)
+    check_out(request)
     request = seeded(request)
     made, verdicts = run(request, subject, "log.txt")
     print("\n".join(summary(made)))
@@ -53,6 +58,18 @@ def judge(request: Request) -> int:
         print(f"{'stopped at the first failure' if stopped else part}: this is no certificate")
     print(f"written to {request.out}: {', '.join(files)}, log.txt")
     return int(made["verdict"] not in PASSED)
+
+
+def check_out(request: Request) -> None:
+    """Check that the files of the run replace no file of the user, and no file that the run reads.
+
+    Raises:
+        SpecError: as in `check_results` and `check_output`.
+    """
+    names = CHECKS if request.check else FILES
+    check_results("out", request.out, names, force=request.force)
+    for name in names if request.exceptions else ():
+        check_output("out", request.out / name, [request.exceptions], force=True)
 
 
 def seeded(request: Request) -> Request:
@@ -88,6 +105,7 @@ def check_again(request: Request, path: Path) -> int:
     One has the examples of the certificate, the other one examples of a new seed.
     """
     there = certificate_module.read(path)
+    check_out(request)
     again = certificate_module.repeated(request, path, there)
     if otherwise := certificate_module.of_another_version(there):
         print(printable(otherwise, LONGEST_LINE))

@@ -43,6 +43,7 @@ def verify(
     timeout: float | None = None,
     precision: str | None = None, profile: str | None = None, seed: int | None = None, quick: bool = False,
     fail_fast: bool = False, exceptions: str | Path | None = None, out: str | Path = "results/verify",
+    force: bool = False,
 ) -> Verdict:
     """Test a backend, an engine, a policy or a cache with the tests of `kvspec verify`, and return the verdict.
 
@@ -69,6 +70,7 @@ def verify(
         fail_fast: stop at the first failed test.
         exceptions: TOML file that lists known failures.
         out: folder for the certificate, the log and the reports.
+        force: replace files in the folder `out` that kvspec did not make.
 
     Returns:
         The verdict. If a test fails, `verify` raises no error, and `passed` of the verdict is False.
@@ -90,7 +92,7 @@ def verify(
     }
     _check(given)
     methods = [f"--as={one}" for one in ([method] if isinstance(method, str) else method)]
-    flags = [*methods, *["--quick"] * quick, *["--fail-fast"] * fail_fast]
+    flags = [*methods, *["--quick"] * quick, *["--fail-fast"] * fail_fast, *["--force"] * force]
     return _judged(parsed([f"--{option}={value}" for option, value in given.items() if value is not None] + flags))
 
 
@@ -111,12 +113,13 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def _judged(request: "Request") -> Verdict:
-    from conformance.verify.__main__ import run, seeded, written
+    from conformance.verify.__main__ import check_out, run, seeded, written
     from conformance.verify.certificate import PASSED
     from conformance.verify.page import headline, summary
     from conformance.verify.runs import prepared
 
     subject, request = prepared(request), seeded(request)
+    check_out(request)
     made, verdicts = run(request, subject, "log.txt")
     files = tuple(request.out / name for name in (*written(request, made, verdicts), "log.txt"))
     text = "\n".join(summary(made))

@@ -159,7 +159,8 @@ def junit(verdicts: Verdicts) -> str:
 
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8"><meta name="generator" content="kvspec">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>kvspec: {title}</title>
 <style>
 :root {{ color-scheme: light dark; --pass: #1a7f37; --fail: #cf222e; --other: #9a6700; --dim: #767676; }}

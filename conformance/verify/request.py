@@ -67,6 +67,7 @@ class Request:
     fail_fast: bool = False
     check: Path | None = None
     yes: bool = False
+    force: bool = False
     pytest: tuple[str, ...] = ()
 
     @property
@@ -153,6 +154,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, default=Path("results/verify"), metavar="FOLDER",
                         help="folder for certificate.toml, certificate.html, badge.svg, summary.md,\n"
                              "junit.xml and log.txt. Default: results/verify")
+    made.add_argument("--force", action="store_true",
+                      help="replace files in the folder --out that kvspec did not make")
     return made
 
 
@@ -179,7 +182,7 @@ def parsed(arguments: Sequence[str]) -> Request:
     found = parser().parse_args(list(arguments)[:at])
     given = any(getattr(found, name) is not None for name in (*_ONLY_FOR, "profile"))
     if found.check and (found.quick or found.fail_fast or given):
-        bound = "can be combined only with --seed, --yes and --out"
+        bound = "can be combined only with --seed, --yes, --force and --out"
         raise SpecError("check", str(found.check), bound)
     if found.yes and not found.check:
         raise SpecError("yes", True, "can be given only with --check")

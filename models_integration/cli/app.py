@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from models_integration.cli.archive import archive
-from models_integration.cli.options import Attention, Backend, Budget, Device, Dtype, Model, Prompt
+from models_integration.cli.options import Attention, Backend, Budget, Device, Dtype, Force, Model, Prompt
 from models_integration.cli.study import calibrate, compare, demo, paper, report, study, sweep
 from spec import SPEC_VERSION
 from spec.errors import SpecError
@@ -126,7 +126,7 @@ def explain(
     ] = None,
     calibration: Annotated[Path | None, typer.Option(help="Calibration file for the --beside policy.")] = None,
     model: Model = "pocket", backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto",
-    attn: Attention = "auto",
+    attn: Attention = "auto", force: Force = False,
 ) -> None:
     """Write an HTML page that shows which tokens of a prompt CrystalCache keeps, and why.
 
@@ -136,7 +136,7 @@ def explain(
     from models_integration.cli.explain import run_explain
     from models_integration.studies.subject import Loading
 
-    run_explain(prompt, out, budget, Loading(model, backend, device, dtype, attn), beside, calibration)
+    run_explain(prompt, out, budget, Loading(model, backend, device, dtype, attn), beside, calibration, force)
 
 
 class PassedOn(TyperCommand):

@@ -17,6 +17,7 @@ from models_integration.cli.checks import calibration_of, check_counts
 from models_integration.studies.answers import answered, next_token
 from models_integration.studies.subject import Loading, Subject
 from spec.errors import SpecError
+from spec.files import read_text
 
 __all__ = ["existing", "printable", "run_find", "run_get", "run_inject", "run_put", "run_verify"]
 
@@ -28,10 +29,7 @@ def run_put(
     calibration: Path | None, loading: Loading, tenant: str, folder: Path, master_key: Path | None,
 ) -> None:
     """Store one text file as a chunk, and print the key of the chunk."""
-    try:
-        chunk = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError("TEXT", str(text), f"must be a readable text file: {error}") from error
+    chunk = read_text("TEXT", text)
     if policy is None and budget is not None:
         raise SpecError("budget", budget, "needs a policy: give --policy too")
     statistics = calibration_of([policy] if policy else [], calibration)

@@ -10,8 +10,8 @@ from spec.errors import SpecError
 
 __all__ = [
     "Address", "Again", "Attention", "Backend", "Bare", "BatchSize", "Budget", "Device", "Dtype", "Engine", "Figure",
-    "Lengths", "Model", "Models", "Placements", "Prompt", "Results", "Seeds", "StudyResults", "TableFile", "Tasks",
-    "Workers", "names_of",
+    "Force", "Lengths", "Model", "Models", "Placements", "Prompt", "Results", "Seeds", "StudyResults", "TableFile",
+    "Tasks", "Workers", "names_of",
 ]
 
 _YOURS = "For your own task write 'module:ATTRIBUTE' or the name of an entry point."
@@ -83,6 +83,7 @@ _RESULTS = typer.Option(
 Results = Annotated[Path, _RESULTS]
 StudyResults = Annotated[Path | None, _RESULTS]
 Again = Annotated[bool, typer.Option("--again", help="Run failed samples again, but not finished samples.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file that kvspec did not make.")]
 
 
 def names_of(option: str, text: str) -> tuple[str, ...]:

@@ -11,11 +11,11 @@ import pandas as pd
 from rich.console import Console
 
 from models_integration.cli.checks import check_folder
-from models_integration.cli.paper_runs import INJECTION, Asked, publish_tables
+from models_integration.cli.paper_runs import INJECTION, Asked, page_names, publish_tables
 from models_integration.cli.study_runs import finish
 from models_integration.studies.page import Html, note, section, table
 from models_integration.studies.papers.costs import clock_of, timed
-from models_integration.studies.papers.injection import NEW_TOKENS, Scene, Session, template_of
+from models_integration.studies.papers.injection import NEW_TOKENS, TEMPLATES, Scene, Session, template_of
 from models_integration.studies.papers.injection_tables import (
     LOCOMO,
     NOT_RUN,
@@ -52,7 +52,8 @@ def run(asked: Asked, loading: Loading, launch: Launch) -> None:
     if launch.workers != 1 or len(asked.files) > 1:
         raise SpecError("NAME", asked.paper, "needs --workers 1 and accepts at most one --file: locomo10.json")
     console, rows = Console(), asked.out / ROWS
-    check_folder("out", asked.out, ROWS)
+    names = [one.name for one in tables_of(next(iter(TEMPLATES.values())))]
+    check_folder("out", asked.out, ROWS, page_names(names), asked.force)
     sections, frames, stopped = [note(NOT_RUN)], dict[str, list[pd.DataFrame]](), False
     for subject, tables, talks in _parts(asked, loading):
         if asked.dry_run:

@@ -57,6 +57,7 @@ class Asked:
         batch_size: number of compacted caches that share a forward pass.
         again: if True, run failed samples again.
         dry_run: if True, only print the size of the run.
+        force: if True, the written files may replace files that kvspec did not make.
     """
 
     paper: str
@@ -68,6 +69,7 @@ class Asked:
     batch_size: int = 12
     again: bool = False
     dry_run: bool = False
+    force: bool = False
 
 
 class _Study(NamedTuple):
@@ -124,7 +126,7 @@ def _checked(asked: Asked) -> Paper:
         if path.stem not in known:
             names = ", ".join(sorted(known)) or "no file"
             raise SpecError("file", str(path), f"is not a file of this evaluation; use {names}")
-    check_folder("out", asked.out, STUDY)
+    check_folder("out", asked.out, STUDY, page_names([one.name for one in paper.tables]), asked.force)
     return paper
 
 
@@ -214,6 +216,11 @@ def _write(paper: Paper, filled: Sequence[Filled], asked: Asked) -> None:
         shown = table(f"{one.table.title}{_counts(one)}", *shaped(one)) if one.columns else Html("")
         sections.append(section(one.table.title, shown, note(one.note or ("" if one.columns else "Not run."))))
     publish_tables(asked.out, paper.title, sections, write_tables(filled))
+
+
+def page_names(tables: Iterable[str]) -> list[str]:
+    """Return the names of the files that `publish_tables` writes for tables with these names."""
+    return [_PAGE, "tables.csv", *(f"{name}.tex" for name in tables)]
 
 
 def publish_tables(out: Path, title: str, sections: Sequence[Html], tables: Iterable[tuple[str, str]]) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from models_integration.cache.atomic_file import publish_readable
-from models_integration.cli.checks import check_counts, check_file, read_text
+from models_integration.cli.checks import check_counts, read_prompt
 from models_integration.engines.keep import keep
 from models_integration.model.published_weights import located
 from models_integration.pocket import load_pocket_tokenizer
@@ -24,6 +24,7 @@ from models_integration.studies.evidence.run import items
 from models_integration.studies.subject import AUTO, DTYPES, SHIPPED, Loading, Subject, policy_with
 from reference.calibration import Calibration, save_calibration
 from spec.errors import SpecError
+from spec.files import check_output
 from spec.records import CrystalRetention
 from spec.validate import check_choices
 
@@ -31,7 +32,7 @@ __all__ = ["run_calibrate", "run_compress", "run_keep"]
 
 def run_compress(prompt: Path, budget: str, loading: Loading) -> None:
     """Evict tokens of one prompt with CrystalCache, and print the number of kept tokens and the freed memory."""
-    text = read_text("PROMPT", prompt)
+    text = read_prompt("PROMPT", prompt)
     check_budget("budget", budget)
     subject = loading.subject()
     method = CrystalCache(budget, sentence_ends=subject.sentence_ends, backend=loading.backend)
@@ -50,7 +51,7 @@ def run_compress(prompt: Path, budget: str, loading: Loading) -> None:
 
 def run_keep(prompt: Path, budget: str, policy: str, form: str, model: str, backend: str, dtype: str) -> None:
     """Select the kept tokens of a prompt from the queries and keys of the first layer, and print the positions."""
-    text = read_text("PROMPT", prompt)
+    text = read_prompt("PROMPT", prompt)
     check_budget("budget", budget)
     check_choices("format", (form,), ("ranges", "json"))
     check_choices("dtype", (dtype,), DTYPES)
@@ -70,7 +71,7 @@ def run_keep(prompt: Path, budget: str, policy: str, form: str, model: str, back
 
 
 def run_calibrate(
-    text: Path, out: Path, tokens: int, loading: Loading, threshold: float | None = None,
+    text: Path, out: Path, tokens: int, loading: Loading, threshold: float | None = None, force: bool = False,
 ) -> None:
     """Write the calibration of a model, measured on a text or converted from TriAttention or DuoAttention.
 
@@ -84,7 +85,7 @@ def run_calibrate(
     check_counts(tokens=tokens)
     if threshold is not None and text.suffix != ".tsv":
         raise SpecError("threshold", threshold, f"can be used only with a head pattern (.tsv), not with {text.name}")
-    check_file("out", out)
+    check_output("out", out, (text,), force)
     calibration = _read(text, loading, threshold) if text.suffix in (".pt", ".tsv") else _measure(text, tokens, loading)
     file = BytesIO()
     (write_statistics if out.suffix == ".pt" else save_calibration)(calibration, file)
@@ -104,7 +105,7 @@ def _read(file: Path, loading: Loading, threshold: float | None) -> Calibration:
 
 def _measure(text: Path, tokens: int, loading: Loading) -> Calibration:
     rules = load_rules(text) if text.suffix == ".toml" else None
-    read = read_text("TEXT", text)
+    read = read_prompt("TEXT", text)
     subject = loading.subject()
     given, samples = _dev_context(rules, subject) if rules else (_tokens(text, read, subject), None)
     ids = torch.tensor([given[:tokens]], device=subject.model.device)

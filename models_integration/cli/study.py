@@ -17,6 +17,7 @@ from models_integration.cli.options import (
     Dtype,
     Engine,
     Figure,
+    Force,
     Lengths,
     Model,
     Models,
@@ -65,6 +66,7 @@ def paper(
                                   " table. Default: results/NAME. If a run was stopped, the next run continues from"
                                   " study.jsonl.")
     ] = None,
+    force: Force = False,
 ) -> None:
     """Run the evaluation of a paper on your model, and fill in the tables of the paper.
 
@@ -79,7 +81,8 @@ def paper(
     if name == INJECTION:
         from models_integration.cli.paper_injection import run
     folder = out or Path("results") / Path(name).stem
-    asked = Asked(name, names_of("model", model), part, quick, tuple(file or ()), folder, batch_size, again, dry_run)
+    files = tuple(file or ())
+    asked = Asked(name, names_of("model", model), part, quick, files, folder, batch_size, again, dry_run, force)
     run(asked, Loading("", backend, device, dtype, attn), Launch(workers, engine, address))
 
 
@@ -108,7 +111,7 @@ def compare(
     model: Models = "pocket", bare: Bare = False, backend: Backend = "auto", device: Device = "cpu",
     dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
     engine: Engine = "processes", address: Address = "", again: Again = False, table: TableFile = None,
-    figure: Figure = None, out: Results = Path("results"),
+    figure: Figure = None, out: Results = Path("results"), force: Force = False,
 ) -> None:
     """Compare policies on tasks at several budgets, print tables, and write an HTML report.
 
@@ -129,9 +132,10 @@ def compare(
         controls=controls, bare=bare, calibration=str(calibration.resolve()) if calibration else "",
     )
     if write_rules is not None:
-        save_rules(study, write_rules)
+        save_rules(study, write_rules, force)
         return
-    rules, running = rules_of(**study), Running(out, batch_size=batch_size, again=again, table=table, figure=figure)
+    running = Running(out, batch_size=batch_size, again=again, table=table, figure=figure, force=force)
+    rules = rules_of(**study)
     run(rules, Loading("", backend, device, dtype, attn), running, Launch(workers, engine, address))
 
 
@@ -139,7 +143,7 @@ def demo(
     model: Model = "pocket",
     samples: Annotated[int, typer.Option(help="Number of samples per task. Few samples give uncertain results.")] = 20,
     backend: Backend = "auto", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
-    batch_size: BatchSize = 12, out: Results = Path("results"),
+    batch_size: BatchSize = 12, out: Results = Path("results"), force: Force = False,
 ) -> None:
     """Compare CrystalCache, StreamingLLM and the full cache on the pocket model, and check the tasks with controls.
 
@@ -161,7 +165,8 @@ def demo(
     study = study_of(
         "Demo", policies, "0.3,0.5", asked, "1024", samples, "42", "after", model, controls=True, bare=False
     )
-    run(rules_of(**study), Loading("", backend, device, dtype, attn), Running(out, batch_size=batch_size))
+    running = Running(out, batch_size=batch_size, force=force)
+    run(rules_of(**study), Loading("", backend, device, dtype, attn), running)
 
 
 def sweep(
@@ -183,7 +188,7 @@ def sweep(
     status: Annotated[
         Path | None, typer.Option(help="Folder (--out) of a run. The command only prints the progress of the run.")
     ] = None,
-    out: Results = Path("results"),
+    out: Results = Path("results"), force: Force = False,
 ) -> None:
     """Measure all samples of a rules file. Without a rules file, vary one parameter of CrystalCache at a time.
 
@@ -205,7 +210,9 @@ def sweep(
     else:
         check_defaults(context, _OF_GRIDS, rules)
         made = rules_in(rules, bare)
-    running = Running(out, batch_size=batch_size, again=again, file=rules, table=table, figure=figure)
+    running = Running(
+        out, batch_size=batch_size, again=again, file=rules, table=table, figure=figure, force=force
+    )
     run(made, Loading("", backend, device, dtype, attn), running, Launch(workers, engine, address))
 
 
@@ -220,7 +227,7 @@ def study(
     ] = None,
     bare: Bare = False, batch_size: BatchSize = 12, device: Device = "cpu", dtype: Dtype = "auto",
     attn: Attention = "auto", workers: Workers = 1, engine: Engine = "processes", address: Address = "",
-    again: Again = False, table: TableFile = None, figure: Figure = None,
+    again: Again = False, table: TableFile = None, figure: Figure = None, force: Force = False,
 ) -> None:
     """Run the study that a rules file describes, and decide whether the claims of the study hold.
 
@@ -243,7 +250,7 @@ def study(
     if rules is None or out is None:
         missing = "'--rules'" if rules is None else "'--out'"
         raise typer.BadParameter("is needed: give --rules and --out, or --audit", param_hint=missing)
-    running = Running(out, part, batch_size, again, rules, table, figure)
+    running = Running(out, part, batch_size, again, rules, table, figure, force)
     loading = Loading("", device=device, dtype=dtype, attn=attn)
     run(rules_in(rules, bare), loading, running, Launch(workers, engine, address))
 
@@ -256,7 +263,7 @@ def report(
         list[Path] | None, typer.Option(help="Rules file whose claims the report shows. Repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="HTML file to write. Default: report.html in FOLDER.")] = None,
-    table: TableFile = None, figure: Figure = None,
+    table: TableFile = None, figure: Figure = None, force: Force = False,
 ) -> None:
     """Write an HTML report about the results in a folder. The report needs no network.
 
@@ -265,7 +272,7 @@ def report(
     """
     from models_integration.cli.study_runs import write_report
 
-    write_report(folder, rules or [], out, table, figure)
+    write_report(folder, rules or [], out, table, figure, force)
 
 
 def calibrate(
@@ -278,6 +285,7 @@ def calibrate(
         typer.Option(help="Threshold for a .tsv file. Values below the threshold become 0, and other values become 1."),
     ] = None,
     model: Model = "pocket", device: Device = "cpu", dtype: Dtype = "auto", attn: Attention = "auto",
+    force: Force = False,
 ) -> None:
     """Write the calibration file that the policies triattention and kvzip-heads need for a model.
 
@@ -299,4 +307,4 @@ def calibrate(
     from models_integration.cli.prompts import run_calibrate
     from models_integration.studies.subject import Loading
 
-    run_calibrate(text, out, tokens, Loading(model, device=device, dtype=dtype, attn=attn), threshold)
+    run_calibrate(text, out, tokens, Loading(model, device=device, dtype=dtype, attn=attn), threshold, force)

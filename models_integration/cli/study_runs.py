@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from models_integration.cache.atomic_file import publish_readable
-from models_integration.cli.checks import calibration_of, check_counts, check_file, check_folder
+from models_integration.cli.checks import calibration_of, check_counts, check_folder
 from models_integration.cli.options import names_of
 from models_integration.session.method import Method
 from models_integration.studies.evidence.kept import CONTROL_BOUNDS, FULL
@@ -49,6 +49,7 @@ from models_integration.studies.workers import Launch, failed_samples, first_fai
 from models_integration.tasks.needle import CONFIRM
 from reference.calibration import Calibration
 from spec.errors import SpecError
+from spec.files import check_output, check_results
 from spec.parameters import ESSAY, PAPER
 from spec.validate import check_choices
 
@@ -105,14 +106,14 @@ def _numbers(option: str, text: str) -> list[int]:
         raise SpecError(option, text, "must be whole numbers, separated by commas") from error
 
 
-def save_rules(study: Mapping[str, Any], path: Path) -> None:
+def save_rules(study: Mapping[str, Any], path: Path, force: bool = False) -> None:
     """Write a study as a rules file, and print the command that runs the rules file.
 
     Raises:
         SpecError: if `Rules` does not accept an entry, or if the file cannot be written.
     """
-    rules_of(**study)
-    check_file("write_rules", path)
+    rules = rules_of(**study)
+    check_output("write_rules", path, _files_of(rules, None), force)
     publish_readable(path, rules_text(**study).encode())
     say(f"{path}; run it with: kvspec sweep {path}")
 
@@ -159,6 +160,7 @@ class Running:
             of the calibration file is relative to the folder of the rules file.
         table: file for the table of results. None: no table.
         figure: file for the figure. None: no figure.
+        force: if True, the written files may replace files that kvspec did not make.
     """
 
     out: Path
@@ -168,6 +170,7 @@ class Running:
     file: Path | None = None
     table: Path | None = None
     figure: Path | None = None
+    force: bool = False
 
 
 def run(rules: Rules, loading: Loading, running: Running, launch: Launch | None = None) -> None:
@@ -202,12 +205,12 @@ def _checked(rules: Rules, running: Running) -> tuple[Rules, Calibration | None]
     if not rules.calibration:
         calibration_of((policy.removesuffix(AT_PROMPT) for policy in rules.policies), None)
     calibration = rules.calibrated(running.file.parent if running.file else Path())
-    check_folder("out", running.out, STUDY)
+    check_folder("out", running.out, STUDY, (PAGE,), running.force)
     parts = _parts(running)
     check_order(rules, load_rows(running.out / STUDY), parts)
     if rules.claims and CONFIRM in parts and running.file is not None:
         rules = replace(rules, commit=registered(rules, running.file))
-    check_outputs(running.table, running.figure)
+    check_outputs(running.table, running.figure, _files_of(rules, running.file), running.force)
     return rules, calibration
 
 
@@ -239,6 +242,13 @@ def print_audit(folder: Path) -> None:
     """
     lines = [[one.study, one.rules[:8], one.rows[:8], one.finding] for one in audit(folder)]
     Console().print(table_of("Rules before rows", ["study", "rules", "rows", "finding"], lines, texts=4))
+
+
+def _files_of(rules: Rules, file: Path | None) -> list[Path]:
+    """Return the paths that a run reads: the rules file, the calibration file and the files of tasks."""
+    folder = file.parent if file else Path()
+    tasks = [Path(task.partition(":")[2].partition("(")[0]) for task in rules.tasks if ":" in task]
+    return [*([file] if file else []), *([folder / rules.calibration] if rules.calibration else []), *tasks]
 
 
 def _parts(running: Running) -> Sequence[str]:
@@ -314,7 +324,7 @@ FIGURES = (".svg", ".pdf", ".png")
 
 
 def write_report(
-    folder: Path, rules: list[Path], out: Path | None, table: Path | None, figure: Path | None,
+    folder: Path, rules: list[Path], out: Path | None, table: Path | None, figure: Path | None, force: bool = False,
 ) -> None:
     """Write the report, the table and the figure of the results in a folder.
 
@@ -322,15 +332,18 @@ def write_report(
         SpecError: if the folder has no results, if no result was measured with a given rules file, or if a file cannot
             be read or written.
     """
-    if out is not None:
-        check_file("out", out)
-    check_outputs(table, figure)
+    reads = (folder / STUDY, *rules)
+    if out is None:
+        check_results("out", folder, (PAGE,), STUDY, force)
+    else:
+        check_output("out", out, reads, force)
+    check_outputs(table, figure, reads, force)
     write_page(folder, [load_rules(path) for path in rules], out)
     write_outputs(merged(load_rows(folder / STUDY)), table, figure)
 
 
-def check_outputs(table: Path | None, figure: Path | None) -> None:
-    """Check that the files of the table and the figure have a known suffix and can be written.
+def check_outputs(table: Path | None, figure: Path | None, reads: Sequence[Path], force: bool) -> None:
+    """Check that the files of the table and the figure have a known suffix and can be written, as in `check_output`.
 
     Raises:
         SpecError: if a suffix is unknown, if a file cannot be written, or if a figure needs matplotlib.
@@ -339,7 +352,7 @@ def check_outputs(table: Path | None, figure: Path | None) -> None:
         if path is not None:
             if path.suffix not in forms:
                 raise SpecError(option, str(path), f"must end in {' or '.join(forms)}")
-            check_file(option, path)
+            check_output(option, path, reads, force)
     if figure is not None and find_spec("matplotlib") is None:
         raise SpecError("figure", str(figure), "needs matplotlib: pip install 'kvspec[plots]'")
 

@@ -319,5 +319,5 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
     if path.suffix == ".csv":
         text = frame.to_csv(index=False)
     else:
-        text = frame.to_latex(index=False, float_format="%.3f", escape=True)
+        text = "% Written by kvspec.\n" + frame.to_latex(index=False, float_format="%.3f", escape=True)
     publish_readable(path, text.encode())

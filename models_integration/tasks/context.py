@@ -5,7 +5,6 @@ Debian's bible-kjv-text 4.38. Each line is a verse without its number. The copyr
 digits. Windows of the text have no token in common.
 """
 
-import lzma
 import string
 from bisect import bisect_left
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -19,11 +18,12 @@ import numpy as np
 from models_integration.tasks.assembly import Anchor, Assembled, Frame, TaskTokenizer, encode, joiner
 from models_integration.tasks.needle import Sample, generator
 from spec.errors import SpecError
+from spec.files import read_text
 from spec.parameters import PAPER
 
 __all__ = [
     "NARRATIVE", "STRATA", "Ground", "Maker", "Prose", "Span", "as_many", "asked", "check_unprotected", "different",
-    "joined", "letters", "listed", "places", "read_prose", "read_text", "unprotected", "weave",
+    "joined", "letters", "listed", "places", "read_prose", "unprotected", "weave",
 ]
 
 NARRATIVE = Path(__file__).parent / "assets" / "kjv_narrative.txt.xz"
@@ -65,19 +65,6 @@ class Prose:
         return int(generator((seed, length)).permutation(count)[index % count])
 
 
-def read_text(path: Path) -> str:
-    """Read a text file, plain or .xz.
-
-    Raises:
-        SpecError: if the file cannot be read.
-    """
-    try:
-        data = path.read_bytes()
-        return (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise SpecError("path", str(path), f"must be a readable text file: {error}") from error
-
-
 def read_prose(tokenizer: TaskTokenizer, path: Path = NARRATIVE) -> Prose:
     """Read a text file, plain or .xz, and tokenize it. A million characters take about a second.
 
@@ -85,7 +72,7 @@ def read_prose(tokenizer: TaskTokenizer, path: Path = NARRATIVE) -> Prose:
         SpecError: if the file cannot be read or is empty.
     """
     space = joiner(tokenizer)
-    lines = [encode(tokenizer, space + line.strip()) for line in read_text(path).splitlines() if line.strip()]
+    lines = [encode(tokenizer, space + line.strip()) for line in read_text("path", path).splitlines() if line.strip()]
     if not any(lines):
         raise SpecError("path", str(path), "must not be empty")
     return Prose(path.name, tuple(chain.from_iterable(lines)), tuple(accumulate(map(len, lines))))

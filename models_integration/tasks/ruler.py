@@ -20,12 +20,12 @@ from models_integration.tasks.context import (
     letters,
     listed,
     places,
-    read_text,
 )
 from models_integration.tasks.metrics import STRING_MATCH_ALL
 from models_integration.tasks.needle import Sample
 from models_integration.tasks.scbench import uuid
 from spec.errors import SpecError
+from spec.files import read_text
 
 __all__ = [
     "DIALECTS", "HOPS", "INSTRUCTION", "NIAH", "NOISE", "PINNED", "UNPINNED", "Chain", "NiahForm", "as_ruler",
@@ -50,7 +50,7 @@ def order(rng: np.random.Generator, dialect: str, count: int) -> list[int]:
 @lru_cache(maxsize=1)
 def words(path: Path = NARRATIVE) -> tuple[str, ...]:
     """Return the words of four to nine letters that occur only in lower case in the text, in alphabetical order."""
-    found = set(re.findall(r"\b[A-Za-z]{4,9}\b", read_text(path)))
+    found = set(re.findall(r"\b[A-Za-z]{4,9}\b", read_text("path", path)))
     return tuple(sorted(word for word in found if word.islower() and word.capitalize() not in found))
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from models_integration.cache.atomic_file import publish_readable
-from models_integration.cli.checks import calibration_of, check_file, read_text
+from models_integration.cli.checks import calibration_of, read_prompt
 from models_integration.policies.methods import prefill, spelled
 from models_integration.studies.evidence.rules import check_budget
 from models_integration.studies.page import style
@@ -23,6 +23,7 @@ from models_integration.studies.subject import Loading, Subject
 from reference.crystalcache.graph import trunk_pairs
 from spec.arrays import Int64, IntVector
 from spec.errors import SpecError
+from spec.files import check_output
 from spec.parameters import PAPER, CrystalCacheParameters
 from spec.records import CrystalRetention
 from spec.retention import Granularity, Retention
@@ -104,6 +105,7 @@ TOKENS_MOST = 8192
 
 def run_explain(
     prompt: Path, out: Path, budget: str, loading: Loading, beside: str | None, calibration: Path | None,
+    force: bool = False,
 ) -> None:
     """Read one prompt under CrystalCache, and under another policy if one is named, and write the page.
 
@@ -111,9 +113,9 @@ def run_explain(
         SpecError: before any work for what cannot be read or written; for a prompt of more than TOKENS_MOST tokens,
             or of more than the model has positions.
     """
-    text = read_text("PROMPT", prompt)
+    text = read_prompt("PROMPT", prompt)
     check_budget("budget", budget)
-    check_file("out", out)
+    check_output("out", out, filter(None, (prompt, calibration)), force)
     others = [beside] if beside else []
     for other in others:
         spelled(other)

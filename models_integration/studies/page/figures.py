@@ -24,6 +24,10 @@ _COLUMN, _PAGE, _HEIGHT = 3.3, 6.75, 2.1
 """Inches: the width of one panel alone and of several, as a paper's column and page, and the height of a panel."""
 _STYLE: Any = {"svg.hashsalt": "kvspec", "pdf.fonttype": 42, "font.size": 8, "xtick.labelsize": 7, "ytick.labelsize": 7}
 """Settings for reproducible files, and for PDF fonts that journals accept."""
+_METADATA = {
+    ".svg": {"Creator": "kvspec", "Date": None}, ".pdf": {"Creator": "kvspec"}, ".png": {"Software": "kvspec"},
+}
+"""Metadata by suffix. With the name in the metadata, `spec.files.check_output` recognises a figure of kvspec."""
 
 
 def write_figure(rows: Sequence[Row], path: Path) -> None:
@@ -44,7 +48,7 @@ def write_figure(rows: Sequence[Row], path: Path) -> None:
         raise SpecError("figure", str(path), "would be empty, because no result has a policy with a budget")
     path.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(_STYLE):
-        _drawn(panels, names).savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        _drawn(panels, names).savefig(path, metadata=_METADATA[path.suffix])
 
 
 def _drawn(panels: Mapping[str, Samples], names: Sequence[str]) -> Figure:

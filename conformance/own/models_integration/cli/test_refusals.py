@@ -180,7 +180,7 @@ def test_a_look_at_a_folder_makes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     check_folder("out", tmp_path / "a" / "b", "study.jsonl")
     for name in ("link", "x" * 300):
         with pytest.raises(SpecError, match="cannot be created as a folder"):
-            check_folder("out", tmp_path / name)
+            check_folder("out", tmp_path / name, "study.jsonl")
 
 
 def test_a_file_of_results_that_is_none_is_named_first(tmp_path: Path, refusal: Refusal) -> None:
@@ -193,7 +193,7 @@ def test_a_file_of_results_that_is_none_is_named_first(tmp_path: Path, refusal: 
 def test_calibrating_on_nothing_keeps_the_old_statistics(text: str, tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "empty.txt").write_text(text, encoding="utf-8")
     (tmp_path / "c.npz").write_bytes(b"old")
-    said = refusal(["calibrate", str(tmp_path / "empty.txt"), "--out", str(tmp_path / "c.npz")])
+    said = refusal(["calibrate", str(tmp_path / "empty.txt"), "--out", str(tmp_path / "c.npz"), "--force"])
     assert "TEXT" in said
     assert "must not be empty" in said
     assert (tmp_path / "c.npz").read_bytes() == b"old"

@@ -25,11 +25,12 @@ from conformance.own.models_integration.tasks.test_tasks import (
 )
 from models_integration.tasks import Sample
 from models_integration.tasks.assembly import chat
-from models_integration.tasks.context import NARRATIVE, Ground, Prose, read_prose, read_text
+from models_integration.tasks.context import NARRATIVE, Ground, Prose, read_prose
 from models_integration.tasks.in_prose import keys_in_prose_samples
 from models_integration.tasks.registry import resolve_task
 from models_integration.tasks.scbench import key_value_samples
 from spec.errors import SpecError
+from spec.files import read_text
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
@@ -72,7 +73,7 @@ TASKS = {
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     path = tmp_path_factory.mktemp("prose") / "some.txt"
-    path.write_text("\n".join(read_text(NARRATIVE).splitlines()[:900]), encoding="utf-8")
+    path.write_text("\n".join(read_text("path", NARRATIVE).splitlines()[:900]), encoding="utf-8")
     tokenizer = merged_tokenizer()
     return ground_of(tokenizer, read_prose(tokenizer, path))
 
@@ -228,7 +229,7 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The start of the shipped text: as much as the tokenizers of single letters read quickly."""
     path = tmp_path_factory.mktemp("prose") / "some.txt"
-    path.write_text("\n".join(read_text(NARRATIVE).splitlines()[:400]), encoding="utf-8")
+    path.write_text("\n".join(read_text("path", NARRATIVE).splitlines()[:400]), encoding="utf-8")
     return path
 
 
@@ -297,7 +298,7 @@ def test_a_chat_template_that_is_not_there_or_prints_no_text_is_refused() -> Non
 
 
 def test_the_shipped_text_is_long_and_has_no_digit() -> None:
-    lines = read_text(NARRATIVE).splitlines()
+    lines = read_text("path", NARRATIVE).splitlines()
     assert not any(letter.isdigit() for line in lines for letter in line)
     assert lines[0] == "In the beginning God created the heaven and the earth."
     assert len(set(lines)) > 5800

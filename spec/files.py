@@ -1,0 +1,138 @@
+"""Files of the user: texts that kvspec reads, and checks of the paths that kvspec writes to.
+
+Every command reads texts with `read_text`, and checks its outputs with `check_output` or `check_results` first.
+"""
+
+import errno
+import lzma
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from spec.errors import SpecError
+
+__all__ = ["check_output", "check_output_folder", "check_results", "read_text"]
+
+_MARKS: dict[str, tuple[bytes, ...]] = {
+    ".html": (b'<meta name="generator" content="kvspec">',),
+    ".tex": (b"% Written by kvspec.",),
+    ".csv": (b"budget_requested,", b"spec_version,"),
+    ".svg": (b"<dc:title>kvspec</dc:title>",),
+    ".pdf": (b"/Creator (kvspec)",),
+    ".png": (b"Software\0kvspec",),
+    ".toml": (b"schema = ", b"verdict = ", b"[subject]"),
+    ".txt": (b"test session starts", b"\nkvspec: "),
+    ".npz": (b"header.npy", b"magnitude.npy", b"inv_freq.npy"),
+}
+"""Bytes that every file of kvspec contains, by suffix. A file with a different suffix is never recognised.
+
+A .toml file is recognised if it is a certificate, and a .txt file if it is a log of `kvspec verify`.
+"""
+
+
+def read_text(argument: str, path: Path) -> str:
+    r"""Return the text of a UTF-8 file, plain or .xz. Line ends stay as they are in the file, such as \r\n.
+
+    Raises:
+        SpecError: if the file cannot be read as text.
+    """
+    try:
+        data = path.read_bytes()
+        return (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise SpecError(argument, str(path), f"must be a readable text file: {error}") from error
+
+
+def check_output(option: str, path: Path, reads: Iterable[Path] = (), force: bool = False) -> None:
+    """Check before the work that a command may write a file. The check creates nothing.
+
+    Args:
+        option: name of the option that contains the path.
+        path: file to write.
+        reads: files that the command reads. The command never writes to these files.
+        force: if True, the file may replace a file that kvspec did not make.
+
+    Raises:
+        SpecError: if the path is a folder, if the file cannot be written, if the command reads the file, or if the file
+            exists, kvspec did not make the file, and `force` is False.
+    """
+    if path.is_dir():
+        raise SpecError(option, str(path), "must be a file, but is a folder")
+    if not path.exists():
+        check_output_folder(option, path.parent)
+        return
+    if not os.access(path, os.W_OK):
+        raise SpecError(option, str(path), "is not writable; choose a different file")
+    for read in reads:
+        if read.exists() and path.samefile(read):
+            raise SpecError(option, str(path), "is a file that the command reads; choose a different file")
+    # A device such as /dev/stdout and an empty file lose nothing.
+    if not (force or not path.is_file() or path.stat().st_size == 0 or _is_ours(path)):
+        reason = "exists, and kvspec did not make the file; choose a different file, or add --force to replace the file"
+        raise SpecError(option, str(path), reason)
+
+
+def check_results(option: str, folder: Path, names: Iterable[str], rows: str = "", force: bool = False) -> None:
+    """Check that a command may write the files of its results to a folder.
+
+    A folder belongs to kvspec if the folder has the file `rows`, or a file that kvspec recognises. Then a run may
+    continue and write its files again.
+
+    Args:
+        option: name of the option that contains the folder.
+        folder: folder with the results.
+        names: names of the files that the command writes.
+        rows: name of the file to which the command appends rows, if any.
+        force: if True, the files may replace files that kvspec did not make.
+
+    Raises:
+        SpecError: as in `check_output`.
+    """
+    existing = [path for path in (folder / name for name in names) if path.exists()]
+    if not any(map(_is_ours, existing)) and not (rows and (folder / rows).exists()):
+        for path in existing:
+            check_output(option, path, force=force)
+
+
+def _is_ours(path: Path) -> bool:
+    """Return True if kvspec made a file."""
+    marks = _MARKS.get(path.suffix)
+    if marks is None or not path.is_file():
+        return False
+    data = path.read_bytes()
+    return all(mark in (data.partition(b"\n")[0] if path.suffix == ".csv" else data) for mark in marks)
+
+
+def check_output_folder(option: str, folder: Path) -> None:
+    """Check that a folder exists or can be created, and that files can be written to the folder.
+
+    The check creates nothing, because all workers of a sweep check the folder at the same time.
+
+    Raises:
+        SpecError: if the folder cannot be created or written.
+    """
+    try:
+        nearest = _nearest_folder(folder.absolute())
+    except OSError as error:
+        reason = f"cannot be created as a folder ({error.strerror}); choose a different path"
+        raise SpecError(option, str(folder), reason) from error
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise SpecError(option, str(folder), "is not writable; choose a different folder")
+
+
+def _nearest_folder(folder: Path) -> Path:
+    """Return the folder if the folder exists, else the nearest parent folder that exists.
+
+    Raises:
+        OSError: if the path is a file or a broken link, or if the name of the folder is invalid.
+    """
+    try:
+        mode = folder.stat().st_mode
+    except FileNotFoundError:
+        if folder.is_symlink():
+            raise
+        return _nearest_folder(folder.parent)
+    if not stat.S_ISDIR(mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    return folder
