@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models_integration.studies.evidence.claims import ENDS, Samples, Verdict, verdicts
+from models_integration.studies.evidence.claims import Verdict, verdicts
 from models_integration.studies.evidence.kept import FULL
 from models_integration.studies.evidence.rules import PARTS, Claim, load_rules
 from models_integration.studies.evidence.run import merged
+from models_integration.studies.evidence.samples import ENDS, Samples
 from models_integration.studies.evidence.tables import lost_at
 from models_integration.studies.papers import COSTS, PAPERS, Paper, Part, Table, load_paper, rules_of_part
 from models_integration.studies.papers.injection import TEMPLATES

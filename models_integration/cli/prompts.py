@@ -124,5 +124,5 @@ def _tokens(text: Path, read: str, subject: Subject) -> Sequence[int]:
 def _dev_context(rules: Rules, subject: Subject) -> tuple[Sequence[int], tuple[str]]:
     """Return the token ids and the digest of the first dev context of a study."""
     for item in items(rules, subject, PARTS[:1]):
-        return item.sample.context_ids, (item.sample.context_digest,)
+        return item.sample.context_ids, (item.sample.group,)
     raise SpecError("TEXT", rules.title, "must be the rules file of a study with at least one dev context")

@@ -1,7 +1,8 @@
 """Model of a study: a model that comes with kvspec, or any causal language model of transformers."""
 
+import copy
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,21 @@ class Subject:
     def name(self) -> str:
         """Name of the model in rows of results."""
         return self.identity.named(self.label)
+
+    def first_layers(self, layers: int | None) -> "Subject":
+        """Return a subject whose model has only the first layers, with the same weights. None: all layers.
+
+        Queries and keys of a layer do not depend on later layers.
+        """
+        if layers is None or layers >= self.model.config.num_hidden_layers:
+            return self
+        config = copy.deepcopy(self.model.config)
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):  # transformers checks the length
+            config.layer_types = config.layer_types[:layers]
+        model, own = type(self.model)(config), self.model.state_dict()
+        model.load_state_dict({name: own[name] for name in model.state_dict()}, assign=True)
+        return replace(self, model=model.to(self.model.device).eval())
 
     def check_positions(self, argument: str, tokens: int, behind: int = 0) -> None:
         """Check that the model has positions for `tokens` tokens of text and `behind` tokens of question and answer.

@@ -122,14 +122,24 @@ class Sample:
         return hashlib.sha256(np.array(self.context_ids, dtype="<i8").tobytes()).hexdigest()
 
     @property
+    def group(self) -> str:
+        """Digest of the text that this context shares with different contexts, or the context's own digest."""
+        return str(self.metadata.get("group", self.context_digest))
+
+    @property
+    def part(self) -> str:
+        """Part of a study: DEV or CONFIRM. Contexts that share text belong to the same part."""
+        return part_of(self.group)
+
+    @property
     def length(self) -> int:
         """Number of context tokens."""
         return len(self.context_ids)
 
 
-def part_of(context_digest: str) -> str:
+def part_of(digest: str) -> str:
     """Return the part to which a context belongs. Only the digest decides, so results cannot influence the part."""
-    return (DEV, CONFIRM)[int(context_digest[:8], 16) % 100 >= _DEV_PERCENT]
+    return (DEV, CONFIRM)[int(digest[:8], 16) % 100 >= _DEV_PERCENT]
 
 
 def generator(seed: int | Sequence[int]) -> np.random.Generator:

@@ -45,6 +45,7 @@ from models_integration.tasks.needle import (
     draw_sample,
     needle_sample,
 )
+from models_integration.tasks.placed_fact import placed_fact_samples
 from models_integration.tasks.rows import OfFile
 from models_integration.tasks.ruler import DIALECTS, NIAH, niah_samples, variable_tracking_samples
 from models_integration.tasks.ruler_words import cwe_samples, fwe_samples, vt_samples
@@ -190,6 +191,10 @@ TABLE: Mapping[str, Entry] = {
     },
     "delayed_association_in_prose": Entry(
         "a fact at the start of a text about the same topic", delayed_in_prose_samples, FIRST_NUMBER, PROSE, _DENSITY
+    ),
+    "placed_fact": Entry(
+        "a fact at a given depth, with or without mentions of its topic", placed_fact_samples, CONTAINS, PROSE,
+        ("depth", "mentions"),
     ),
     **_SHARED,
     **{

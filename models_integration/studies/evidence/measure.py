@@ -27,7 +27,7 @@ from spec.arrays import BoolVector, Float64, Int64, IntVector, Matrix
 from spec.policy import LayerView, Needs
 from spec.retention import Granularity, Retention
 
-__all__ = ["Said", "answer_attention", "evidence_kept", "lost_attention", "measure"]
+__all__ = ["Said", "answer_attention", "evidence_kept", "kept_rows", "lost_attention", "measure"]
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,26 @@ def measure(
     ]
     found = reader.rows(cells, batch_size)
     return {"cells": found, "seconds": {**prompt.seconds, "reading": time.perf_counter() - start}}
+
+
+def kept_rows(sample: Sample, prompt: Prompt, wanted: Sequence[tuple[str, str]]) -> Row:
+    """Return how many tokens, and how much evidence, each cell keeps. No question is read.
+
+    Returns:
+        The entries `cells` and `seconds` of a row.
+    """
+    evidence, cells = evidence_mask(sample, prompt.observed.cache.get_seq_length()), list[Row]()
+    for policy, budget in wanted:
+        kept = prompt.set_of(policy, budget, sample)
+        cells.append({"policy": policy, "budget": budget, "right": None, **_kept_of(kept, evidence)})
+    return {"cells": cells, "seconds": dict(prompt.seconds)}
+
+
+def _kept_of(kept: Retention, evidence: BoolVector) -> Row:
+    return {
+        "granularity": kept.granularity.value, "kept": _short(np.diff(kept.offsets)),
+        "evidence_kept": _short(evidence_kept(kept, evidence)),
+    }
 
 
 class _Reader:
@@ -274,9 +294,8 @@ class _Reader:
         mean = float(np.mean(reading.stored)) if reading.stored else slots
         sizes = {"mean_cache": mean, "peak_cache": max([prompt, *map(ceil, reading.stored)])}
         found = {
-            "policy": cell.policy, "budget": cell.budget, "granularity": kept.granularity.value,
-            "kept": _short(lengths), "answer_slots": mean - slots,
-            "evidence_kept": _short(evidence_kept(kept, self._evidence)), "right": self._right(reading),
+            "policy": cell.policy, "budget": cell.budget, **_kept_of(kept, self._evidence),
+            "answer_slots": mean - slots, "right": self._right(reading),
             "answer": None if reading.answer is None else decode(self._subject.tokenizer, reading.answer),
             **sizes, **{name.replace("cache", "bytes"): round(slot * self._slot_bytes) for name, slot in sizes.items()},
         }

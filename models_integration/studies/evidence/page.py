@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isnan
 from typing import NamedTuple
 
-from models_integration.studies.evidence.claims import Samples, verdicts
+from models_integration.studies.evidence.claims import verdicts
 from models_integration.studies.evidence.kept import BLIND, EVERY_CONTROL, EVIDENCE, FULL
 from models_integration.studies.evidence.rules import PARTS, Rules
 from models_integration.studies.evidence.run import merged
+from models_integration.studies.evidence.samples import Samples
 from models_integration.studies.evidence.tables import (
     budgets_of,
     by_task,

@@ -32,11 +32,15 @@ from spec.errors import SpecError
 from spec.validate import check_choices
 
 __all__ = [
-    "ALL", "AT_PROMPT", "MEASURES", "PARTS", "Claim", "Rules", "Stage", "check_budget", "check_fields", "load_rules",
-    "rules_of", "rules_text",
+    "ALL", "AT_PROMPT", "KEPT", "MEASURES", "PARTS", "TEMPLATE", "Claim", "Rules", "Stage", "check_budget",
+    "check_fields", "load_rules", "rules_of", "rules_text",
 ]
 
-MEASURES = ("recovery", "accuracy")
+KEPT = "kept"
+MEASURES = ("recovery", "accuracy", KEPT)
+"""Recovery of the likelihood, right answers, and the fraction of evidence tokens that a policy keeps."""
+TEMPLATE = "template"
+CLUSTERS = ("", TEMPLATE)
 PARTS = (DEV, CONFIRM)
 ALL = "all"
 """Name for both parts, for rules without claims."""
@@ -53,8 +57,16 @@ class Claim:
     A negative difference claims non-inferiority: `first` is not worse than `second` by more than this. `second` may
     then be the full cache.
 
+    Attributes:
+        measure: a name of MEASURES.
+        second_tasks: tasks of `second`, one for each task of `first`, with the same index, if the tasks differ. The
+            claim may then compare a policy with itself.
+        clusters: "template" if samples with the same template of the fact count as one observation in the interval and
+            the p value. Default: the samples of a context.
+
     Raises:
-        SpecError: if the measure is unknown, or if the difference is 0 or outside [-1, 1].
+        SpecError: if measure or clusters are unknown, if the difference is 0 or outside [-1, 1], or if `second_tasks`
+            has a different number of tasks.
     """
 
     name: str
@@ -65,9 +77,16 @@ class Claim:
     tasks: tuple[str, ...]
     measure: str
     difference: float
+    second_tasks: tuple[str, ...] = ()
+    clusters: str = ""
 
     def __post_init__(self) -> None:
         check_choices("measure", (self.measure,), MEASURES)
+        check_choices("clusters", (self.clusters,), CLUSTERS)
+        if self.second_tasks and len(self.second_tasks) != len(self.tasks):
+            raise SpecError("second_tasks", self.second_tasks, f"must have {len(self.tasks)} tasks, as tasks has")
+        if self.second_tasks and self.measure == "recovery":
+            raise SpecError("measure", self.measure, "must be accuracy or kept if the claim has second_tasks")
         if not 0 < abs(self.difference) <= 1:
             raise SpecError("difference", self.difference, f"must lie in [-1, 1] and not be 0 (claim {self.name!r})")
 
@@ -101,6 +120,8 @@ class Rules:
         controls: controls to run. Default: CONTROLS, and the random controls for the policies' units.
         commit: commit with the rules, for rows that confirm claims, or "".
         answer_tokens: largest number of answer tokens, if smaller than in the task. 0 means the number of the task.
+        answers: False if only the kept tokens are measured. No question is read, and the model runs only the layers
+            that the policies use.
 
     Raises:
         SpecError: if a name is unknown, a number is below 1, a list is empty, or a claim needs a cell that is not run.
@@ -124,6 +145,7 @@ class Rules:
     controls: tuple[str, ...] = CONTROLS
     commit: str = ""
     answer_tokens: int = 0
+    answers: bool = True
 
     def __post_init__(self) -> None:
         check_choices("controls", self.controls, EVERY_CONTROL)
@@ -152,6 +174,8 @@ class Rules:
                 raise SpecError(name, (), "must have at least one")
         if not self.budgets and set(self.controls) & set(CONTROL_BOUNDS):
             raise SpecError("budgets", (), f"must have at least one, for the controls {', '.join(CONTROL_BOUNDS)}")
+        if not self.answers:
+            self._check_without_answers()
         if not (self.policies or self.controls):
             raise SpecError("policies", (), "must have at least one policy, if there are no controls")
         if len({claim.name for claim in self.claims}) < len(self.claims):
@@ -161,13 +185,22 @@ class Rules:
         for stage in self.stages:
             check_choices(f"stage {stage.name!r}: policy", (stage.policy,), self.policies)
 
+    def _check_without_answers(self) -> None:
+        if read := [name for name in self.controls if name not in RANDOMS]:
+            raise SpecError("controls", read[0], f"needs answers = true; the other controls are {', '.join(RANDOMS)}")
+        if late := [name for name in self.policies if name.endswith(AT_PROMPT)]:
+            raise SpecError("policies", late[0], f"needs answers = true, because of {AT_PROMPT}")
+        for claim in self.claims:
+            if claim.measure != KEPT:
+                raise SpecError(f"claim {claim.name!r}: measure", claim.measure, f"must be {KEPT} if answers = false")
+
     def _check_run(self, claim: Claim) -> None:
         drawn = (*RANDOMS, EVIDENCE, *((FULL,) if claim.difference < 0 else ()))
         compared = (*self.policies, *(name for name in drawn if name in self.controls))
         check_choices(f"claim {claim.name!r}: policy", (claim.first, claim.second), compared)
         check_choices(f"claim {claim.name!r}: budget", (claim.budget,), self.budgets)
         check_choices(f"claim {claim.name!r}: placement", (claim.placement,), self.placements)
-        check_choices(f"claim {claim.name!r}: tasks", claim.tasks, self.tasks)
+        check_choices(f"claim {claim.name!r}: tasks", (*claim.tasks, *claim.second_tasks), self.tasks)
         if claim.measure == "recovery" and {FULL, BLIND} - set(self.controls):
             raise SpecError(
                 "controls", self.controls, f"must contain {FULL} and {BLIND}, which recovery is computed from"

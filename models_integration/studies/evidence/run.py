@@ -27,7 +27,7 @@ from models_integration.studies.evidence.kept import (
     read_prompt,
     steps,
 )
-from models_integration.studies.evidence.measure import measure
+from models_integration.studies.evidence.measure import kept_rows, measure
 from models_integration.studies.evidence.protocol import processor
 from models_integration.studies.evidence.rules import ALL, AT_PROMPT, Rules
 from models_integration.studies.results import ERROR, Leases, Row, load_rows, unit_named
@@ -36,7 +36,6 @@ from models_integration.tasks import Sample, place
 from models_integration.tasks.assembly import NO_TEMPLATE, frame_of
 from models_integration.tasks.context import Ground, Prose, read_prose
 from models_integration.tasks.in_prose import most_contexts
-from models_integration.tasks.needle import part_of
 from models_integration.tasks.registry import FILE, SENTENCES, TEXTS, Task, resolve_task
 from spec import SPEC_VERSION
 from spec.errors import SpecError
@@ -139,7 +138,7 @@ def items(rules: Rules, subject: Subject, parts: Sequence[str]) -> Iterator[Item
                     samples = _drawn(rules, task, ground, length, index, seed)
                     for sample in samples:
                         subject.check_sample("lengths", sample)
-                    if part_of(samples[0].context_digest) in parts:
+                    if samples[0].part in parts:
                         for placement in rules.placements:
                             for question, sample in enumerate(samples[: rules.questions]):
                                 yield Item(name, length, index, question, placement, sample, seed)
@@ -281,13 +280,16 @@ def run_items(
     samples are stored by any worker. A sample that fails has a row with the error.
     """
     prompt: list[tuple[set[str], Prompt]] = []
+    reader = subject if rules.answers else subject.first_layers(_layers_read(policies.values()))
 
     def measured(item: Item, cells: Sequence[Cell]) -> Row:
         placement, names = place(item.sample, item.placement), {name for name, _ in cells if name in policies}
         if not prompt or prompt[0][1].placement.prompt_ids != placement.prompt_ids or not names <= prompt[0][0]:
             prompt.clear()
             some = {name: method for name, method in policies.items() if name in names}
-            prompt.append((names, read_prompt(subject, some, rules.budgets, placement)))
+            prompt.append((names, read_prompt(reader, some, rules.budgets, placement)))
+        if not rules.answers:
+            return kept_rows(item.sample, prompt[0][1], cells)
         return measure(subject, item.sample, prompt[0][1].followed_by(placement), cells, batch_size)
 
     def done(unit: str) -> None:
@@ -295,7 +297,7 @@ def run_items(
 
     for unit in own.units(wanted, done):
         item, cells = wanted[unit]
-        part = part_of(item.sample.context_digest) if rules.claims else ALL
+        part = item.sample.part if rules.claims else ALL
         identity = {**item.identity(rules, subject), "part": part}
         row = attempted(partial(measured, item, cells), own)
         if ERROR in row:
@@ -303,6 +305,14 @@ def run_items(
             row["cells"] = [{"policy": policy, "budget": budget} for policy, budget in cells]
         registered = {"commit": rules.commit} if rules.commit else {}
         own.add({**identity, **registered, **_about(item), **row})
+
+
+def _layers_read(policies: Iterable[Method]) -> int | None:
+    """Return the number of first layers that the policies need, or None for all layers."""
+    needs = [method.policy.scorer.needs for method in policies]
+    if any(one.layers == "all" or one.rehearsal or (one.layers == "observed" and one.observed < 0) for one in needs):
+        return None
+    return 1 + max((one.observed for one in needs if one.layers == "observed"), default=0)
 
 
 def _about(item: Item) -> Row:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from models_integration.policies.methods import spelled
-from models_integration.studies.evidence.claims import ENDS, FLOOR, Samples
 from models_integration.studies.evidence.kept import BLIND, EVERY_CONTROL, EVIDENCE, FULL, RANDOM, RANDOMS
 from models_integration.studies.evidence.rules import AT_PROMPT, Stage
+from models_integration.studies.evidence.samples import ENDS, FLOOR, Samples
 from models_integration.studies.page import Curve, Html, forest, grid, note, panel, plots, section, shaded, table
 from models_integration.studies.report import SAME_CACHE, SIGNIFICANT, format_p, title_of
 from models_integration.studies.results import Row

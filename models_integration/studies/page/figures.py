@@ -8,8 +8,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from models_integration.studies.evidence.claims import Samples
 from models_integration.studies.evidence.kept import EVERY_CONTROL
+from models_integration.studies.evidence.samples import Samples
 from models_integration.studies.evidence.tables import budgets_of, by_task, policies_of
 from models_integration.studies.results import Row
 from spec.errors import SpecError

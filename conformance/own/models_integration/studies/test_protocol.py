@@ -24,12 +24,13 @@ from models_integration.cli.app import app
 from models_integration.pocket import ASSETS, load_pocket_tokenizer
 from models_integration.policies.calibration import calibrate
 from models_integration.policies.values import repeat_template
-from models_integration.studies.evidence.claims import Samples, gate
+from models_integration.studies.evidence.claims import gate
 from models_integration.studies.evidence.kept import read_prompt
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.protocol import audit, registered
 from models_integration.studies.evidence.rules import load_rules
 from models_integration.studies.evidence.run import Cell
+from models_integration.studies.evidence.samples import Samples
 from models_integration.studies.results import Row, append_row
 from models_integration.studies.subject import Loading, Subject
 from models_integration.tasks import Placement, Sample, draw_sample, place, score

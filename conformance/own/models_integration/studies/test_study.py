@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 from conformance.measure import repeat
 from conformance.own.models_integration.studies.experiments import commit_all
 from models_integration.cli.app import app
-from models_integration.studies.evidence.claims import Samples, verdicts
+from models_integration.studies.evidence.claims import verdicts
 from models_integration.studies.evidence.kept import BLIND, CONTROLS, FULL
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import PARTS, Claim, Rules, Stage, load_rules
 from models_integration.studies.evidence.run import methods
+from models_integration.studies.evidence.samples import Samples
 from models_integration.studies.evidence.tables import lost_at, swept
 from models_integration.studies.results import Row, load_rows
 from models_integration.studies.subject import Loading
