@@ -68,8 +68,8 @@ def check_out(request: Request) -> None:
     """
     names = CHECKS if request.check else FILES
     check_results("out", request.out, names, force=request.force)
-    for name in names if request.exceptions else ():
-        check_output("out", request.out / name, [request.exceptions], force=True)
+    for name in names:
+        check_output("out", request.out / name, [request.exceptions] if request.exceptions else [], force=True)
 
 
 def seeded(request: Request) -> Request:

@@ -18,16 +18,16 @@ from conformance.own.models_integration.tasks.test_tasks import chatting_tokeniz
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.tasks import Sample, registry, score
 from models_integration.tasks.assembly import bare
-from models_integration.tasks.context import NARRATIVE, Ground, read_prose, read_text
+from models_integration.tasks.context import NARRATIVE, Ground, read_prose
 from models_integration.tasks.registry import CHAINS, QUESTIONS, TABLE, resolve_task
 from spec.errors import SpecError
+from spec.files import read_text
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
 SINKS, RECENT = 4, 128
 NAMES = ("pocket", "merged")
-BUILT_IN = sorted(name for name, entry in TABLE.items() if entry.gold and name != "placed_fact")
-"""`placed_fact` needs more text than the start of the shipped one: test_placed_fact.py."""
+BUILT_IN = sorted(name for name, entry in TABLE.items() if entry.gold)
 
 DRAWS = [(3001, 0, 0), (3001, 1, 0), (3001, 1, 1), (9002, 7, 5)]
 
@@ -36,7 +36,7 @@ DRAWS = [(3001, 0, 0), (3001, 1, 0), (3001, 1, 1), (9002, 7, 5)]
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The start of the shipped text: as much as a tokenizer of short pieces reads quickly."""
     path = tmp_path_factory.mktemp("prose") / "some.txt"
-    path.write_text("\n".join(read_text(NARRATIVE).splitlines()[:900]), encoding="utf-8")
+    path.write_text("\n".join(read_text("path", NARRATIVE).splitlines()[:900]), encoding="utf-8")
     return path
 
 
@@ -139,7 +139,7 @@ def sentence_holds(ground: Ground, sample: Sample) -> None:
 
 
 def text_goes_on(ground: Ground, sample: Sample) -> None:
-    whole = " ".join(read_text(NARRATIVE).split())
+    whole = " ".join(read_text("path", NARRATIVE).split())
     parts = sample.context_ids, sample.question_ids, sample.answer_ids
     assert "".join(said(ground, part) for part in parts).strip() in whole
     assert len(sample.answer_ids) == 128
