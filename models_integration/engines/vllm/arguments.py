@@ -1,0 +1,230 @@
+"""Policy and budget of a request, the settings of a server, and the reason why a policy is not served."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, Literal
+
+from reference.calibration import load_calibration
+from reference.policies import names
+from reference.policies.budgets import even, everything
+from reference.policies.cadences import start
+from spec.budget import Budget, parse_budget
+from spec.errors import SpecError
+from spec.policy import Policy, RunningScorer
+from spec.retention import Granularity
+from spec.validate import check_choices
+
+__all__ = ["KEY", "RequestPolicy", "Settings", "parse_request"]
+
+KEY = "kvspec"
+"""Key of kvspec's arguments in `SamplingParams.extra_args`, in `vllm_xargs` and in `additional_config`."""
+
+_SERVER_ONLY = {"backend": "is chosen by the server", "calibration": "is a file of the server: name it in the default"}
+_LONGEST = 65536  # characters of a request's arguments
+
+
+@dataclass(frozen=True)
+class RequestPolicy:
+    """Policy, budget and options of one request.
+
+    Attributes:
+        name: name of the policy.
+        constants: constants of the policy, without the constants of the model.
+        budget: budget of the prompt and of each later decision.
+        policy: policy whose constants of the model may be placeholders. The scheduler uses only the cadence, the
+            granularity, the floor and the needs.
+        record: True if the statement of the request lists every decision, also the decisions while decoding.
+    """
+
+    name: str
+    constants: Mapping[str, Any]
+    budget: Budget
+    policy: Policy
+    record: bool = False
+
+    @property
+    def decodes(self) -> bool:
+        """Return True if the policy also evicts tokens while the answer is generated."""
+        return self.policy.cadence.every is not None
+
+    @property
+    def window(self) -> int | None:
+        """Return how many queries at the end of the prompt the policy reads. None means all queries."""
+        needs = self.policy.scorer.needs
+        return 0 if needs.layers == "none" else needs.query_rows
+
+    @property
+    def unserved(self) -> str | None:
+        """Return why vLLM's pages cannot hold what the policy keeps, or None."""
+        policy = self.policy
+        if policy.scorer.needs.rehearsal is not None:
+            return f"{self.name} reads each prompt twice, and vLLM reads a prompt once"
+        if policy.granularity is not Granularity.MODEL and policy.budgets not in (even, everything):
+            part = "layers" if policy.granularity is Granularity.LAYER else "heads"
+            return f"{self.name} keeps more tokens in some {part} than in others, and a block of vLLM has equally many"
+        if self.decodes and not isinstance(policy.scorer, RunningScorer):
+            return f"{self.name} has no decode step: {start.__name__} needs a scorer with `step`"
+        return None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a server, from `additional_config["kvspec"]`.
+
+    Attributes:
+        default: policy of the requests that name none, in the form of a request's arguments. None: such requests keep
+            their full cache.
+        allow_budget: smallest and largest share that a request may ask for. None: any budget.
+        allow_policies: names of the policies that a request may ask for. None: all built-in policies.
+        on_unserved: "refuse" answers 400 to a policy that vLLM's pages cannot hold. "full" serves the request with its
+            full cache, and states the reason.
+    """
+
+    default: Mapping[str, Any] | None = None
+    allow_budget: tuple[str, str] | None = None
+    allow_policies: tuple[str, ...] | None = None
+    on_unserved: Literal["refuse", "full"] = "refuse"
+    bounds: tuple[Fraction, Fraction] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        check_choices("on_unserved", (self.on_unserved,), ("refuse", "full"))
+        if self.allow_policies is not None:
+            for name in self.allow_policies:
+                names.check_name(name, "allow_policies")
+        if self.allow_budget is not None:
+            low, high = (parse_budget(one, "allow_budget") for one in self.allow_budget)
+            if low.fraction is None or high.fraction is None or low.fraction > high.fraction:
+                raise SpecError("allow_budget", self.allow_budget, "must be two shares, such as 0.2:1.0")
+            object.__setattr__(self, "bounds", (low.fraction, high.fraction))
+        if self.default is not None:
+            parse_default(self)
+
+    @classmethod
+    def read(cls, given: Any) -> "Settings":
+        """Return the settings in a mapping or in JSON text.
+
+        Raises:
+            SpecError: if a key or a value is invalid.
+        """
+        given = _mapping(given, f"additional_config[{KEY!r}]")
+        known = {one.name for one in fields(cls) if one.init}
+        if unknown := sorted(given.keys() - known):
+            raise SpecError(f"additional_config[{KEY!r}]", unknown[0], f"must be one of {', '.join(sorted(known))}")
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        if isinstance(given.get("allow_budget"), str):
+            low, _, high = given["allow_budget"].partition(":")
+            given["allow_budget"] = low, high
+        return cls(**given)
+
+    def text(self) -> str:
+        """Return the settings as JSON text that `read` accepts."""
+        return json.dumps({one.name: getattr(self, one.name) for one in fields(self) if one.init})
+
+
+def parse_request(given: Any, settings: Settings) -> RequestPolicy | None:
+    """Return the policy of a request: the request's own, or the default of the server. None: the cache stays full.
+
+    Args:
+        given: `extra_args["kvspec"]`: a mapping, JSON text, or None. `{"policy": "fullcache"}` asks for no eviction.
+        settings: settings of the server.
+
+    Raises:
+        SpecError: if a name, a constant or the budget is invalid, or if the server does not allow it.
+    """
+    if given is None:
+        return None if settings.default is None else parse_default(settings)
+    asked, own = _mapping(given, KEY), settings.default or {}
+    for key, reason in _SERVER_ONLY.items():
+        if key in asked:
+            raise SpecError(key, asked[key], reason)
+    name = asked.get("policy", own.get("policy"))
+    if name not in names.NAMES:  # a name with a colon would import a module of the client's choice
+        raise SpecError("policy", name, f"must be a built-in policy: {', '.join(names.NAMES)}")
+    if settings.allow_policies is not None and name not in (*settings.allow_policies, "fullcache"):
+        raise SpecError("policy", name, f"is not allowed here; allowed are {', '.join(settings.allow_policies)}")
+    if name == own.get("policy"):
+        asked = {**own, **asked}
+    found = _made(json.dumps({**asked, "policy": name}, sort_keys=True, default=list))
+    share, bounds = found.budget.fraction, settings.bounds
+    if bounds is not None and (share is None or not bounds[0] <= share <= bounds[1]):
+        low, high = map(float, bounds)
+        raise SpecError("budget", str(found.budget), f"must be a share between {low} and {high}")
+    if found.unserved and settings.on_unserved == "refuse":
+        raise SpecError("policy", name, found.unserved)
+    return None if name == "fullcache" else found
+
+
+def parse_default(settings: Settings) -> RequestPolicy:
+    """Return the default policy of a server.
+
+    Raises:
+        SpecError: if a name, a constant or the budget is invalid, or if the policy is not served and the server refuses
+            such policies.
+    """
+    found = _made(json.dumps(settings.default, sort_keys=True, default=list))
+    if found.unserved and settings.on_unserved == "refuse":
+        raise SpecError("policy", found.name, found.unserved)
+    return found
+
+
+def _mapping(given: Any, argument: str) -> dict[str, Any]:
+    if isinstance(given, str):
+        if len(given) > _LONGEST:
+            raise SpecError(argument, f"{given[:40]}...", f"must have at most {_LONGEST} characters")
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise SpecError(argument, given, f"must be JSON: {error}") from error
+    if not isinstance(given, Mapping):
+        reason = "must be an object with the keys policy and budget"
+        raise SpecError(argument, given, reason)
+    return dict(given)
+
+
+@lru_cache(maxsize=256)
+def _made(text: str) -> RequestPolicy:
+    """Return the policy of a request from JSON text. Requests often repeat their arguments, so results are stored."""
+    asked = json.loads(text)
+    name, record = names.check_name(asked.pop("policy", None)), asked.pop("record", False)
+    if name != "fullcache" and "budget" not in asked:
+        raise SpecError("budget", None, "is needed: a share such as 0.3, or a number of tokens such as 512")
+    budget = parse_budget(asked.pop("budget", 1.0))
+    for constant in asked:
+        if constant not in (known := names.constants_of(name)):
+            raise SpecError(constant, asked[constant], f"{name} has the constants {', '.join(sorted(known)) or 'none'}")
+    if "sentence_ends" in asked:
+        asked["sentence_ends"] = frozenset(asked["sentence_ends"])
+    if "calibration" in names.constants_of(name):
+        asked["calibration"] = _calibration(asked.get("calibration"))
+    return RequestPolicy(name, asked, budget, make(name, asked, _placeholders(name, asked)), bool(record))
+
+
+def make(name: str, constants: Mapping[str, Any], learned: Mapping[str, Any]) -> Policy:
+    """Return a policy with constants of the request and of the model.
+
+    Raises:
+        SpecError: if a constant is missing or invalid.
+    """
+    try:
+        return names.make_policy(name, {**learned, **constants})
+    except TypeError as error:  # an argument that is missing, or of another type than the policy computes with
+        raise SpecError("constants", {**constants}, f"{name}: {error}") from error
+
+
+def _placeholders(name: str, constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values for the constants of the model that are only used by scores."""
+    wanted = names.constants_of_model(name)
+    own: dict[str, Any] = {"W_o": {}, "inv_freq": (), "factor": 1.0}
+    if "served" in wanted:
+        own["served"] = constants["calibration"].identity
+    return {key: own[key] for key in wanted}
+
+
+def _calibration(given: Any) -> Any:
+    if given is None:
+        reason = "is a file of the server: start `kvspec serve` with --policy and --calibration"
+        raise SpecError("calibration", None, reason)
+    return load_calibration(given)

@@ -1,0 +1,145 @@
+"""Plan of a request: when its tokens are evicted, and how many slots its tokens fill.
+
+The plan is one integer, `shift`: the slot of a token is the position of the token minus `shift`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from models_integration.engines.vllm.arguments import RequestPolicy
+from reference.policies.budgets import tokens_of
+
+__all__ = ["Compaction", "Plan", "Report", "Step"]
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """Job for the worker: move the kept tokens of a request into private blocks.
+
+    Attributes:
+        event: number of tokens of the request that the model has processed.
+        kept: number of tokens that each set keeps.
+        source: ids of the blocks that contain the request's tokens.
+        target: ids of the blocks that will contain the kept tokens.
+    """
+
+    request_id: str
+    event: int
+    kept: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Message of the worker about one decision.
+
+    Attributes:
+        event: number of tokens of the request that the model has processed.
+        kept: number of tokens that each set keeps. -1 if the policy has failed.
+        decision: entry of the request's statement.
+        error: message of the exception that the policy has raised.
+    """
+
+    event: int
+    kept: int
+    decision: dict[str, Any] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Message of the scheduler to the worker about one step: new requests with a plan, and jobs."""
+
+    started: tuple[str, ...]
+    jobs: tuple[Compaction, ...]
+
+
+@dataclass
+class Plan:
+    """Plan of a request with a policy. The scheduler changes the plan; the worker has only the shift.
+
+    Attributes:
+        asked: policy of the request.
+        n: number of tokens in the prompt.
+        shift: number of evicted tokens of each set.
+        done: position of the last decision that was carried out. 0 before the first decision, and after a preemption.
+        observed: number of tokens that the worker has processed, including tokens processed before a preemption.
+        report: decision that was made but not yet carried out.
+        failed: True if the policy has raised an error. No token is evicted after the error.
+    """
+
+    asked: RequestPolicy
+    n: int
+    shift: int = 0
+    done: int = 0
+    observed: int = 0
+    report: Report | None = None
+    failed: bool = False
+    kept: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kept = self.budget(self.n)
+
+    def budget(self, seen: int) -> int:
+        """Return the number of tokens that a set keeps after `seen` tokens, before rounding to blocks."""
+        return min(seen, tokens_of(self.asked.policy, self.asked.budget, seen))
+
+    def is_event(self, seen: int) -> bool:
+        """Return True if a decision follows after `seen` tokens: at the end of the prompt, or while decoding."""
+        if self.failed or seen < self.n:
+            return False
+        return seen == self.n or self._due(seen)
+
+    def _due(self, seen: int) -> bool:
+        policy = self.asked.policy
+        return policy.cadence.due(seen, seen - self.shift, tokens_of(policy, self.asked.budget, seen))
+
+    def limit(self, done: int, tokens: int) -> int:
+        """Return how many of the next `tokens` tokens one step may process: a step ends at each decision.
+
+        While decoding, the worker reads each token that it has not seen before in a separate step.
+        """
+        if self.failed:
+            return tokens
+        if done < self.n:
+            return min(tokens, self.n - done)
+        if not self.asked.decodes:
+            return tokens
+        new = max(1, self.observed - done)
+        ends = (seen for seen in range(done + 1, done + min(tokens, new) + 1) if self._due(seen))
+        return min(tokens, new, next(ends, done + tokens) - done)
+
+    def slots(self, tokens: int) -> int:
+        """Return how many slots the first `tokens` tokens of the request fill."""
+        return tokens - self.shift
+
+    def peak(self, tokens: int) -> int:
+        """Return the largest number of slots that the request fills until it has processed `tokens` tokens."""
+        if self.failed or tokens <= self.n:
+            return tokens - self.shift
+        if not self.asked.decodes:
+            return max(self.n, tokens - self.n + self.kept)
+        cadence = self.asked.policy.cadence
+        assert cadence.every is not None
+        return min(tokens, max(self.n, self.budget(tokens) + cadence.every + cadence.excess))
+
+    def reusable_blocks(self, size: int) -> int:
+        """Return how many blocks of a cached prefix the request may use.
+
+        The forward pass must compute the queries that the policy reads, and may not skip the end of the prompt.
+        """
+        window = self.asked.window
+        return 0 if window is None else max(0, self.n - max(1, window)) // size
+
+    def carry_out(self, event: int, kept: int) -> None:
+        """Record that the cache stores `kept` tokens per set after `event` tokens."""
+        assert self.done < event, (self, event)
+        assert 0 < kept <= event - self.shift, (self, kept)
+        self.shift, self.done, self.report = event - kept, event, None
+        if event == self.n:
+            self.kept = kept
+
+    def restart(self) -> None:
+        """Record that the request was preempted: it starts again with an empty cache. Decisions stay made."""
+        self.shift, self.done, self.report = 0, 0, None

@@ -1,0 +1,76 @@
+"""Start of vLLM with eviction: `additional_config["kvspec"]` chooses kvspec's scheduler and worker.
+
+    vllm serve MODEL --additional-config '{"kvspec": {"default": {"policy": "snapkv", "budget": 0.3}}}'
+"""
+
+import os
+from functools import lru_cache
+from typing import Any
+
+from models_integration.engines.vllm.arguments import KEY, Settings, parse_request
+from spec.errors import SpecError
+
+__all__ = ["register"]
+
+_HOME = "models_integration.engines.vllm"
+WORKER = f"{_HOME}.runner.EvictingWorker"
+SCHEDULERS = {False: f"{_HOME}.scheduler.EvictingScheduler", True: f"{_HOME}.scheduler.EvictingAsyncScheduler"}
+PARAMETERS = f"{_HOME}.parameters:PolicyParameters"
+VARIABLE = "KVSPEC_VLLM_SETTINGS"
+"""Environment variable that gives the settings to the processes of vLLM's front end."""
+
+
+def register() -> None:
+    """Let vLLM's configuration choose kvspec's classes if `additional_config` has the key "kvspec".
+
+    vLLM calls this function in each process (entry point group `vllm.general_plugins`).
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    own = EngineArgs.create_engine_config
+    if getattr(own, KEY, False):
+        return
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (self.additional_config or {}).get(KEY)
+        if given is None:
+            return own(self, *args, **kwargs)
+        return _chosen(self, own, Settings.read(given), args, kwargs)
+
+    setattr(create_engine_config, KEY, True)
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def _chosen(engine: Any, own: Any, settings: Settings, args: Any, kwargs: Any) -> Any:
+    """Return the configuration of an engine, with kvspec's classes.
+
+    Raises:
+        SpecError: if the engine has a different scheduler or worker, or a configuration that kvspec does not serve.
+    """
+    from models_integration.engines.vllm.seams import check_configuration
+
+    for name, unset in (("scheduler_cls", (None,)), ("worker_cls", ("auto", WORKER))):
+        if getattr(engine, name) not in unset:
+            raise SpecError(name, getattr(engine, name), f"must not be set together with additional_config[{KEY!r}]")
+    os.environ[VARIABLE] = settings.text()
+    engine.worker_cls = WORKER
+    engine.logits_processors = [*(engine.logits_processors or []), PARAMETERS]
+    config = own(engine, *args, **kwargs)
+    check_configuration(config)
+    # vLLM decides about asynchronous scheduling inside, so the class of the scheduler is chosen after that.
+    config.scheduler_config.scheduler_cls = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
+    return config
+
+
+@lru_cache(maxsize=1)
+def _settings(text: str) -> Settings:
+    return Settings.read(text)
+
+
+def check_request(given: Any) -> None:
+    """Check the arguments of a request in the front end.
+
+    Raises:
+        SpecError: if the arguments are invalid, or not allowed by the server.
+    """
+    parse_request(given, _settings(os.environ.get(VARIABLE, "{}")))

@@ -1,0 +1,225 @@
+"""Model runner of vLLM that captures queries, decides which tokens to keep, and moves them into private blocks."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models_integration.engines.vllm.arguments import KEY, RequestPolicy, Settings, make, parse_request
+from models_integration.engines.vllm.learned import learned
+from models_integration.engines.vllm.manager import evicting_spec
+from models_integration.engines.vllm.pages import Pages
+from models_integration.engines.vllm.plan import Compaction, Report, Step
+from models_integration.engines.vllm.seams import (
+    GPUModelRunner,
+    Worker,
+    attention_layers,
+    check_configuration,
+    check_layout,
+    layer_facts,
+    replace_block_table,
+    shift_lengths,
+    watch_queries,
+)
+from models_integration.engines.vllm.selection import Decider
+from spec.backend import resolve
+from spec.policy import Policy
+from spec.retention import Granularity
+
+__all__ = ["EvictingWorker"]
+
+
+class _Model:
+    """Layers and pages of the model, and the requests with a policy.
+
+    Attributes:
+        shifts: number of evicted tokens of each request that was evicted.
+        deciders: decisions of each request with a policy.
+        reports: decisions of this step.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.runner, self.layers = runner, attention_layers(runner)
+        self.facts = [layer_facts(layer) for layer in self.layers]
+        self.pages = [Pages(layer.kv_cache, layer.attn_backend.get_name()) for layer in self.layers]
+        for layer, pages in zip(self.layers, self.pages, strict=True):
+            check_layout(layer, pages)
+        self.settings = Settings.read((runner.vllm_config.additional_config or {}).get(KEY, {}))
+        self.shifts: dict[str, int] = {}
+        self.deciders: dict[str, Decider] = {}
+        self.reports: dict[str, Report] = {}
+        self._ends: list[tuple[str, int]] = []
+        self._pieces: list[tuple[Decider, int, int]] = []
+        self._backend = resolve("torch")
+        self._policies: dict[int, tuple[RequestPolicy, Policy]] = {}
+        for index, layer in enumerate(self.layers):
+            watch_queries(layer, partial(self._see, index))
+
+    def _see(self, index: int, query: Tensor) -> None:
+        for decider, start, stop in self._pieces:
+            if index in decider.watched:
+                decider.queries.setdefault(index, []).append(query[start:stop].clone())
+
+    def begin(self, scheduled: Any) -> None:
+        """Forget requests that have ended, restart those that were preempted, and compact."""
+        for request in scheduled.finished_req_ids:
+            self.shifts.pop(request, None)
+            self.deciders.pop(request, None)
+        for request in scheduled.scheduled_cached_reqs.resumed_req_ids:
+            self.shifts.pop(request, None)
+            if request in self.deciders:
+                self.deciders[request].queries.clear()
+        step: Step = getattr(scheduled, KEY)
+        for new in scheduled.scheduled_new_reqs:
+            if new.req_id in step.started:
+                self._add(new)
+        for job in step.jobs:
+            self._compact(job)
+
+    def prepare(self, counts: Any) -> None:
+        """After the batch is prepared: subtract the shifts, and note which queries and decisions belong to whom."""
+        names, batch = self.runner.input_batch.req_ids, self.runner.input_batch
+        shifts = np.array([self.shifts.get(name, 0) for name in names])
+        if shifts.any():
+            shift_lengths(self.runner, shifts, counts)
+        self._pieces, self._ends, start = [], [], 0
+        for row, (name, count) in enumerate(zip(names, map(int, counts), strict=True)):
+            done, decider = int(batch.num_computed_tokens_cpu[row]), self.deciders.get(name)
+            if decider is not None:
+                self._check(decider, name, done, done + count)
+                wanted = [at for at in range(count) if decider.wants(done + at)]
+                if wanted:
+                    self._pieces.append((decider, start + wanted[0], start + wanted[-1] + 1))
+                self._ends.append((name, done + count))
+            start += count
+
+    def _check(self, decider: Decider, name: str, done: int, end: int) -> None:
+        """Check that no token after a decision is processed before the compaction, and that a step ends there."""
+        assert not done < decider.n < end, f"a step passes the end of the prompt of {name}"
+        kept = decider.kept(done)
+        if kept is not None:
+            assert self.shifts.get(name) == done - kept.shape[1], f"{name} goes on after {done} tokens without eviction"
+
+    def decide(self) -> None:
+        """After the forward pass, make the decisions of this step."""
+        self._pieces = []
+        for name, end in self._ends:
+            decider = self.deciders[name]
+            if end < decider.n or (end > decider.n and not decider.asked.decodes):
+                continue
+            try:
+                report = self._decided(name, decider, end)
+            except Exception as error:  # the request goes on, and its statement names the error
+                del self.deciders[name]
+                report = Report(end, -1, error=f"{type(error).__name__}: {error}")
+            if report is not None:
+                self.reports[name] = report
+        self._ends = []
+
+    def _decided(self, name: str, decider: Decider, end: int) -> Report | None:
+        state = self.runner.requests[name]
+        slots = end - self.shifts.get(name, 0)
+        at, blocks = self._index(range(slots)), self._index(state.block_ids[0])
+        ids = np.array(state.prompt_token_ids, dtype=np.int64)
+        entry = decider.decide(end, slots, lambda layer: self.pages[layer].read(blocks, at), ids)
+        kept = decider.kept(end)
+        if kept is None:
+            return Report(end, slots, entry) if end == decider.n else None
+        return Report(end, kept.shape[1], entry)
+
+    def _index(self, values: Any) -> Tensor:
+        return torch.tensor(values, device=self.pages[0].keys.device)
+
+    def _compact(self, job: Compaction) -> None:
+        decider = self.deciders[job.request_id]
+        kept = decider.kept(job.event)
+        assert kept is not None, job
+        assert kept.shape[1] == job.kept, job
+        source, target = self._index(job.source), self._index(job.target)
+        new, sets = self._index(range(job.kept)), torch.from_numpy(kept).to(source)
+        for layer, pages in enumerate(self.pages):
+            # Advanced indexing copies, so that a target block can also be a source block.
+            keys, values = pages.read(source, self._slots(decider, sets, layer))
+            pages.write(target, new, keys, values)
+        replace_block_table(self.runner, job.request_id, job.target)
+        self.shifts[job.request_id] = job.event - job.kept
+
+    @staticmethod
+    def _slots(decider: Decider, sets: Tensor, layer: int) -> Tensor:
+        """Return the kept slots of a layer: (k,) for all heads, or (H_kv, k)."""
+        granularity = decider.policy.granularity
+        if granularity is Granularity.HEAD:
+            return sets[layer * decider.heads : (layer + 1) * decider.heads]
+        return sets[layer if granularity is Granularity.LAYER else 0]
+
+    def _add(self, new: Any) -> None:
+        """Make the decider of a new request. If this fails, the request keeps its full cache."""
+        given = (new.sampling_params.extra_args or {}).get(KEY)
+        try:
+            asked = parse_request(given, self.settings)
+            assert asked is not None
+            policy = self._policies.setdefault(id(asked), (asked, self._policy(asked)))[1]
+        except Exception as error:  # the request goes on, and its statement names the error
+            self.reports[new.req_id] = Report(0, -1, error=f"{type(error).__name__}: {error}")
+            return
+        n, heads = len(new.prompt_token_ids), self.pages[0].heads
+        self.deciders[new.req_id] = Decider(asked, policy, n, self.facts, heads)
+
+    def _policy(self, asked: RequestPolicy) -> Policy:
+        """Return the policy with the constants of the model, and with scores on the device of the pages."""
+        constants = {**asked.constants, **({"backend": self._backend.name} if asked.name != "streamingllm" else {})}
+        return make(asked.name, constants, learned(self.runner.get_model(), self.layers, asked))
+
+
+class _Evicting:
+    """Methods that override those of vLLM's model runner."""
+
+    kvspec: _Model | None = None
+
+    def get_kv_cache_spec(self) -> Any:
+        """Return specs of the layers whose manager can evict."""
+        own: Any = super()
+        return {name: evicting_spec(spec) for name, spec in own.get_kv_cache_spec().items()}
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compact, run the model, and decide. Without requests, only the forward pass runs."""
+        own: Any = super()
+        if self.kvspec is None:
+            self.kvspec = _Model(self)
+        self.kvspec.begin(scheduler_output)
+        found = own.execute_model(scheduler_output, *args, **kwargs)
+        self.kvspec.decide()
+        return found
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare the batch with positions of the text, and with lengths and slots of the stored tokens."""
+        own: Any = super()
+        found = own._prepare_inputs(scheduler_output, num_scheduled_tokens, *args, **kwargs)
+        assert self.kvspec is not None
+        self.kvspec.prepare(num_scheduled_tokens)
+        return found
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample tokens, and send the decisions of the step to the scheduler."""
+        own: Any = super()
+        found = own.sample_tokens(*args, **kwargs)
+        if self.kvspec is not None and self.kvspec.reports:
+            # With asynchronous scheduling, the output that the scheduler reads is inside.
+            setattr(getattr(found, "_model_runner_output", found), KEY, self.kvspec.reports)
+            self.kvspec.reports = {}
+        return found
+
+
+class EvictingWorker(Worker):
+    """Worker of vLLM whose model runner evicts."""
+
+    def init_device(self) -> None:
+        """Make the model runner of the platform, and give it the methods that evict."""
+        check_configuration(self.vllm_config)
+        super().init_device()
+        kind = type(self.model_runner)
+        assert issubclass(kind, GPUModelRunner)
+        self.model_runner.__class__ = type(f"Evicting{kind.__name__}", (_Evicting, kind), {})

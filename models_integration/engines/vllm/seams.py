@@ -1,0 +1,246 @@
+"""Names of vLLM that are not public, the versions that have them, and the configurations that kvspec does not serve.
+
+The methods that kvspec overrides are in OVERRIDDEN. All other private names are used in this module alone.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import vllm
+from torch import Tensor
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from models_integration.engines.vllm.selection import LayerFacts
+from spec.errors import SpecError
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
+__all__ = [
+    "AsyncScheduler", "FullAttentionManager", "FullAttentionSpec", "GPUModelRunner", "KVCacheSpecRegistry",
+    "LogitsProcessor", "Scheduler", "Worker", "attention_layers", "check_configuration", "check_layout",
+    "check_version", "layer_facts", "only_manager",
+    "output_projection", "replace_block_table", "rotary_frequencies", "shift_lengths", "watch_queries",
+]
+
+OLDEST, NEWEST = (0, 32), (0, 32)
+
+OVERRIDDEN: Mapping[tuple[type, str], tuple[str, ...]] = {
+    (Scheduler, "add_request"): ("request",),
+    (Scheduler, "schedule"): (),
+    (Scheduler, "update_from_output"): ("scheduler_output", "model_runner_output"),
+    (Scheduler, "_free_request"): ("request",),
+    (Scheduler, "_preempt_request"): ("request", "timestamp"),
+    (Scheduler, "_get_local_prefix_cache_hit"): ("request",),
+    (Scheduler, "_reserve_prefill_lookahead"): ("request", "num_computed_tokens", "num_new_tokens"),
+    (FullAttentionManager, "get_num_blocks_to_allocate"): ("request_id", "num_tokens"),
+    (FullAttentionManager, "allocate_new_blocks"): ("request_id", "num_tokens"),
+    (FullAttentionManager, "cache_blocks"): ("request", "num_tokens"),
+    (FullAttentionManager, "pop_blocks_for_free"): ("request_id",),
+    (GPUModelRunner, "get_kv_cache_spec"): (),
+    (GPUModelRunner, "execute_model"): ("scheduler_output",),
+    (GPUModelRunner, "sample_tokens"): ("grammar_output",),
+    (GPUModelRunner, "_prepare_inputs"): ("scheduler_output", "num_scheduled_tokens"),
+}
+"""Methods that kvspec overrides, with the first parameters."""
+
+
+def check_version() -> None:
+    """Check that the installed vLLM is a tested version, and has all methods that kvspec overrides.
+
+    Raises:
+        SpecError: otherwise. The message contains the tested versions, or the missing method.
+    """
+    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    if found is None or not OLDEST <= tuple(map(int, found.groups())) <= NEWEST:
+        tested = " to ".join(f"{major}.{minor}" for major, minor in dict.fromkeys((OLDEST, NEWEST)))
+        raise SpecError("vllm", vllm.__version__, f"kvspec was tested with {tested}: install one of these versions")
+    for (owner, name), expected in OVERRIDDEN.items():
+        method = getattr(owner, name, None)
+        parameters = () if method is None else tuple(inspect.signature(method).parameters)[1:]
+        if parameters[: len(expected)] != expected:
+            reason = f"has no {owner.__name__}.{name} with ({', '.join(expected)}, ...)"
+            raise SpecError("vllm", vllm.__version__, reason)
+
+
+def refusals(config: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield the option, the value and the reason of each part of a configuration that kvspec does not serve."""
+    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
+    moved = "moves pages by position, and evicted tokens have no page"
+    yield "speculative_config", config.speculative_config, "drafted tokens are taken back, and decisions are not"
+    yield "kv_transfer_config", config.kv_transfer_config, f"a connector {moved}"
+    yield "ec_transfer_config", getattr(config, "ec_transfer_config", None), f"a connector {moved}"
+    yield "kv_offloading_size", getattr(cache, "kv_offloading_size", None), f"offloading {moved}"
+    for name in ("pipeline", "tensor", "decode_context", "prefill_context"):
+        size = getattr(parallel, f"{name}_parallel_size", 1)
+        yield f"{name}_parallel_size", size > 1 and size, "a rank has only a part of the layers, heads or tokens"
+    yield "kv_cache_dtype", "fp8" in (dtype := str(cache.cache_dtype)) and dtype, "policies read unquantised keys"
+    yield "runner", model.runner_type != "generate" and model.runner_type, "only models that generate text are served"
+    for name in ("is_encoder_decoder", "is_attention_free", "is_hybrid", "use_mla"):
+        yield f"model ({name})", getattr(model, name, False), "has layers that are not full attention over keys"
+    window = model.get_sliding_window() if hasattr(model, "get_sliding_window") else None
+    yield "sliding_window", window, "a window counts slots, and evicted tokens have none"
+    yield "uses_alibi", getattr(model, "uses_alibi", False), "ALiBi computes distances from slots"
+    yield "kv_sharing_fast_prefill", getattr(cache, "kv_sharing_fast_prefill", False), "skips layers of the prompt"
+    yield "VLLM_USE_V2_MODEL_RUNNER", config.use_v2_model_runner, "was not tested: set VLLM_USE_V2_MODEL_RUNNER=0"
+
+
+def check_configuration(config: Any) -> None:
+    """Check that kvspec serves a configuration of vLLM.
+
+    Raises:
+        SpecError: otherwise. The message contains the option.
+    """
+    check_version()
+    for option, value, reason in refusals(config):
+        if value:
+            raise SpecError(option, value, f"is not served with eviction: {reason}")
+
+
+def only_manager(scheduler: Any, kind: type) -> Any:
+    """Return the manager of the scheduler's only group of layers.
+
+    Raises:
+        SpecError: if there are several groups, or if the layers do not have full attention.
+    """
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    if len(managers) != 1 or type(managers[0]) is not kind:
+        found = ", ".join(type(one).__name__ for one in managers)
+        raise SpecError("model", found, "must have one group of layers with full attention")
+    return managers[0]
+
+
+def attention_layers(runner: Any) -> list[Any]:
+    """Return the attention modules of the model, in the order of the layers."""
+    context = runner.compilation_config.static_forward_context
+    names = [name for group in runner.kv_cache_config.kv_cache_groups for name in group.layer_names]
+    names.sort(key=lambda name: [int(part) for part in name.split(".") if part.isdigit()])
+    return [context[name] for name in names]
+
+
+def layer_facts(layer: Any) -> LayerFacts:
+    """Return the constants of a layer's attention.
+
+    Raises:
+        SpecError: if the layer has a window or ALiBi.
+    """
+    own = layer.impl
+    if getattr(own, "alibi_slopes", None) is not None:
+        raise SpecError("alibi_slopes", "slopes", "is not served with eviction: ALiBi computes distances from slots")
+    window = getattr(own, "sliding_window", None)
+    if window not in (None, -1, (-1, -1)):
+        raise SpecError("sliding_window", window, "is not served with eviction: a window counts slots")
+    softcap = next((cap for name in ("logits_soft_cap", "soft_cap") if (cap := getattr(own, name, None))), None)
+    return LayerFacts(float(own.scale), softcap, getattr(own, "sinks", None))
+
+
+def watch_queries(layer: Any, seen: Callable[[Tensor], None]) -> None:
+    """Call `seen` with the queries (tokens, H, d) of each forward pass of a layer, before the attention.
+
+    vLLM 0.32 reads `impl.forward` of the layer in each call, in eager and in piecewise compiled mode.
+    """
+    own = layer.impl.forward
+
+    def forward(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen(query)
+        return own(module, query, *args, **kwargs)
+
+    layer.impl.forward = forward
+
+
+def output_projection(model: Any, layer: Any) -> Tensor:
+    """Return the rows (H, d, hidden) of a layer's output projection, in the dtype of the activations.
+
+    The projection is applied to unit vectors, because a backend may store the weights in an order of its own.
+
+    Raises:
+        SpecError: if the layer has no output projection named `o_proj`.
+    """
+    block = model.get_submodule(layer.layer_name.rpartition(".")[0])
+    project, heads, d = getattr(block, "o_proj", None), layer.impl.num_heads, layer.impl.head_size
+    if project is None:
+        raise SpecError("model", layer.layer_name, "has no output projection o_proj")
+    units = torch.eye(heads * d, dtype=layer.kv_cache.dtype, device=layer.kv_cache.device)
+    rows, zero = (project(given)[0] for given in (units, torch.zeros_like(units[:1])))
+    found: Tensor = (rows - zero).view(heads, d, -1)
+    return found
+
+
+def rotary_frequencies(model: Any, layer: Any) -> tuple[Any, float]:
+    """Return the rotary frequencies (d / 2,) and the attention factor of a layer.
+
+    Raises:
+        SpecError: if the layer does not rotate the two halves of a whole head.
+    """
+    block = model.get_submodule(layer.layer_name.rpartition(".")[0])
+    rotary = getattr(block, "rotary_emb", None)
+    if rotary is None or not getattr(rotary, "is_neox_style", False) or rotary.rotary_dim != rotary.head_size:
+        raise SpecError("model", layer.layer_name, "must rotate the two halves of a whole head")
+    if type(rotary).__name__ != "RotaryEmbedding":
+        raise SpecError("model", type(rotary).__name__, "scales rotary frequencies; kvspec reads unscaled frequencies")
+    return rotary._compute_inv_freq(rotary.base).double().cpu().numpy(), 1.0
+
+
+def check_layout(layer: Any, pages: Any) -> None:
+    """Check the views of pages: what the backend writes into block 0 is what kvspec reads there.
+
+    Block 0 is vLLM's null block, which no request uses.
+
+    Raises:
+        SpecError: if the views show different numbers.
+    """
+    d, cache = pages.keys.shape[3], layer.kv_cache
+    keys, values = (
+        torch.arange(pages.size * pages.heads * d, device=cache.device).view(pages.size, pages.heads, d).to(cache.dtype)
+        * sign for sign in (1, -1)
+    )
+    slots = torch.arange(pages.size, device=cache.device)
+    layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
+    found = pages.read(torch.zeros(1, dtype=torch.long, device=cache.device), slots)
+    if not all(torch.equal(own, one.transpose(0, 1)) for own, one in zip(found, (keys, values), strict=True)):
+        backend = layer.attn_backend.get_name()
+        raise SpecError("attention_backend", backend, "stores pages in an unknown order")
+    layer.kv_cache[0].zero_()
+
+
+def replace_block_table(runner: Any, request_id: str, blocks: Sequence[int]) -> None:
+    """Replace the blocks of a running request in the runner's tables."""
+    runner.requests[request_id].block_ids = (list(blocks),)
+    row = runner.input_batch.req_id_to_index.get(request_id)
+    if row is not None:
+        table = runner.input_batch.block_table[0]
+        table.block_table.np[row, : table.num_blocks_per_row[row]] = 0
+        table.add_row(list(blocks), row)
+
+
+def shift_lengths(runner: Any, shifts: Any, counts: Any) -> None:
+    """Subtract the shifts from the lengths and slots of the prepared batch. Positions do not change.
+
+    Args:
+        runner: model runner, after its own `_prepare_inputs`.
+        shifts: number of evicted tokens of each row (NumPy).
+        counts: number of tokens of each row in this step (NumPy).
+    """
+    rows, total = len(shifts), int(counts.sum())
+    given = torch.from_numpy(shifts)
+    runner.seq_lens[:rows] -= given.to(runner.seq_lens)
+    runner.optimistic_seq_lens_cpu[:rows] -= given.to(runner.optimistic_seq_lens_cpu)
+    each = torch.from_numpy(shifts.repeat(counts)).to(runner.positions)
+    starts = runner.query_start_loc.gpu[: rows + 1]
+    runner.input_batch.block_table.compute_slot_mapping(rows, starts, runner.positions[:total] - each)
+    held = runner.input_batch.block_table[0].num_blocks_per_row[:rows]
+    size = runner.input_batch.block_table[0].block_size
+    lengths = runner.optimistic_seq_lens_cpu[:rows].numpy()
+    assert (held * size >= lengths).all(), "a request has more slots than its blocks"
