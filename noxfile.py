@@ -274,8 +274,12 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def trace(session: nox.Session) -> None:
-    """Check that each item of the specification has code, a test, a vector, mutants and an accepted text."""
+    """Check that each item of the specification has code, a test, a vector, mutants and an accepted text.
+
+    Check also that the results matrix judges each method, backend and example engine.
+    """
     run(session, "conformance.assurance.trace", *session.posargs)
+    run(session, "conformance.measure.matrix", "check")
 
 
 @rare

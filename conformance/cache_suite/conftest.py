@@ -45,10 +45,15 @@ def found_model(name: str) -> dict[str, str]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each family with each kind of kept sets; where nothing is evicted, that is about all rows of the family."""
-    from conformance.cache_suite.judge import KINDS, TINY, WHOLE
+    from conformance.cache_suite.judge import ABILITIES, KINDS, TINY, WHOLE
 
     families = list(metafunc.config.stash[_given] or TINY)
     kinds = [kind for kind in KINDS if kind != WHOLE]
+    if "ability" in metafunc.fixturenames:
+        metafunc.parametrize(("family", "ability"), [
+            _about(family, [ability], family, ability) for family in families for ability in ABILITIES
+        ])
+        return
     if "kind" not in metafunc.fixturenames:
         metafunc.parametrize("family", [_about(family, kinds[:1], family) for family in families])
         return

@@ -1,13 +1,15 @@
 """Eviction equals masking, on an engine of anybody's."""
 
+from pathlib import Path
+
 import pytest
 
-from conformance.cache_suite.judge import LENGTHS, LONG, Run, check
+from conformance.cache_suite.judge import BLOCKS, LENGTHS, LONG, Run, check, check_ability
 
 pytestmark = pytest.mark.spec("CC-COMPACT")
 
-NEW = (1, 5, 70)
-"""Tokens read at once behind a compacted cache: a decode step, a question, and more than a block of 64 holds."""
+NEW = (1, 5, 16, 70)
+"""Tokens read at once behind a compacted cache: a decode step, a question, a page, more than a block of 64 holds."""
 
 
 @pytest.mark.parametrize("new", NEW)
@@ -21,7 +23,7 @@ def test_a_call_leaves_nothing_behind(run: Run, folder: str, seed: int, renumber
         check(run, folder, "one set for all", 5, seed + more, renumbered)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", [*LENGTHS, *BLOCKS])
 def test_prompts_of_any_length(run: Run, folder: str, kind: str, length: int, seed: int, renumbered: bool) -> None:
     check(run, folder, kind, 3, seed, renumbered, length)
 
@@ -32,5 +34,13 @@ def test_one_prompt_is_evicted_otherwise(run: Run, folder: str, kind: str, seed:
         check(run, folder, kind, 4, seed, renumbered, again=again)
 
 
-def test_long_prompts(run: Run, folder: str, seed: int, renumbered: bool) -> None:
-    check(run, folder, "one set for all", 3, seed, renumbered, LONG)
+@pytest.mark.parametrize("length", LONG)
+def test_long_prompts(run: Run, folder: str, length: int, seed: int, renumbered: bool) -> None:
+    check(run, folder, "one set for all", 3, seed, renumbered, length)
+
+
+def test_what_a_cache_offers(
+    run: Run, folder: str, ability: str, tmp_path: Path, seed: int, renumbered: bool,
+) -> None:
+    """Each row of a batch, also of prompts that are padded on the left; a cache from its file."""
+    check_ability(run, folder, ability, tmp_path, seed, renumbered)

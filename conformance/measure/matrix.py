@@ -1,14 +1,16 @@
 """`python -m conformance.measure.matrix [NAME ...]`: which implementation is which published method.
 
 Runs the named implementations, or all that this environment has, and writes docs/results/matrix.json and matrix.md.
-Cells of the others stay. `page` writes the page alone. kvpress has an environment of its own.
+Cells of the others stay. `page` writes the page alone. `check`, which CI runs, fails if there is a policy, a backend or
+an example of an engine that nothing judges. `METHOD=NAME` measures one method of one implementation. kvpress has an
+environment of its own.
 """
 
 import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -16,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from conformance.assurance.proofs.coq import build as coq
+from conformance.assurance.proofs.coq import engine as coq_engine
 from conformance.engine.methods import FAMILY
 from conformance.engine.process import Engine
 from conformance.measure.certificates.__main__ import PROGRAMS, compile_engine
@@ -25,7 +28,10 @@ from conformance.verify.__main__ import run
 from conformance.verify.outcomes import Outcome
 from conformance.verify.request import parsed
 from conformance.verify.runs import prepared
+from reference.policies.names import POLICIES
 from spec import SPEC_VERSION
+from spec.backend import BUILT_IN
+from spec.errors import SpecError
 
 STORE, PAGE = (DOCS / "results" / name for name in ("matrix.json", "matrix.md"))
 CONFORMS, DIFFERS, ABSENT, NOT_RUN = "conforms", "differs", "not offered", "not run"
@@ -70,6 +76,12 @@ NOT_HERE: Mapping[str, str] = {
     "official R-KV": "PyPI has no package of [R-KV](https://github.com/Zefan-Cai/R-KV).",
 }
 """Implementations that no environment here can run, and why."""
+UNMEASURED: Mapping[str, str] = {
+    "triton": "needs a GPU; its scores are those of torch",
+    "fullcache": "evicts nothing",
+    "crystalcache": "is judged by the items of its stages",
+}
+"""Backends and policies that the matrix leaves out, and why."""
 PRESS_OF = {
     "streamingllm": "StreamingLLM", "snapkv": "SnapKV", "pyramidkv": "PyramidKV", "chunkkv": "ChunkKV", "tova": "TOVA",
     "keydiff": "KeyDiff", "knorm": "Knorm", "adakv": "AdaKV", "expected-attention": "ExpectedAttention",
@@ -78,8 +90,14 @@ PRESS_OF = {
 }
 
 
+OFFERED: Mapping[str, Collection[str]] = {"kvpress": PRESS_OF, "engine-coq": coq_engine.METHODS}
+"""The methods of implementations that not every environment runs."""
+
+
 def offered(name: str) -> list[str]:
     """The methods for which a backend has code of its own; an engine's hello says what it offers."""
+    if name in OFFERED:
+        return list(OFFERED[name])
     kind, of = IMPLEMENTATIONS[name].options
     if kind != "--backend":
         return engine_methods(of)
@@ -152,6 +170,52 @@ def renewed(name: str) -> Cell:
     return {"version": version(one.package) if one.package else "", "spec": SPEC_VERSION, "cells": cells}
 
 
+def unjudged(store: Mapping[str, Any]) -> list[str]:
+    """Why the matrix is not complete, a line for each policy, backend or engine that nothing judges."""
+    cells = {name: store.get(name, {}).get("cells", {}) for name in IMPLEMENTATIONS}
+    found = [
+        f"policy {name}: conformance.methods has no method of this name" for name in POLICIES
+        if name not in METHODS and name not in UNMEASURED
+    ]
+    found += [
+        f"method {method}: no implementation was compared with the method; measure with {method}=numpy"
+        for method in METHODS if not any(own.get(method, {}).get("verdict") in (CONFORMS, DIFFERS)
+                                         for own in cells.values())
+    ]
+    found += [
+        f"{name}: has no cell of {method}; measure with {method}={name}" for name, own in cells.items()
+        for method in METHODS if method not in own
+    ]
+    commands = " ".join(word for one in IMPLEMENTATIONS.values() for word in one.options)
+    languages = {language for language, _ in PROGRAMS.values()}
+    found += [f"backend {name}: is not in IMPLEMENTATIONS" for name in BUILT_IN
+              if name not in IMPLEMENTATIONS and name not in UNMEASURED]
+    found += [
+        f"engine docs/examples/{file.parent.name}: is not in IMPLEMENTATIONS"
+        for file in sorted((DOCS / "examples").glob("*/engine.*"))
+        if file.parent.name not in languages and f"docs/examples/{file.parent.name}/{file.name}" not in commands
+    ]
+    return found
+
+
+def measure_one(method: str, name: str, store: dict[str, Any]) -> None:
+    """Measure one method of one implementation, whose other cells stay.
+
+    Raises:
+        SpecError: if there is no such method or implementation.
+    """
+    if method not in METHODS or name not in store:
+        raise SpecError("METHOD=NAME", f"{method}={name}", f"must name a method and one of {', '.join(store)}")
+    if runs_here(name):
+        IMPLEMENTATIONS[name].compile()
+    does = method in offered(name)
+    if does and (name == "kvpress" or not runs_here(name)):
+        raise SpecError("METHOD=NAME", f"{method}={name}", f"cannot be measured alone: measure {name}")
+    cell = measured(name, [method])[method] if does else {"verdict": ABSENT}
+    cells = {**store[name]["cells"], method: cell}
+    store[name]["cells"] = {known: cells[known] for known in METHODS if known in cells}
+
+
 def page(store: Mapping[str, Any]) -> str:
     """matrix.md of matrix.json."""
     names = [name for name in IMPLEMENTATIONS if name in store]
@@ -216,11 +280,18 @@ def kvpress_table(store: Mapping[str, Any]) -> Iterator[str]:
 
 def main(names: list[str]) -> int:
     """Run the named implementations, or all that run here, and write both files after each."""
-    if unknown := sorted(set(names) - {*IMPLEMENTATIONS, "page"}):
+    pairs = [name.split("=") for name in names if name.count("=") == 1]
+    if unknown := sorted(name for name in {*names} - {*IMPLEMENTATIONS, "page", "check"} if name.count("=") != 1):
         print(f"no implementation {', '.join(unknown)}: there are {', '.join(IMPLEMENTATIONS)}", file=sys.stderr)
         return 2
     store = json.loads(STORE.read_text(encoding="utf-8")) if STORE.exists() else {}
-    for name in filter(runs_here, [one for one in names or IMPLEMENTATIONS if one != "page"]):
+    if "check" in names:
+        print("\n".join(complaints := unjudged(store)), file=sys.stderr)
+        return int(bool(complaints))
+    for method, name in pairs:
+        measure_one(method, name, store)
+        STORE.write_text(json.dumps(store, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name in filter(runs_here, [one for one in names or IMPLEMENTATIONS if one in IMPLEMENTATIONS]):
         print(name, flush=True)
         before = {key: value for key, value in store.get(name, {}).items() if key != "runs"}
         made = renewed(name)

@@ -100,7 +100,7 @@ SOFT = replace(NESTEDKV, kappa=1.0)
 CERTAIN = {"float64": 1e-6, "float32": 0.02}
 KEYS = [
     (3, 700, 64), (8, 2_000, 128), (16, 1_100, 64), (1, 4_127, 96), (5, 4_128, 32), (2, 9_000, 64), (2, 12_000, 32),
-    (1, 600, 257),
+    (1, 600, 257), (2, 33_100, 16), (1, 66_000, 8),
 ]
 # A mean of many keys errs by their number: where a window is wide, smaller gains keep what is certain.
 OTHERS: list[dict[str, float]] = [
@@ -187,6 +187,25 @@ def _attended_keys(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     ])
 
 
+@pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS")
+@pytest.mark.parametrize("n", [33_000, 66_000])
+def test_keys_whose_numbers_exceed_16_bits(policy_stages: PolicyStages, n: int) -> None:
+    """The last queries look at one key each, all over the cache."""
+    inputs = addressed(Shape("far", 8, 2, 64, 9, before=n))
+    k, q, last = inputs.k, inputs.q, inputs.q.shape[1]
+    received, norms = np.zeros((2, k.shape[1])), 1.0 + np.arange(last)
+    largest = np.zeros((8, k.shape[1]))
+    for h, queries in enumerate(q):
+        for row, query in enumerate(queries):
+            target = (query.astype(np.float64) @ k[h // 4, : n + row + 1].astype(np.float64).T).argmax()
+            received[h // 4, target] += 1
+            largest[h, target] = max(largest[h, target], 1 / norms[row])
+    assert (np.flatnonzero(received.sum(axis=0)) >= n // 2).any()
+    assert np.array_equal(policy_stages.received_attention(q, k, inputs.scaling, None).round(3), received)
+    found = policy_stages.largest_attention(q, k, norms, inputs.scaling, None)
+    assert np.abs(found - largest).max() <= 1e-6
+
+
 @pytest.mark.spec("PO-OBSERVED-ATTENTION")
 @pytest.mark.parametrize(("H", "H_kv", "m", "n", "d", "softcap"), [
     (9, 3, 700, 700, 64, None), (4, 2, 300, 300, 257, None), (5, 1, 1_025, 1_025, 33, None), (8, 1, 400, 400, 64, 2.0),
@@ -232,7 +251,7 @@ def test_largest_attention_of_thousands(
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")
 @pytest.mark.parametrize(("H", "H_kv", "m", "n", "d"), [
     (4, 2, 17, 16, 16), (3, 1, 129, 129, 64), (20, 20, 65, 257, 32), (6, 2, 1_025, 1_025, 64), (2, 1, 255, 400, 256),
-    (34, 2, 33, 513, 16), (2, 2, 3_000, 3_000, 32),
+    (34, 2, 33, 513, 16), (2, 2, 3_000, 3_000, 32), (4, 2, 9, 70_000, 16),
 ])
 def test_expected_attention_of_thousands(
     policy_stages: PolicyStages, precision: str, H: int, H_kv: int, m: int, n: int, d: int,

@@ -40,6 +40,7 @@ ADDRESSED = [
     Shape("chunks-of-four", 8, 4, 64, 1200, replace(WIDE, C=4)),
     Shape("single-chunks", 8, 2, 64, 300, replace(WIDE, C=1)),
     Shape("at-tau", 32, 4, 64, 600, AT_TAU),
+    Shape("turn-on-70000-keys", 4, 2, 64, 130, replace(WIDE, C=64), before=70_000),
     Shape("turn-beyond-2^24", 8, 2, 64, 300, replace(WIDE, C=128), before=1100, start=2**24 - 900),
     Shape("turn-beyond-2^31", 12, 3, 64, 300, replace(WIDE, C=128), before=300, start=2**31 - 500),
     Shape("turn-beyond-2^32", 8, 8, 64, 300, replace(WIDE, C=64), before=150, start=2**32 + 7),

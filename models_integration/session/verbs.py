@@ -24,6 +24,7 @@ from models_integration.cache.continuation import Decision
 from models_integration.cache.dense_layer import DenseLayer
 from models_integration.cache.fixed_size_layers import is_recurrent
 from models_integration.cache.retained_cache import RetainedCache
+from models_integration.cache.snapshot import load_cache, save_cache
 from models_integration.model.architecture import check_free, decoder_inputs, describe
 from models_integration.model.cache_argument import cache_name
 from models_integration.session.inputs import (
@@ -193,29 +194,52 @@ def side_by_side(cache: RetainedCache, rows: int) -> RetainedCache:
 
 
 def after_eviction(
-    prompt_ids: list[int], kept: Mapping[int, Sequence[Sequence[int]]], next_ids: list[int], model: str,
+    prompt_ids: list[Any], kept: Any, next_ids: list[Any], model: str, batch: bool = False,
+    save_to: str | None = None, load_from: str | None = None,
 ) -> Tensor:
     """Return the logits of tokens that a model processes after the eviction of prompt tokens.
 
     This is kvspec's cache as a test subject: `kvspec verify --cache models_integration.session.verbs:after_eviction`.
 
     Args:
-        prompt_ids: n token ids of the prompt.
+        prompt_ids: n token ids of the prompt. With `batch`, this and the next two arguments are lists with an entry for
+            each row, and shorter prompts are padded on the left.
         kept: kept positions, ascending, for each full-attention layer and KV head.
         next_ids: ids of the tokens after the prompt. The first of these tokens has the position n.
         model: folder or name of a transformers model. The model is loaded in float32.
+        batch: True for several rows at once.
+        save_to: file for the cache after eviction. Default: the cache is not saved.
+        load_from: file of a saved cache, which replaces the prompt. Default: the prompt is processed.
 
     Returns:
-        Logits (next tokens, vocabulary).
+        Logits (next tokens, vocabulary). With `batch`: (rows, next tokens, vocabulary).
 
     Raises:
         SpecError: if kvspec does not support the model.
     """
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    sets = [own for layer in sorted(kept) for own in kept[layer]]
-    offsets = np.cumsum([0, *map(len, sets)])
-    retention = Retention(np.concatenate(sets), offsets, len(prompt_ids), Granularity.HEAD)
-    cache = compact(observe(loaded, torch.tensor([prompt_ids], device="cpu")).cache, Decision((retention,)))
-    logits = read(loaded, cache, torch.tensor([next_ids], device="cpu"), last=len(next_ids)).logits
+    prompts, sets, following = (prompt_ids, kept, next_ids) if batch else ([prompt_ids], [kept], [next_ids])
+    cache = load_cache(load_from, loaded) if load_from else _evicted(loaded, prompts, sets)
+    if save_to:
+        save_cache(cache, loaded, save_to)
+    logits = read(loaded, cache, torch.tensor(following, device="cpu"), last=len(following[0])).logits
     assert logits is not None
-    return logits[0]
+    return logits if batch else logits[0]
+
+
+def _evicted(
+    model: PreTrainedModel, prompts: Sequence[list[int]], kept: Sequence[Mapping[int, Sequence[Sequence[int]]]],
+) -> RetainedCache:
+    """Return a cache with a row for each prompt, of which each row stores what it keeps."""
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)], device="cpu")
+    mask = torch.arange(longest, device="cpu") >= torch.tensor(padding, device="cpu")[:, None]
+    full = observe(model, ids, mask.long() if any(padding) else None).cache
+    retentions = []
+    for prompt, sets in zip(prompts, kept, strict=True):
+        groups = [own for layer in sorted(sets) for own in sets[layer]]
+        offsets = np.cumsum([0, *map(len, groups)])
+        positions = np.concatenate(groups).astype(np.int64)
+        retentions.append(Retention(positions, offsets, len(prompt), Granularity.HEAD))
+    return compact(full, Decision(tuple(retentions), padding=torch.tensor(padding) if any(padding) else None))

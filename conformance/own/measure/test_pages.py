@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from conformance.assurance.trace import read_tree
+from conformance.measure import matrix
 from conformance.measure.certificates import __main__ as certificates
 from conformance.measure.certificates import upstream
-from conformance.measure.matrix import CONFORMS, DIFFERS, IMPLEMENTATIONS, PAGE, STORE, cell_of, measured
+from conformance.measure.matrix import CONFORMS, DIFFERS, IMPLEMENTATIONS, PAGE, STORE, cell_of, measured, unjudged
 from conformance.measure.matrix import page as matrix_page
 from conformance.measure.peers.differences import OURS
 from conformance.measure.peers.inputs import SMALL, drawn, positions_of
@@ -210,10 +211,39 @@ CELLS = json.loads(STORE.read_text(encoding="utf-8"))
 def test_the_page_is_that_of_the_file() -> None:
     assert PAGE.read_text(encoding="utf-8") == matrix_page(CELLS)
     assert list(CELLS) == list(IMPLEMENTATIONS)
-    measured_methods = [method for method in METHODS if method in CELLS["numpy"]["cells"]]  # not those that are newer
-    assert all(list(one["cells"]) == measured_methods for one in CELLS.values())
+    assert all(list(one["cells"]) == list(METHODS) for one in CELLS.values())
     verdicts = [cell["verdict"] for one in CELLS.values() for cell in one["cells"].values()]
     assert sum(verdict in (CONFORMS, DIFFERS) for verdict in verdicts) >= 60
+
+
+@pytest.mark.law("as-it-is-described")
+def test_everything_is_judged() -> None:
+    """Each policy, method, backend and example of an engine has a cell in the matrix."""
+    assert unjudged(CELLS) == []
+
+
+@pytest.mark.law("the-proof-has-teeth")
+@pytest.mark.parametrize(("added", "words"), [
+    ("POLICIES", "policy newcomer: conformance.methods has no method"), ("METHODS", "measure with newcomer=numba"),
+    ("METHODS", "method newcomer: no implementation was compared"), ("BUILT_IN", "backend newcomer: is not in"),
+    ("IMPLEMENTATIONS", "newcomer: has no cell of knorm"),
+])
+def test_what_nothing_judges_fails_the_check(
+    added: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    known = getattr(matrix, added)
+    value = matrix.Implementation(("--command", "newcomer")) if added == "IMPLEMENTATIONS" else None
+    monkeypatch.setattr(matrix, added, {**known, "newcomer": value})
+    assert matrix.main(["check"]) == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.law("the-proof-has-teeth")
+def test_an_example_of_an_engine_must_be_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "examples" / "zig").mkdir(parents=True)
+    (tmp_path / "examples" / "zig" / "engine.zig").touch()
+    monkeypatch.setattr(matrix, "DOCS", tmp_path)
+    assert unjudged(CELLS) == ["engine docs/examples/zig: is not in IMPLEMENTATIONS"]
 
 
 @pytest.mark.law("as-it-is-described")

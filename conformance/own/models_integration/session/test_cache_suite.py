@@ -16,7 +16,22 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from conformance.cache_suite import oracle
 from conformance.cache_suite.conftest import found_model
-from conformance.cache_suite.judge import KINDS, LENGTHS, LONG, PROMPT, TINY, WHOLE, check, save_tiny
+from conformance.cache_suite.judge import (
+    ABILITIES,
+    BATCH,
+    BLOCKS,
+    KINDS,
+    LENGTHS,
+    LONG,
+    PADDED,
+    PROMPT,
+    SAVED,
+    TINY,
+    WHOLE,
+    check,
+    check_ability,
+    save_tiny,
+)
 from conformance.cache_suite.oracle import UnknownRotation, check_rotation, frequencies
 from conformance.cache_suite.test_eviction import NEW
 from conformance.checks.refusals import SubjectFailure
@@ -217,9 +232,112 @@ def test_an_engine_that_is_right_on_small_inputs_is_found(
     with pytest.raises(AssertionError):
         for kind, new, length in [
             (RAGGED, 5, PROMPT), (RAGGED, NEW[-1], PROMPT), (RAGGED, 3, LENGTHS[1]), (NEARLY, NEW[0], PROMPT),
-            (FEW, NEW[0], PROMPT), (NOTHING, NEW[0], PROMPT), ("one set for all", 3, LONG),
+            (FEW, NEW[0], PROMPT), (NOTHING, NEW[0], PROMPT), ("one set for all", 3, LONG[0]),
         ]:
             check(engine, place, kind, new, length=length)
+
+
+def whole_pages_kept(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, kept if len(prompt) % 16 else everything(prompt, kept), *rest)
+
+
+def whole_tiles_kept(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, everything(prompt, kept) if len(prompt) == 512 else kept, *rest)
+
+
+def one_kv_head_kept(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, everything(prompt, kept) if len(kept[0]) == 1 else kept, *rest)
+
+
+def late_layers_shared(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, {layer: kept[min(layer, 2)] for layer in kept}, *rest)
+
+
+def short_ids(prompt: list[int], kept: Kept, following: list[int], folder: str) -> Tensor:
+    return after_eviction([one % 2**16 for one in prompt], kept, [one % 2**16 for one in following], folder)
+
+
+def beyond_4096_kept(prompt: list[int], kept: Kept, *rest: Any) -> Tensor:
+    return after_eviction(prompt, everything(prompt, kept) if len(prompt) > 4096 else kept, *rest)
+
+
+@pytest.mark.parametrize(("engine", "family", "calls"), [
+    (whole_pages_kept, "llama", [(EQUAL, 3, length) for length in BLOCKS]),
+    (whole_tiles_kept, "llama", [(EQUAL, 3, length) for length in BLOCKS]),
+    (one_kv_head_kept, "gemma", [(EQUAL, 5, PROMPT)]), (late_layers_shared, "gemma", [(EQUAL, 5, PROMPT)]),
+    (short_ids, "gemma", [(EQUAL, 5, PROMPT)]), (beyond_4096_kept, "llama", [("one set for all", 3, LONG[1])]),
+])
+def test_an_engine_that_is_wrong_on_shapes_of_real_models_is_found(
+    engine: Callable[..., Any], family: str, calls: list[tuple[str, int, int]], tmp_path: Path, folder: str,
+) -> None:
+    place = folder if family == "llama" else str(save_tiny(family, tmp_path))
+    with pytest.raises(AssertionError, match="away from"):
+        for kind, new, length in calls:
+            check(engine, place, kind, new, length=length)
+
+
+def rows_share_sets(prompt: Any, kept: Any, following: Any, folder: str, batch: bool = False, **more: Any) -> Tensor:
+    return after_eviction(prompt, [kept[0]] * 3 if batch else kept, following, folder, batch, **more)
+
+
+def padding_counts(prompt: Any, kept: Any, following: Any, folder: str, batch: bool = False) -> Tensor:
+    """Padding tokens are tokens of the text."""
+    longest = max(map(len, prompt)) if batch else 0
+    prompt = [[0] * (longest - len(row)) + row for row in prompt] if batch else prompt
+    if batch:
+        kept = [{layer: [[at + longest - 40 for at in own] if row == 0 else own for own in sets]
+                 for layer, sets in of_row.items()} for row, of_row in enumerate(kept)]
+    return after_eviction(prompt, kept, following, folder, batch)
+
+
+def loaded_at_zero(
+    prompt: Any, kept: Any, following: Any, folder: str, save_to: str | None = None, load_from: str | None = None,
+) -> Tensor:
+    """The file has the kept sets, and not how many tokens were read."""
+    if load_from:
+        prompt, kept = json.loads(Path(load_from).read_text(encoding="utf-8"))
+        kept = {int(layer): [[at for at in own if at < 39] for own in sets] for layer, sets in kept.items()}
+        prompt = prompt[:-1]
+    if save_to:
+        Path(save_to).write_text(json.dumps([prompt, kept]), encoding="utf-8")
+    return after_eviction(prompt, kept, following, folder)
+
+
+def nothing_saved(
+    prompt: Any, kept: Any, following: Any, folder: str, save_to: str | None = None, load_from: str | None = None,
+) -> Tensor:
+    return after_eviction(prompt, kept, following, folder)
+
+
+@pytest.mark.parametrize(("engine", "ability", "words"), [
+    (rows_share_sets, BATCH, "a batch, row 1 of"), (padding_counts, PADDED, "left padding, row 0 of"),
+    (loaded_at_zero, SAVED, "a cache that was loaded"), (nothing_saved, SAVED, "there is no file"),
+])
+def test_a_mistake_in_what_a_cache_offers_is_found(
+    engine: Callable[..., Any], ability: str, words: str, folder: str, tmp_path: Path,
+) -> None:
+    with pytest.raises(AssertionError, match=words):
+        check_ability(engine, folder, ability, tmp_path)
+
+
+@pytest.mark.parametrize("ability", ABILITIES)
+def test_our_cache_offers_it_and_a_plain_one_need_not(ability: str, folder: str, tmp_path: Path) -> None:
+    check_ability(after_eviction, folder, ability, tmp_path)
+    with pytest.raises(pytest.skip.Exception, match=rf"^{ability}: not served \(the function has no parameter"):
+        check_ability(plain, folder, ability, tmp_path)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda kept: {**kept, 1: [kept[1][0], list(range(PROMPT))]}, "as if layer 1, KV head 1 kept all"),
+    (lambda kept: {**kept, 2: [kept[2][0], kept[2][0]]}, "as if layer 2, KV head 1 kept what head 0 keeps"),
+    (lambda kept: {0: kept[0], **dict.fromkeys((1, 2), [list(range(PROMPT))] * 2)}, "layers 1 and later kept all"),
+    (lambda kept: {**kept, 1: kept[0]}, "as if layer 1 kept what layer 0 keeps"),
+])
+def test_a_mistake_is_told_with_its_layer_head_and_step(
+    change: Callable[[Kept], Kept], words: str, folder: str,
+) -> None:
+    with pytest.raises(AssertionError, match=rf"{words}\nfirst at next token 0, id \d+: expected"):
+        check(lambda prompt, kept, *rest: after_eviction(prompt, change(kept), *rest), folder, EQUAL, 5)
 
 
 def test_a_prompt_that_is_read_again_is_found(folder: str) -> None:
@@ -248,9 +366,9 @@ def SHY(prompt, kept, *rest):
     return plain(prompt, kept, *rest)
 """
 FOUND = {
-    "plain": (0, [*["pass"] * 3, "not served", "pass", "not served", "not served"]),
-    "PADDED": (1, [*["pass"] * 3, "fail", "pass", "fail", "fail"]),
-    "SHY": (1, ["not served"] * 7),
+    "plain": (0, [*["pass"] * 3, "not served", "pass", *["not served"] * 5]),
+    "PADDED": (1, [*["pass"] * 3, "fail", "pass", "fail", "fail", *["not served"] * 3]),
+    "SHY": (1, ["not served"] * 10),
 }
 
 
@@ -279,7 +397,7 @@ def test_a_certificate_names_the_row_of_the_mistake_and_what_is_not_served(
     made = tomllib.loads(Path("found/certificate.toml").read_text(encoding="utf-8"))
     kinds = [kind for kind in KINDS if kind != WHOLE]
     assert {row: said["verdict"] for row, said in made["items"].items()} == dict(
-        zip((f"llama: {kind}" for kind in kinds), expected, strict=True)
+        zip((f"llama: {row}" for row in (*kinds, *ABILITIES)), expected, strict=True)
     )
     assert made["families"] == ([] if name == "SHY" else ["llama"])
     schema = json.loads((SPEC / "certificate.schema.json").read_text(encoding="utf-8"))

@@ -1,0 +1,129 @@
+"""Stages at the head counts and widths of real models, on a few hundred tokens: also a quick run has them.
+
+The scale lane has thousands of tokens.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.checks import scale_checks
+from conformance.oracles.scale import selectors as oracle
+from conformance.strategies.numbers import Numbers
+from conformance.strategies.one_change import CALLS, NONE, SCORES, K, Q
+from conformance.strategies.scale_attention import Shape, laddered
+from conformance.suite.conftest import INTERPRETERS
+from conformance.suite.test_calls import STAGES, parts, stage_of
+from conformance.suite.test_policy_stages import best, kept
+from conformance.suite.test_scale_policies import SOFT, keys, nestedkv_radius
+from conformance.tolerances import UNIT_ROUNDOFF, attention_error, expected_error, received_radius
+from spec.backend import Backend, CrystalStages, NestedKVStages, PolicyStages
+from spec.parameters import PAPER, CrystalCacheParameters
+
+N, LAST = 300, 70
+"""Tokens of a prompt, and its last queries: more than 64, of which half precision loses sums."""
+HEADS = [(32, 8, 64), (9, 3, 64), (28, 4, 128), (8, 1, 128), (64, 8, 64), (15, 5, 64)]
+"""Query heads, KV heads and width: groups of 4, 3, 7, 8, 8 and 3."""
+CAPS = [None, 30.0, 50.0]
+REPEATS = 2_100
+FEWER = {
+    "crystal.coattention": {"q": Q[:, :6], "k": K[:, :6], "positions": np.arange(6)},
+    "diversity.diverse": {"s": SCORES, "V": np.eye(6), "retained": NONE, "k": 2},
+}
+"""Arguments of slow stages in a call that is made that often."""
+
+large = pytest.mark.usefixtures("compiled")
+
+
+def attention_input(H: int, H_kv: int, d: int, queries: int = LAST) -> tuple[Any, Any]:
+    """Queries of the last tokens (H, queries, d), and keys (H_kv, N, d), in float32."""
+    numbers = Numbers(H + d)
+    shapes = ((H, queries, d), (H_kv, N, d))
+    q, k = ((numbers.fractions(h * n * d).reshape(h, n, d) - 0.5).astype(np.float32) for h, n, d in shapes)
+    return q, k
+
+
+@large
+@pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS")
+@pytest.mark.parametrize("softcap", CAPS)
+@pytest.mark.parametrize(("H", "H_kv", "d"), HEADS)
+def test_attention_that_keys_receive(
+    policy_stages: PolicyStages, precision: str, H: int, H_kv: int, d: int, softcap: float | None,
+) -> None:
+    """The sum and the largest of each key's weights, within their certified radius; capped models with sinks."""
+    q, k = attention_input(H, H_kv, d)
+    scaling, norms = 8 * d**-0.5, np.linspace(1.0, 3.0, LAST)
+    sinks = None if softcap is None else np.linspace(-1.0, 1.0, H)
+    A, error = oracle.attended(q, k, scaling, softcap, sinks), attention_error(q, k, scaling, softcap, precision, sinks)
+    received = policy_stages.received_attention(q, k, scaling, softcap, sinks)
+    for head, (got, rows) in enumerate(zip(received, A.reshape(H_kv, -1, N), strict=True)):
+        radius = received_radius(rows, np.tile(error, H // H_kv), precision)
+        assert radius.max() < 0.005 * rows.sum(axis=0).max(), "the inputs leave nothing certain"
+        off = np.abs(got - rows.sum(axis=0)) - radius
+        assert off.max() <= 0, f"KV head {head}, key {off.argmax()}: {got[off.argmax()]} is wrong"
+    largest = policy_stages.largest_attention(q, k, norms, scaling, softcap, sinks)
+    bound = error + 8 * UNIT_ROUNDOFF[precision] * (1 + error)
+    for weights, got in zip(A / norms[:, None], largest, strict=True):
+        assert (got >= (weights * (1 - bound)[:, None]).max(axis=0)).all()
+        assert (got <= (weights * (1 + bound)[:, None]).max(axis=0)).all()
+
+
+@large
+@pytest.mark.spec("PO-EXPECTED-ATTENTION")
+@pytest.mark.parametrize(("H", "H_kv", "d"), HEADS)
+def test_attention_that_is_expected(policy_stages: PolicyStages, precision: str, H: int, H_kv: int, d: int) -> None:
+    q, k = attention_input(H, H_kv, d, N)
+    v = k[:, ::-1] + np.float32(0.25)
+    inv_freq, at = 10_000.0 ** (-np.arange(d // 2) / (d // 2)), np.arange(N)
+    want, mass = oracle.expected(q, k, v, at, at + N, inv_freq, 1.25, 4 / d)
+    error = expected_error(mass, N, d, N, precision)
+    assert error < 0.05, "the inputs leave nothing certain"
+    found = policy_stages.expected_attention(q, k, v, at, at + N, inv_freq, 1.25, 4 / d)
+    assert (np.abs(found - want) <= error * want).all()
+
+
+@large
+@pytest.mark.spec("CC-COATTENTION", "CC-ATTENTION", "CC-SALIENCE", "CC-INTRA", "CC-CROSS")
+@pytest.mark.parametrize(("H", "H_kv", "d"), HEADS)
+def test_the_first_stage(stages: CrystalStages, precision: str, H: int, H_kv: int, d: int) -> None:
+    p: CrystalCacheParameters = CrystalCacheParameters(**{**vars(PAPER), "C": 128})
+    inputs = laddered(Shape("models", H, H_kv, d, N, p))
+    found, want = inputs.run(stages), scale_checks.boxed(inputs, precision)
+    assert not list(scale_checks.salience(found.salience, want, p, precision, strict=False))
+    for name in ("intra", "cross"):
+        index, weight = getattr(found, name), getattr(found, f"{name}_weight")
+        k, tau = getattr(p, f"k_{name}"), getattr(p, f"tau_{name}")
+        assert not list(scale_checks.neighbours(index, weight, getattr(want, name), k, tau, strict=False))
+
+
+@large
+@pytest.mark.spec("NK-SCORE")
+@pytest.mark.parametrize(("H_kv", "d"), [(8, 64), (8, 128), (1, 128), (3, 64)])
+def test_nestedkv(nestedkv_stages: NestedKVStages, precision: str, H_kv: int, d: int) -> None:
+    k = keys(H_kv, N, d)
+    for head, (own, got) in enumerate(zip(k, nestedkv_stages.anomaly_score(k, SOFT), strict=True)):
+        want = oracle.nestedkv(own, SOFT)
+        off = np.abs(got - want.score)
+        assert off.max() <= nestedkv_radius(want, k.shape, SOFT, precision), f"KV head {head}, token {off.argmax()}"
+
+
+@pytest.mark.spec("PO-TOP-UNITS")
+def test_the_best_tokens_of_each_layer_and_head(policy_stages: PolicyStages) -> None:
+    """32 layers of 8 KV heads, of which each keeps another number."""
+    numbers, groups = Numbers(7), 32 * 8
+    scores = numbers.integers(0, 40, groups * N).reshape(groups, N) / 40
+    shares, pinned = numbers.integers(0, N + 1, groups), np.zeros((groups, N), dtype=np.bool_)
+    pinned[:, N - 32 :] = True
+    assert kept(policy_stages, scores, shares, pinned) == best(scores, shares, pinned)
+
+
+@pytest.mark.parametrize("op", STAGES)
+def test_a_result_is_the_same_after_thousands_of_calls(subject: Backend, op: str) -> None:
+    """A server asks a stage that often within minutes. Interpreted code is asked less often."""
+    interpreted = any(os.environ.get(name, "0") not in ("", "0") for name in INTERPRETERS)
+    stage, given = stage_of(subject, op), tuple({**CALLS[op].arguments, **FEWER.get(op, {})}.values())
+    first = parts(stage(*given))
+    for call in range(2, REPEATS // (50 if interpreted else 1)):
+        assert parts(stage(*given)) == first, f"call {call} differs from the first"
