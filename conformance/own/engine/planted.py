@@ -16,7 +16,7 @@ __all__ = ["BUDGET", "CRASHING", "FLOAT32", "MANY_HEADS", "RIGHT", "TIES"]
 EVERY, HEADS = 100, 16
 
 
-class _Over:
+class Over:
     """The reference's stages, but those that a subclass has."""
 
     def __init__(self, stages: Any) -> None:
@@ -26,7 +26,7 @@ class _Over:
         return getattr(self._right, stage)
 
 
-class _HigherIndex(_Over):
+class _HigherIndex(Over):
     """Equal gains go to the higher position: the tokens are read backwards."""
 
     def diverse(self, s: Any, V: Any, retained: Any, k: int, lam: float, /) -> Any:
@@ -34,14 +34,14 @@ class _HigherIndex(_Over):
         return (len(s) - 1 - kept)[::-1]
 
 
-class _OneMore(_Over):
+class _OneMore(Over):
     """A budget of one token more."""
 
     def dissolve(self, score: Any, trunks: Any, impact: Any, D: Any, protected: Any, budget: int, p: Any, /) -> Any:
         return self._right.dissolve(score, trunks, impact, D, protected, budget + 1, p)
 
 
-class _Crashing(_Over):
+class _Crashing(Over):
     """The process ends at every hundredth call."""
 
     calls = itertools.count(1)
@@ -54,7 +54,7 @@ class _Crashing(_Over):
         return found
 
 
-class _ManyHeads(_Over):
+class _ManyHeads(Over):
     """Heads beyond the sixteenth say nothing."""
 
     def received_attention(self, q: Any, k: Any, scaling: float, softcap: float | None, sinks: Any = None, /) -> Any:
