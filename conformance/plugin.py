@@ -64,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
            help="Python function to test with conformance.cache_suite, as module:ATTRIBUTE. It evicts tokens and"
                 " returns logits")
     option("--kvspec-model", metavar="FOLDER",
-           help="folder of the transformers model for --kvspec-cache. Default: tiny random models of four families")
+           help="folder of the transformers model for --kvspec-cache. Default: tiny random models of five families")
     option("--kvspec-positions", choices=POSITIONS,
            help="positions of the tokens that the cache keeps: absolute (default), or renumbered from 0 in each head")
     option("--kvspec-exceptions", metavar="FILE.toml",
