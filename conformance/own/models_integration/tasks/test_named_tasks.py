@@ -27,7 +27,8 @@ pytestmark = pytest.mark.law("as-it-is-described")
 
 SINKS, RECENT = 4, 128
 NAMES = ("pocket", "merged")
-BUILT_IN = sorted(name for name, entry in TABLE.items() if entry.gold)
+BUILT_IN = sorted(name for name, entry in TABLE.items() if entry.gold and name != "placed_fact")
+"""`placed_fact` needs more text than the start of the shipped one: test_placed_fact.py."""
 
 DRAWS = [(3001, 0, 0), (3001, 1, 0), (3001, 1, 1), (9002, 7, 5)]
 
