@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         StreamingLLM,
         calibrate,
         compact,
+        compare,
         decide,
         load_cache,
         observe,
@@ -46,9 +47,9 @@ __version__ = spec.SPEC_VERSION
 
 __all__ = [
     "CrystalCache", "CustomPolicy", "FullCache", "Needs", "PolicyDescription", "Published", "RetainedCache", "Session",
-    "SinkAndRecent", "StreamingLLM", "Verdict", "__version__", "calibrate", "compact", "decide", "describe_policy",
-    "list_policies", "load_cache", "observe", "policy_from_name", "policy_from_score", "prefill", "repeat_template",
-    "save_cache", "sentence_ends", "verify",
+    "SinkAndRecent", "StreamingLLM", "Verdict", "__version__", "calibrate", "compact", "compare", "decide",
+    "describe_policy", "list_policies", "load_cache", "observe", "policy_from_name", "policy_from_score", "prefill",
+    "repeat_template", "save_cache", "sentence_ends", "verify",
 ]
 
 _ELSEWHERE = {

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from models_integration.session.observed import ObservedSegment
     from models_integration.session.session import Session
     from models_integration.session.verbs import compact, observe
+    from models_integration.studies.own_texts import compare
 
 __all__ = [
     "CrystalCache", "CustomPolicy", "Decision", "FullCache", "ObservedSegment", "Prefilled", "Published",
-    "RetainedCache", "RetentionPolicy", "Session", "StreamingLLM", "calibrate", "compact", "decide", "load_cache",
-    "observe", "policy_from_name", "prefill", "repeat_template", "save_cache", "sentence_ends",
+    "RetainedCache", "RetentionPolicy", "Session", "StreamingLLM", "calibrate", "compact", "compare", "decide",
+    "load_cache", "observe", "policy_from_name", "prefill", "repeat_template", "save_cache", "sentence_ends",
 ]
 
 _HOME = {
@@ -48,7 +49,7 @@ _HOME = {
     "Published": "policies.methods", "policy_from_name": "policies.methods",
     "calibrate": "policies.calibration", "Session": "session.session",
     "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",
-    "sentence_ends": "policies.values", "repeat_template": "policies.values",
+    "compare": "studies.own_texts", "sentence_ends": "policies.values", "repeat_template": "policies.values",
 }
 
 

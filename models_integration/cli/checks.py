@@ -62,16 +62,16 @@ def check_counts(**counts: int) -> None:
             raise SpecError(name, count, "must be at least 1")
 
 
-def check_defaults(context: typer.Context, names: Iterable[str], rules: Path) -> None:
-    """Check that options have their default values, because the rules file contains the same settings.
+def check_defaults(context: typer.Context, names: Iterable[str], reason: str) -> None:
+    """Check that options have their default values, for example because a file contains the same settings.
 
     Raises:
-        SpecError: if an option was given.
+        SpecError: if an option was given. The message contains the reason.
     """
     for name in names:
         if getattr(context.get_parameter_source(name), "name", None) != "DEFAULT":
-            reason = f"cannot be used with a rules file: leave out the option, and edit {rules} instead"
-            raise SpecError(name, context.params[name], reason)
+            value = context.params[name]
+            raise SpecError(name, str(value) if isinstance(value, Path) else value, reason)
 
 
 def calibration_of(policies: Iterable[str], path: Path | None) -> Calibration | None:

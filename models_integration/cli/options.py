@@ -9,9 +9,9 @@ import typer
 from spec.errors import SpecError
 
 __all__ = [
-    "Address", "Again", "Attention", "Backend", "Bare", "BatchSize", "Budget", "Device", "Dtype", "Engine", "Figure",
-    "Force", "Lengths", "Model", "Models", "Placements", "Prompt", "Results", "Seeds", "StudyResults", "TableFile",
-    "Tasks", "Workers", "names_of",
+    "Address", "Again", "Answers", "Attention", "Backend", "Bare", "BatchSize", "Budget", "Device", "Dtype", "Engine",
+    "Figure", "Force", "Grade", "Lengths", "Model", "Models", "Placements", "Prompt", "Questions", "Results", "Seeds",
+    "StudyResults", "TableFile", "Tasks", "Text", "Workers", "names_of",
 ]
 
 _YOURS = "For your own task write 'module:ATTRIBUTE' or the name of an entry point."
@@ -44,6 +44,25 @@ TableFile = Annotated[Path | None, typer.Option("--table", help="File for the ta
 Figure = Annotated[
     Path | None,
     typer.Option(help="File for the figure: .svg, .pdf or .png. Figures need pip install 'kvspec\\[plots]'.")
+]
+Questions = Annotated[
+    Path | None,
+    typer.Option(help="CSV or JSONL file with your own questions, in the columns question and answer. Optional columns:"
+                 " text, and evidence (a passage of the text).")
+]
+Text = Annotated[
+    Path | None,
+    typer.Option(help="Text file that the --questions are about. Default: the column text of the --questions.")
+]
+Grade = Annotated[
+    str,
+    typer.Option(help="Grade of answers to the --questions. contains: the model's answer contains the words of the"
+                 " answer. exact: the words are equal. f1: F1 of the words. regex: the answer is a regular expression,"
+                 " which must be found in the model's answer."),
+]
+Answers = Annotated[
+    Path | None,
+    typer.Option(help="CSV file for the answers to the --questions: one row for each policy, budget and question."),
 ]
 Backend = Annotated[
     str, typer.Option(help="Backend that selects the tokens to keep: auto, numpy, numba, torch, triton or"

@@ -8,6 +8,7 @@ import typer
 from models_integration.cli.options import (
     Address,
     Again,
+    Answers,
     Attention,
     Backend,
     Bare,
@@ -18,15 +19,18 @@ from models_integration.cli.options import (
     Engine,
     Figure,
     Force,
+    Grade,
     Lengths,
     Model,
     Models,
     Placements,
+    Questions,
     Results,
     Seeds,
     StudyResults,
     TableFile,
     Tasks,
+    Text,
     Workers,
     names_of,
 )
@@ -37,6 +41,10 @@ _YOURS = "For your own policy write 'module:ATTRIBUTE' or the name of an entry p
 
 _OF_GRIDS = ("grid", "budget", "tasks", "length", "samples", "seed", "model")
 """Options of a sweep over parameters, which cannot be combined with a rules file."""
+_OF_TASKS = ("tasks", "length", "samples", "seed")
+"""Options of `compare` about made samples, which cannot be combined with your own questions."""
+_OF_QUESTIONS = ("text", "grade", "answers")
+"""Options of `compare` that need your own questions."""
 
 
 def paper(
@@ -87,6 +95,8 @@ def paper(
 
 
 def compare(
+    context: typer.Context,
+    questions: Questions = None, text: Text = None, grade: Grade = "contains",
     policies: Annotated[
         str,
         typer.Option(help="Comma-separated policies (`kvspec policies` lists the names). Write snapkv(W=16) to set a"
@@ -110,10 +120,16 @@ def compare(
     ] = None,
     model: Models = "pocket", bare: Bare = False, backend: Backend = "auto", device: Device = "cpu",
     dtype: Dtype = "auto", attn: Attention = "auto", batch_size: BatchSize = 12, workers: Workers = 1,
-    engine: Engine = "processes", address: Address = "", again: Again = False, table: TableFile = None,
-    figure: Figure = None, out: Results = Path("results"), force: Force = False,
+    engine: Engine = "processes", address: Address = "", again: Again = False, answers: Answers = None,
+    table: TableFile = None, figure: Figure = None, out: Results = Path("results"), force: Force = False,
 ) -> None:
-    """Compare policies on tasks at several budgets, print tables, and write an HTML report.
+    """Compare policies on your own questions or on tasks, print tables, and write an HTML report.
+
+    Example: kvspec compare --text report.txt --questions questions.csv --policies snapkv,kvzip --budgets 0.3
+
+    The model reads each text once, and no text is cut. For each policy and budget, the model answers every question
+    from the tokens that the policy keeps. No token is evicted while the model reads a question. Without --questions,
+    the samples come from --tasks.
 
     Each policy scores the tokens of a prompt once, and uses the same scores at every budget. All policies are compared
     at the same budgets. The exit code is 1 if a control fails. A failed control means that the task is not a valid test
@@ -122,21 +138,34 @@ def compare(
     A second run skips the results that are stored in --out. With --write-rules the command only writes a rules file for
     kvspec sweep or kvspec study.
     """
+    from models_integration.cli.checks import check_defaults
     from models_integration.cli.study_runs import Running, run, save_rules, study_of
     from models_integration.studies.evidence.rules import rules_of
+    from models_integration.studies.own_texts import question_study
     from models_integration.studies.subject import Loading
     from models_integration.studies.workers import Launch
 
-    study = study_of(
-        "Comparison", names_of("policies", policies), budgets, tasks, length, samples, seed, placement, model,
-        controls=controls, bare=bare, calibration=str(calibration.resolve()) if calibration else "",
-    )
+    names, calibrated = names_of("policies", policies), str(calibration.resolve()) if calibration else ""
+    if questions is None:
+        check_defaults(context, _OF_QUESTIONS, "needs your own questions: add --questions FILE.csv")
+        study = study_of(
+            "Comparison", names, budgets, tasks, length, samples, seed, placement, model, controls=controls, bare=bare,
+            calibration=calibrated,
+        )
+    else:
+        check_defaults(context, _OF_TASKS, "cannot be used with --questions: leave out one of the two")
+        study = question_study(
+            questions, text, grade, title="Comparison", policies=names, budgets=names_of("budgets", budgets),
+            placements=names_of("placements", placement), models=names_of("model", model), bare=bare,
+            controls=controls, calibration=calibrated,
+        )
     if write_rules is not None:
         save_rules(study, write_rules, force)
         return
-    running = Running(out, batch_size=batch_size, again=again, table=table, figure=figure, force=force)
-    rules = rules_of(**study)
-    run(rules, Loading("", backend, device, dtype, attn), running, Launch(workers, engine, address))
+    running = Running(
+        out, batch_size=batch_size, again=again, table=table, figure=figure, force=force, answers=answers
+    )
+    run(rules_of(**study), Loading("", backend, device, dtype, attn), running, Launch(workers, engine, address))
 
 
 def demo(
@@ -208,7 +237,8 @@ def sweep(
     if rules is None:
         made = grid_rules(grid, budget, tasks, length, samples, seed, model, bare)
     else:
-        check_defaults(context, _OF_GRIDS, rules)
+        reason = f"cannot be used with a rules file: leave out the option, and edit {rules} instead"
+        check_defaults(context, _OF_GRIDS, reason)
         made = rules_in(rules, bare)
     running = Running(
         out, batch_size=batch_size, again=again, file=rules, table=table, figure=figure, force=force

@@ -31,6 +31,7 @@ from models_integration.studies.evidence.run import (
     run_items,
 )
 from models_integration.studies.evidence.tables import failures, grouped
+from models_integration.studies.own_texts import answer_table, own_rows, question_results
 from models_integration.studies.page import Html, page
 from models_integration.studies.report import (
     TABLES,
@@ -47,6 +48,7 @@ from models_integration.studies.results import STUDY, Row, load_rows
 from models_integration.studies.subject import Loading, Subject
 from models_integration.studies.workers import Launch, failed_samples, first_failure
 from models_integration.tasks.needle import CONFIRM
+from models_integration.tasks.registry import files_of, resolve_task
 from reference.calibration import Calibration
 from spec.errors import SpecError
 from spec.files import check_output, check_results
@@ -79,6 +81,10 @@ GRIDS: dict[str, tuple[str, ...]] = {
 """Policies of each grid: CrystalCache with the parameters of the paper, then CrystalCache with changed parameters."""
 
 
+_EVERY = 10_000
+"""Number of questions that no context has, for files and your own tasks, of which no question may be left out."""
+
+
 def study_of(
     title: str, policies: Sequence[str], budgets: str, tasks: str, lengths: str, samples: int, seeds: str,
     placements: str, models: str, *, controls: bool, bare: bool, calibration: str = "",
@@ -86,12 +92,15 @@ def study_of(
     """Return the entries of the table [study] of a rules file that has the same meaning as the options.
 
     Raises:
-        SpecError: if a list is empty, or if a seed or length is not a whole number.
+        SpecError: if a list is empty, if there is no sample, or if a seed or length is not a whole number.
     """
+    check_counts(samples=samples)
+    built_in = all(resolve_task(name).built_in for name in names_of("tasks", tasks))
     checked = tuple(CONTROL_BOUNDS) if controls else ()
     return {
-        "title": title, "models": names_of("model", models), "contexts": samples, "questions": 1,
-        "seeds": _numbers("seeds", seeds), "lengths": _numbers("lengths", lengths),
+        "title": title, "models": names_of("model", models), "contexts": samples,
+        "questions": 1 if built_in else _EVERY, "seeds": _numbers("seeds", seeds),
+        "lengths": _numbers("lengths", lengths),
         "placements": names_of("placements", placements), "tasks": names_of("tasks", tasks),
         "policies": [name for name in policies if name != FULL], "budgets": names_of("budgets", budgets),
         "controls": [*((FULL,) if FULL in policies else ()), *checked], "bare": bare,
@@ -161,6 +170,7 @@ class Running:
         table: file for the table of results. None: no table.
         figure: file for the figure. None: no figure.
         force: if True, the written files may replace files that kvspec did not make.
+        answers: file for the answers to your own questions. None: no file.
     """
 
     out: Path
@@ -171,6 +181,7 @@ class Running:
     table: Path | None = None
     figure: Path | None = None
     force: bool = False
+    answers: Path | None = None
 
 
 def run(rules: Rules, loading: Loading, running: Running, launch: Launch | None = None) -> None:
@@ -210,7 +221,8 @@ def _checked(rules: Rules, running: Running) -> tuple[Rules, Calibration | None]
     check_order(rules, load_rows(running.out / STUDY), parts)
     if rules.claims and CONFIRM in parts and running.file is not None:
         rules = replace(rules, commit=registered(rules, running.file))
-    check_outputs(running.table, running.figure, _files_of(rules, running.file), running.force)
+    outputs = {"table": running.table, "figure": running.figure, "answers": running.answers}
+    check_outputs(outputs, _files_of(rules, running.file), running.force)
     return rules, calibration
 
 
@@ -247,7 +259,7 @@ def print_audit(folder: Path) -> None:
 def _files_of(rules: Rules, file: Path | None) -> list[Path]:
     """Return the paths that a run reads: the rules file, the calibration file and the files of tasks."""
     folder = file.parent if file else Path()
-    tasks = [Path(task.partition(":")[2].partition("(")[0]) for task in rules.tasks if ":" in task]
+    tasks = [path for task in rules.tasks for path in files_of(task)]
     return [*([file] if file else []), *([folder / rules.calibration] if rules.calibration else []), *tasks]
 
 
@@ -261,8 +273,13 @@ def _show(rows: Sequence[Row], rules: Rules, console: Console, running: Running)
     measured, controls = ([row for row in counted if row["control"] is kind] for kind in (False, True))
     for table in [*summary_tables(measured, console.width), *([control_table(controls)] if controls else [])]:
         console.print(table)
+    for found in question_results(own_rows(rows)):
+        console.print(found, highlight=False, soft_wrap=isinstance(found, str))
     write_page(running.out, [rules] if running.file else [])
     write_outputs(rows, running.table, running.figure)
+    if running.answers is not None:
+        publish_readable(running.answers, answer_table(own_rows(rows)).to_csv(index=False).encode())
+        say(str(running.answers))
     failed = failed_controls(controls)
     if failed:
         console.print(f"controls FAIL: {', '.join(failed)}. With this model, length and budget, the comparison is"
@@ -280,9 +297,10 @@ class Work:
     def __init__(self, rules: Rules, subject: Subject, running: Running) -> None:
         self.rules, self.subject, self.running = rules, subject, running
         self.policies: dict[str, Method] = methods(rules, self.subject)
-        self.warnings = list(check_budgets(rules, self.policies))
         check_controls(rules, {name: method.policy for name, method in self.policies.items()})
         self.items: list[Item] = list(items(rules, self.subject, _parts(running)))
+        lengths = dict.fromkeys(item.context_length for item in self.items)
+        self.warnings = list(check_budgets(rules, self.policies, lengths))
         self.failed = False
 
     def measure(self, console: Console) -> bool:
@@ -321,6 +339,8 @@ class Work:
 PAGE = "report.html"
 FIGURES = (".svg", ".pdf", ".png")
 """Suffixes that the file of a figure can have."""
+ANSWERS = (".csv",)
+"""Suffixes that the file of answers can have."""
 
 
 def write_report(
@@ -337,24 +357,25 @@ def write_report(
         check_results("out", folder, (PAGE,), STUDY, force)
     else:
         check_output("out", out, reads, force)
-    check_outputs(table, figure, reads, force)
+    check_outputs({"table": table, "figure": figure}, reads, force)
     write_page(folder, [load_rules(path) for path in rules], out)
     write_outputs(merged(load_rows(folder / STUDY)), table, figure)
 
 
-def check_outputs(table: Path | None, figure: Path | None, reads: Sequence[Path], force: bool) -> None:
-    """Check that the files of the table and the figure have a known suffix and can be written, as in `check_output`.
+def check_outputs(outputs: Mapping[str, Path | None], reads: Sequence[Path], force: bool) -> None:
+    """Check that the files (by option) have a suffix of their option and can be written, as in `check_output`.
 
     Raises:
         SpecError: if a suffix is unknown, if a file cannot be written, or if a figure needs matplotlib.
     """
-    for option, path, forms in (("table", table, TABLES), ("figure", figure, FIGURES)):
+    forms = {"table": TABLES, "figure": FIGURES, "answers": ANSWERS}
+    for option, path in outputs.items():
         if path is not None:
-            if path.suffix not in forms:
-                raise SpecError(option, str(path), f"must end in {' or '.join(forms)}")
+            if path.suffix not in forms[option]:
+                raise SpecError(option, str(path), f"must end in {' or '.join(forms[option])}")
             check_output(option, path, reads, force)
-    if figure is not None and find_spec("matplotlib") is None:
-        raise SpecError("figure", str(figure), "needs matplotlib: pip install 'kvspec[plots]'")
+    if outputs.get("figure") is not None and find_spec("matplotlib") is None:
+        raise SpecError("figure", str(outputs["figure"]), "needs matplotlib: pip install 'kvspec[plots]'")
 
 
 def write_outputs(rows: Sequence[Row], table: Path | None, figure: Path | None) -> None:

@@ -1,6 +1,8 @@
 """Numbers and terminal output of studies: estimates, the summary of samples by cell, progress, titles and tables."""
 
 import math
+import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from models_integration.cache.atomic_file import publish_readable
 from models_integration.studies.answers import read_budget
 from models_integration.studies.evidence.kept import CONTROL_BOUNDS, FULL, control_tokens
 from models_integration.studies.results import Row
+from models_integration.tasks.registry import OWN_QUESTIONS
 from reference.statistics import bootstrap, draws, mcnemar, wilson
 from spec.arrays import Float64, Vector
 from spec.errors import SpecError
@@ -101,6 +104,8 @@ def mean_of(values: Float64[Vector, " n"], resamples: int = RESAMPLES) -> Estima
 
 _LINE_EVERY = 5.0
 """Number of seconds between two lines."""
+_SILENT = 2.0
+"""Number of seconds without a display of progress."""
 
 
 def say(text: str, console: Console | None = None) -> None:
@@ -109,32 +114,41 @@ def say(text: str, console: Console | None = None) -> None:
 
 
 @contextmanager
-def progress_bar(console: Console, total: int, every: float = _LINE_EVERY) -> Iterator[Callable[[str], None]]:
+def progress_bar(
+    console: Console, total: int, every: float = _LINE_EVERY, after: float = _SILENT,
+) -> Iterator[Callable[[str], None]]:
     """Context manager that shows the progress of `total` parts. Call its value once per part, with the part's title.
 
-    In a terminal, a bar is shown, otherwise a line every few seconds.
+    In a terminal, a bar is shown, otherwise a line every few seconds. Nothing is shown in the first `after` seconds.
     """
     if not console.is_terminal:
-        yield _Lines(console, total, every)
+        yield _Lines(console, total, every, after)
         return
     columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=total)
+    progress = Progress(*columns, console=console)
+    bar = progress.add_task("reads the first prompt", total=total)
+    start = threading.Timer(after, progress.start)
+    start.start()
+    try:
         yield lambda what: progress.update(bar, advance=1, description=what)
+    finally:
+        start.cancel()
+        start.join()
+        progress.stop()
 
 
 class _Lines:
     """Progress as lines: at the first part, at the last part, and every few seconds."""
 
-    def __init__(self, console: Console, total: int, every: float) -> None:
-        self._console, self._total, self._every = console, total, every
+    def __init__(self, console: Console, total: int, every: float, after: float) -> None:
+        self._console, self._total, self._every, self._after = console, total, every, after
         self._done, self._start, self._said, self._first = 0, time.monotonic(), -every, 0.0
 
     def __call__(self, what: str) -> None:
         self._done += 1
         spent = time.monotonic() - self._start
         self._first = self._first or spent
-        if self._done in (1, self._total) or spent - self._said >= self._every:
+        if spent >= self._after and (self._done in (1, self._total) or spent - self._said >= self._every):
             self._said = spent
             line = f"{self._done}/{self._total}  {what}"
             if self._done > 1:  # the first part includes loading and compilation
@@ -144,7 +158,9 @@ class _Lines:
 
 
 def title_of(task: str) -> str:
-    """Return the title of a task. The title of a user's task is the given name."""
+    """Return the title of a task. The title of a user's task is the given name, or the file and grade of questions."""
+    if named := re.fullmatch(rf'{OWN_QUESTIONS}\(file="(.+?)".*?(?:grade="(\w+)")?\)', task):
+        return f"{named[1]} ({named[2]})" if named[2] else named[1]
     return task.replace("_", " ").capitalize() if task.isidentifier() else task
 
 

@@ -32,7 +32,8 @@ from spec.errors import SpecError
 from spec.validate import check_choices
 
 __all__ = [
-    "ATTENTION", "AUTO", "DTYPES", "SHIPPED", "Loading", "Subject", "policy_in_rows", "policy_with", "versioned",
+    "ATTENTION", "AUTO", "DTYPES", "SHIPPED", "Loading", "Subject", "policy_in_rows", "policy_with", "subject_of",
+    "versioned",
 ]
 
 SHIPPED = {"pocket": ASSETS, "chat": CHAT_ASSETS}
@@ -192,12 +193,24 @@ class Loading:
             raise SpecError("model", self.model, f"cannot be loaded ({first.strip()}); {way_out}") from error
         loaded.to(self.device)
         loaded.train(False)
-        ends = loaded.generation_config.eos_token_id
-        stop = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        sentences = sentence_ends(tokenizer)
-        chosen = CrystalCache(sentence_ends=sentences, backend=self.backend).backend
         label = Path(self.model).name if self.attn == AUTO else f"{Path(self.model).name}+{self.attn}"
-        return Subject(label, loaded, tokenizer, sentences, chosen, frozenset(stop))
+        return subject_of(label, loaded, tokenizer, self.backend)
+
+
+def subject_of(
+    label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, backend: str = AUTO,
+    calibration: Calibration | None = None,
+) -> Subject:
+    """Return the subject for a loaded model and its tokenizer.
+
+    Raises:
+        BackendUnavailable: if the backend cannot run on this machine.
+    """
+    ends = model.generation_config.eos_token_id
+    stop = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    sentences = sentence_ends(tokenizer)
+    chosen = CrystalCache(sentence_ends=sentences, backend=backend).backend
+    return Subject(label, model, tokenizer, sentences, chosen, frozenset(stop), calibration)
 
 
 def _loaded(model: str, dtype: str, attn: str) -> tuple[Any, PreTrainedTokenizerBase]:

@@ -6,12 +6,12 @@ digits. Windows of the text have no token in common.
 """
 
 import string
-from bisect import bisect_left
-from collections.abc import Callable, Container, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -150,6 +150,20 @@ class Ground:
     def room(self, length: int, *pieces: Sequence[int]) -> int:
         """Return the number of context tokens that are left after the frame's opening and some pieces."""
         return length - len(self.frame.opening) - sum(map(len, pieces))
+
+    def spans(self, text: str, found: Collection[Span]) -> tuple[Span, ...]:
+        """Return the token spans of character spans of `text`, which follows the frame's opening; ascending.
+
+        A tokenizer without offsets (one in pure Python) gives no spans.
+        """
+        tokenizer, first = cast("Any", self.tokenizer), len(self.frame.opening)
+        if not found or not getattr(tokenizer, "is_fast", False):
+            return ()
+        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        starts, stops = zip(*offsets, strict=True)
+        return tuple(sorted(
+            (first + bisect_right(stops, start), first + bisect_left(starts, stop)) for start, stop in found
+        ))
 
     def sample(
         self, context: tuple[int, ...], question: str, opening: str, answer: str, evidence: Sequence[Span], *,

@@ -12,11 +12,9 @@ The prompts of SCBench are from microsoft/MInference `scbench/eval_utils.py` (MI
 
 import ast
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 from models_integration.tasks.assembly import bare
 from models_integration.tasks.context import Ground, Span
@@ -289,13 +287,5 @@ def _of_infinitebench(ground: Ground, row: Row, dataset: str) -> Sample:
 
 def _stands(ground: Ground, text: str, references: Sequence[str]) -> tuple[Span, ...]:
     """Return the token spans of all whole-word occurrences of references, ascending."""
-    tokenizer, first = cast("Any", ground.tokenizer), len(ground.frame.opening)
-    if not getattr(tokenizer, "is_fast", False):
-        return ()
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    starts, stops = zip(*offsets, strict=True)
     words = [rf"(?<!\w){re.escape(one)}(?!\w)" for one in references if one]
-    found = {match.span() for word in words for match in re.finditer(word, text)}
-    return tuple(sorted(
-        (first + bisect_right(stops, start), first + bisect_left(starts, stop)) for start, stop in found
-    ))
+    return ground.spans(text, {match.span() for word in words for match in re.finditer(word, text)})

@@ -17,14 +17,20 @@ from spec.errors import SpecError
 from spec.validate import check_choices
 
 __all__ = [
-    "BOXED", "CONTAINS", "FIRST_NUMBER", "MATH_BOXED", "METRICS", "OPTION", "RIGHT_OR_WRONG", "STRING_MATCH_ALL",
-    "boxed", "is_exact_match", "judge",
+    "BOXED", "CONTAINS", "FIRST_NUMBER", "GRADES", "MATH_BOXED", "METRICS", "OPTION", "REGEX", "RIGHT_OR_WRONG",
+    "ROUGE_L", "STRING_MATCH_ALL", "boxed", "is_exact_match", "judge",
 ]
 
 FIRST_NUMBER, CONTAINS, STRING_MATCH_ALL, BOXED = "first number", "contains", "string_match_all", "boxed number"
-MATH_BOXED, OPTION = "boxed, by math-verify", "option letter"
+MATH_BOXED, OPTION, ROUGE_L = "boxed, by math-verify", "option letter", "rouge_l"
 RIGHT_OR_WRONG = (FIRST_NUMBER, CONTAINS)
 """Metrics with results 0 or 1. An answer that begins with the gold answer's tokens is right."""
+REGEX = "regex"
+GRADES = {
+    "contains": "contains the words", "exact": "exact words of a line", "f1": "qa_f1 of a line",
+    REGEX: "regular expression",
+}
+"""Metric of each grade for your own questions. The normalisation of words is the one of SQuAD."""
 _NUMBER = re.compile(r"[+-]?[^\W_]*\d[^\W_]*(?:[.,]\d+)*")
 """Pattern of a number, with attached letters, sign, thousands separators and decimals."""
 _BOX = re.compile(r"\\boxed\{([^{}]*)\}")
@@ -114,6 +120,19 @@ def _qa_f1(answer: str, truth: str) -> float:
     return 2 * same / (len(said) + len(gold)) if same else 0.0
 
 
+def _same_words(answer: str, truth: str) -> bool:
+    """Return True if the normalised words are equal. A reference without words must equal the answer literally."""
+    return _words(answer) == _words(truth) if _words(truth) else answer.strip() == truth.strip()
+
+
+def _has_words(answer: str, truth: str) -> bool:
+    """Return True if the normalised words of the reference follow each other in the answer."""
+    said, gold = _words(answer), _words(truth)
+    if not gold:
+        return truth.strip() in answer
+    return any(said[at : at + len(gold)] == gold for at in range(len(said) - len(gold) + 1))
+
+
 def _share_of_numbers(answer: str, wanted: str) -> float:
     numbers = re.findall(r"\d+", answer)
     return numbers.count(wanted) / len(numbers) if numbers else 0.0
@@ -198,7 +217,10 @@ METRICS: Mapping[str, Metric] = {
     "string_match_part": _match_part,
     "qa_f1": _best(_qa_f1),
     "qa_f1 of a line": _best(_qa_f1, first_line=True),
-    "rouge_l": _best(_rouge_l),
+    GRADES["contains"]: _best(_has_words),
+    GRADES["exact"]: _best(_same_words, first_line=True),
+    GRADES[REGEX]: _best(lambda answer, pattern: re.search(pattern, answer) is not None),
+    ROUGE_L: _best(_rouge_l),
     "rouge_l of a line": _best(_rouge_l, first_line=True),
     "classification": _best_label,
     "retrieval": _best(_retrieval),

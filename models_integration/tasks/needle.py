@@ -26,7 +26,7 @@ from models_integration.tasks.assembly import (
     encode,
     joiner,
 )
-from models_integration.tasks.metrics import FIRST_NUMBER, judge
+from models_integration.tasks.metrics import FIRST_NUMBER, ROUGE_L, judge
 from spec.errors import SpecError
 from spec.validate import check_choices
 
@@ -130,6 +130,12 @@ class Sample:
     def part(self) -> str:
         """Part of a study: DEV or CONFIRM. Contexts that share text belong to the same part."""
         return part_of(self.group)
+
+    @property
+    def scored(self) -> bool:
+        """False for the continuation of a text, which has no right answer: only the likelihood is measured."""
+        continues = self.metric == ROUGE_L and bool(self.answer_ids)
+        return bool(self.evidence or self.references) or not continues
 
     @property
     def length(self) -> int:

@@ -33,7 +33,7 @@ from models_integration.tasks.loaders import (
     ruler_file,
     scbench_file,
 )
-from models_integration.tasks.metrics import BOXED, CONTAINS, FIRST_NUMBER, STRING_MATCH_ALL
+from models_integration.tasks.metrics import BOXED, CONTAINS, FIRST_NUMBER, REGEX, STRING_MATCH_ALL
 from models_integration.tasks.needle import (
     CONFIRM,
     DELAYED_ASSOCIATION,
@@ -46,6 +46,7 @@ from models_integration.tasks.needle import (
     needle_sample,
 )
 from models_integration.tasks.placed_fact import placed_fact_samples
+from models_integration.tasks.questions import question_task
 from models_integration.tasks.rows import OfFile
 from models_integration.tasks.ruler import DIALECTS, NIAH, niah_samples, variable_tracking_samples
 from models_integration.tasks.ruler_words import cwe_samples, fwe_samples, vt_samples
@@ -54,8 +55,12 @@ from spec.errors import SpecError
 from spec.plugins import find_plugin
 
 __all__ = [
-    "CHAINS", "ENTRY_POINTS", "FILES", "QUESTIONS", "TABLE", "TEXTS", "Entry", "Task", "resolve_task",
+    "CHAINS", "ENTRY_POINTS", "FILES", "OWN_QUESTIONS", "QUESTIONS", "TABLE", "TEXTS", "Entry", "Task", "files_of",
+    "resolve_task",
 ]
+
+OWN_QUESTIONS = "questions"
+"""Name of the task of your own questions: `questions(file="q.csv", text="t.txt", grade="exact")`."""
 
 ENTRY_POINTS = "kvspec.tasks"
 QUESTIONS, CHAINS = 5, 2
@@ -78,7 +83,9 @@ class Entry:
             decides.
         placements: supported positions of the question.
         gold: True if the gold answer has tokens, so that its likelihood can be measured.
-        rows: number of contexts in a benchmark file; 0 for all other tasks.
+        rows: number of contexts in a file; 0 for all other tasks.
+        longest: function that returns the number of tokens of the longest context, for a file whose contexts are never
+            cut. None: the requested length counts.
     """
 
     about: str
@@ -89,6 +96,7 @@ class Entry:
     placements: tuple[str, ...] = PLACEMENTS
     gold: bool = True
     rows: int = 0
+    longest: Callable[[Ground], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,9 +114,13 @@ class Task:
     digest: str = ""
 
     @property
-    def of_file(self) -> bool:
-        """True if the contexts come from a file. They may then be shorter than the requested length."""
-        return self.entry.assembly == FILE
+    def built_in(self) -> bool:
+        """True if the samples are made by kvspec, and come neither from a file nor from the user's function."""
+        return self.entry.assembly not in (FILE, OWN)
+
+    def lengths(self, ground: Ground, requested: Sequence[int]) -> Sequence[int]:
+        """Return the requested lengths, or the length of the longest context if the contexts are never cut."""
+        return requested if self.entry.longest is None else (self.entry.longest(ground),)
 
     def check_placement(self, placement: str) -> None:
         """Check that the task supports a placement.
@@ -123,7 +135,7 @@ class Task:
             raise SpecError("placements", placement, reason)
 
     def __call__(self, ground: Ground, length: int, index: int, seed: int) -> tuple[Sample, ...]:
-        """Return the samples of context number `index`: `length` tokens, or at most `length` tokens for a file.
+        """Return the samples of context number `index`: `length` tokens, or at most that of a file or own function.
 
         Raises:
             SpecError: if the task raises the error, or if the task returns invalid samples.
@@ -132,9 +144,13 @@ class Task:
         if not samples or not all(isinstance(sample, Sample) for sample in samples):
             raise SpecError("task", self.name, "must return only Sample objects, and at least one Sample")
         context = samples[0].context_ids
-        fits = len(context) == length or (self.of_file and 0 < len(context) < length)
-        if not fits or any(sample.context_ids != context for sample in samples):
-            raise SpecError("task", self.name, f"must return a context of {length} tokens, but returned {len(context)}")
+        if not (len(context) == length or (not self.built_in and 0 < len(context) < length)):
+            n = len(context)
+            reason = f"has a context of {n} tokens, and must have 1 to {length}: give --length {n}" if n else "is empty"
+            raise SpecError("task", self.name, reason)
+        if any(sample.context_ids != context for sample in samples):
+            reason = "must return samples with equal context_ids: all questions have one context"
+            raise SpecError("task", self.name, reason)
         for start, stop in (span for sample in samples for span in sample.evidence):
             if not 0 <= start < stop <= len(context):
                 raise SpecError("task", self.name, f"has evidence at {(start, stop)}, outside its {length} tokens")
@@ -224,9 +240,10 @@ FILES: Mapping[str, Callable[[Path], OfFile]] = {
 def resolve_task(text: str) -> Task:
     """Return the task with this name.
 
-    A name is a task of `TABLE` with or without constants, as in `needle(depth=0.5)`. A name can also be `KIND:PATH` for
-    a benchmark file (a kind of `FILES`), `module:ATTRIBUTE` for your own function, or the name of an entry point. The
-    module can be installed or in the current folder.
+    A name is a task of `TABLE` with or without constants, as in `needle(depth=0.5)`. `questions(file="q.csv")` reads
+    your own questions, also with `text="t.txt"` and `grade="f1"`. A name can also be `KIND:PATH` for a benchmark file
+    (a kind of `FILES`), `module:ATTRIBUTE` for your own function, or the name of an entry point. The module can be
+    installed or in the current folder.
 
     Raises:
         SpecError: if the file does not have the format of its kind, if the name or a constant is unknown, if the module
@@ -237,12 +254,44 @@ def resolve_task(text: str) -> Task:
         entry = TABLE[name]
         constants = _constants(text, rest, entry.constants) if bracket else {}
         return Task(text, replace(entry, make=partial(entry.make, **constants)) if constants else entry)
+    if name == OWN_QUESTIONS and bracket:
+        return _question_task(text, rest)
     kind, _, path = text.partition(":")
-    if kind in FILES:
-        turns = PLACEMENTS[:1] if "turns" in kind else PLACEMENTS
-        made = FILES[kind](Path(path))
-        return Task(text, Entry(kind, made, "", FILE, placements=turns, rows=made.rows))
-    return _own_task(text, TABLE)
+    return _file_task(text, kind, Path(path)) if kind in FILES else _own_task(text, TABLE)
+
+
+def files_of(text: str) -> list[Path]:
+    """Return the paths in the name of a task: the files of your own questions, or a benchmark file.
+
+    Raises:
+        SpecError: if the constants of your own questions are invalid.
+    """
+    name, _, rest = text.partition("(")
+    if name == OWN_QUESTIONS:
+        constants = _question_constants(text, rest)
+        return [Path(constants[key]) for key in ("file", "text") if key in constants]
+    return [Path(text.partition(":")[2].partition("(")[0])] if ":" in text else []
+
+
+def _question_constants(text: str, rest: str) -> dict[str, Any]:
+    constants = _constants(text, rest, ("file", "text", "grade"))
+    if "file" not in constants:
+        raise SpecError("task", text, 'lacks the file of questions, as in questions(file="q.csv")')
+    return constants
+
+
+def _question_task(text: str, rest: str) -> Task:
+    constants = _question_constants(text, rest)
+    made = question_task(**constants)
+    entry = Entry(OWN_QUESTIONS, made, "", FILE, rows=len(made.questions), longest=made.longest)
+    return Task(text, replace(entry, gold=made.grade != REGEX))
+
+
+def _file_task(text: str, kind: str, path: Path) -> Task:
+    if not path.is_file():
+        raise SpecError("tasks", text, f"has no file {str(path)!r}: give the path of a benchmark file after {kind}:")
+    turns, made = PLACEMENTS[:1] if "turns" in kind else PLACEMENTS, FILES[kind](path)
+    return Task(text, Entry(kind, made, "", FILE, placements=turns, rows=made.rows))
 
 
 def _constants(text: str, rest: str, known: Collection[str]) -> dict[str, Any]:

@@ -157,7 +157,7 @@ class _Reader:
         stored = [tensor for layer in self._cache.full_layers for tensor in (layer.keys, layer.values)]
         self._slot_bytes = sum(tensor.nbytes for tensor in stored if tensor is not None) // self._seen
         self._of_gold = bool(self._gold) and sample.metric in RIGHT_OR_WRONG
-        self._judged = bool(self._evidence.any() or sample.references or not self._gold)
+        self._judged = sample.scored
         self._limit = len(self._gold) if self._of_gold else sample.max_new_tokens
         self._full: Said | None = None
         self._attention: Matrix | None = None

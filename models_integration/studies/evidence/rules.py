@@ -8,6 +8,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -106,6 +107,7 @@ class Rules:
     Attributes:
         claims: claims in the order of the report. Holm's correction covers all claims.
         stages: stages of one method, in order. The page shows at which stage evidence is lost.
+        lengths: lengths of contexts in tokens. Not used for your own questions, whose texts are never cut.
         models: models, as for the option `--model`.
         contexts: number of contexts of each task and length, for both parts together. A file gives at most one per row.
         questions: largest number of questions on each context.
@@ -159,9 +161,9 @@ class Rules:
                     "evicts while the model reads the prompt, but a study needs one forward pass for all policies",
                 )
         check_choices("placements", self.placements, PLACEMENTS)
-        for task in map(resolve_task, self.tasks):
-            for placement in self.placements:
-                task.check_placement(placement)
+        tasks = [resolve_task(task) for task in self.tasks]
+        for task, placement in product(tasks, self.placements):
+            task.check_placement(placement)
         for budget in self.budgets:
             check_budget("budgets", budget)
         for name in ("contexts", "questions", "lengths"):
@@ -169,8 +171,9 @@ class Rules:
             least = min(value if isinstance(value, tuple) else (value,), default=1)
             if least < 1:
                 raise SpecError(name, least, "must be at least 1")
+        unlimited = all(task.entry.longest for task in tasks)
         for name in ("models", "seeds", "lengths", "placements", "tasks"):
-            if not getattr(self, name):
+            if not getattr(self, name) and not (name == "lengths" and unlimited):
                 raise SpecError(name, (), "must have at least one")
         if not self.budgets and set(self.controls) & set(CONTROL_BOUNDS):
             raise SpecError("budgets", (), f"must have at least one, for the controls {', '.join(CONTROL_BOUNDS)}")

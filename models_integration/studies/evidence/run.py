@@ -30,20 +30,22 @@ from models_integration.studies.evidence.kept import (
 from models_integration.studies.evidence.measure import kept_rows, measure
 from models_integration.studies.evidence.protocol import processor
 from models_integration.studies.evidence.rules import ALL, AT_PROMPT, Rules
+from models_integration.studies.report import title_of
 from models_integration.studies.results import ERROR, Leases, Row, load_rows, unit_named
 from models_integration.studies.subject import Subject
 from models_integration.tasks import Sample, place
 from models_integration.tasks.assembly import NO_TEMPLATE, frame_of
 from models_integration.tasks.context import Ground, Prose, read_prose
 from models_integration.tasks.in_prose import most_contexts
+from models_integration.tasks.questions import OWN
 from models_integration.tasks.registry import FILE, SENTENCES, TEXTS, Task, resolve_task
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END
 
 __all__ = [
-    "IDENTITY", "ONE_STUDY", "Cell", "Item", "check_budgets", "items", "leases", "left_of", "merged", "methods",
-    "rows_of", "run_items", "study_unit",
+    "IDENTITY", "ONE_STUDY", "Cell", "Item", "Measuring", "check_budgets", "items", "leases", "left_of", "merged",
+    "methods", "rows_of", "run_items", "study_unit",
 ]
 
 ONE_STUDY = ("rules", "model", "template", "calibration", "backend", "spec_version")
@@ -78,8 +80,14 @@ class Item:
     @property
     def title(self) -> str:
         """Title for the display of progress."""
-        aim = f"control '{self.control}'" if self.control else f"question {self.placement.replace('_', ' ')}"
-        return f"{self.task}, {self.length} tokens, {aim}"
+        number = f" {self.question + 1}" if self.sample.dialect == OWN else ""
+        aim = f"control '{self.control}'" if self.control else f"question{number} {self.placement.replace('_', ' ')}"
+        return f"{title_of(self.task)}, {self.context_length} tokens, {aim}"
+
+    @property
+    def context_length(self) -> int:
+        """Number of context tokens from which budgets are computed: of an own text its tokens, else the length."""
+        return self.sample.length if self.sample.dialect == OWN else self.length
 
     @property
     def digest(self) -> str:
@@ -129,15 +137,16 @@ def items(rules: Rules, subject: Subject, parts: Sequence[str]) -> Iterator[Item
         if rules.contexts > (most := min(distinct(prose, length) for length in rules.lengths)):
             raise SpecError("contexts", rules.contexts, f"must be at most {most}, the different windows of {name}")
     ground = Ground(subject.tokenizer, prose, frame_of(subject.tokenizer, rules.bare))
+    lengths = {name: task.lengths(ground, rules.lengths) for name, task in tasks.items()}
     for index in range(rules.contexts):
         for seed in rules.seeds:
             for name, task in tasks.items():
-                for length in rules.lengths if index < (task.entry.rows or rules.contexts) else ():
-                    if not task.of_file:  # files are cut to the length, and can have shorter contexts
+                for length in lengths[name] if index < (task.entry.rows or rules.contexts) else ():
+                    if task.built_in:  # the contexts of a file or of an own function can be shorter
                         subject.check_positions("lengths", length)
                     samples = _drawn(rules, task, ground, length, index, seed)
                     for sample in samples:
-                        subject.check_sample("lengths", sample)
+                        _check_sample(subject, task, index, sample)
                     if samples[0].part in parts:
                         for placement in rules.placements:
                             for question, sample in enumerate(samples[: rules.questions]):
@@ -145,6 +154,18 @@ def items(rules: Rules, subject: Subject, parts: Sequence[str]) -> Iterator[Item
                             yield from _window_items(rules, ground, Item(
                                 name, length, index, 0, placement, samples[0], seed
                             ))
+
+
+def _check_sample(subject: Subject, task: Task, index: int, sample: Sample) -> None:
+    """Check that the model has positions for a sample. A text of the user is named by its number in the file."""
+    if task.entry.longest is None:
+        subject.check_sample("lengths", sample)
+        return
+    try:
+        subject.check_sample("text", sample)
+    except SpecError as error:
+        where, model = f"number {index + 1} of {task.name}", "choose a --model with more positions"
+        raise SpecError("text", where, f"{error.value} {error.bound}: shorten the text, or {model}") from error
 
 
 def _window_items(rules: Rules, ground: Ground, item: Item) -> Iterator[Item]:
@@ -187,8 +208,13 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
     return found
 
 
-def check_budgets(rules: Rules, policies: Mapping[str, Method]) -> Iterator[str]:
+def check_budgets(rules: Rules, policies: Mapping[str, Method], lengths: Iterable[int]) -> Iterator[str]:
     """Check that budgets are different, and not below the floor of a policy (a smaller budget would be raised).
+
+    Args:
+        rules: rules of the run.
+        policies: policies by name.
+        lengths: lengths of the contexts, in tokens.
 
     Yields:
         A warning for each smaller budget, if the rules have claims. Such rules are run unchanged.
@@ -196,7 +222,7 @@ def check_budgets(rules: Rules, policies: Mapping[str, Method]) -> Iterator[str]
     Raises:
         SpecError: if the check fails.
     """
-    for length in rules.lengths:
+    for length in lengths:
         seen = dict[int, str]()
         for budget in rules.budgets:
             tokens = read_budget(budget).tokens(length)
@@ -206,7 +232,7 @@ def check_budgets(rules: Rules, policies: Mapping[str, Method]) -> Iterator[str]
                     less = f"is {tokens} of {length} tokens, and {name} keeps at least {floor}"
                     if not rules.claims:
                         raise SpecError(
-                            "budgets", budget, f"{less}: use a budget of at least {floor}, or longer --lengths"
+                            "budgets", budget, f"{less}: use a budget of at least {floor}, or a longer text (--length)"
                         )
                     yield f"budget {budget} {less}: the report marks the result, and makes no comparison"
             other = seen.setdefault(min(tokens, length), budget)
@@ -269,6 +295,44 @@ def merged(rows: Iterable[Row]) -> list[Row]:
     return list(found.values())
 
 
+class Measuring:
+    """Measures samples. Consecutive samples with equal prompts share one reading of the prompt."""
+
+    def __init__(self, subject: Subject, rules: Rules, policies: Mapping[str, Method], batch_size: int) -> None:
+        self._subject, self._rules, self._policies, self._batch_size = subject, rules, policies, batch_size
+        self._reader = subject if rules.answers else subject.first_layers(_layers_read(policies.values()))
+        self._names, self._prompt = set[str](), list[Prompt]()
+
+    def __call__(self, item: Item, cells: Sequence[Cell]) -> Row:
+        """Return the measurements of the cells of a sample.
+
+        Raises:
+            SpecError: if kvspec does not support the prompt, or if a policy raises the error.
+        """
+        placement = place(item.sample, item.placement)
+        names = {name for name, _ in cells if name in self._policies}
+        if not (self._prompt and self._prompt[0].placement.prompt_ids == placement.prompt_ids and names <= self._names):
+            self.forget()
+            some = {name: method for name, method in self._policies.items() if name in names}
+            self._names = names
+            self._prompt.append(read_prompt(self._reader, some, self._rules.budgets, placement))
+        if not self._rules.answers:
+            return kept_rows(item.sample, self._prompt[0], cells)
+        prompt = self._prompt[0].followed_by(placement)
+        return measure(self._subject, item.sample, prompt, cells, self._batch_size)
+
+    def forget(self) -> None:
+        """Free the memory of the last prompt."""
+        self._prompt.clear()
+
+    def row(self, item: Item, measured: Row) -> Row:
+        """Return the row of a sample: identity, part, commit, description and measurements."""
+        rules = self._rules
+        part = item.sample.part if rules.claims else ALL
+        registered = {"commit": rules.commit} if rules.commit else {}
+        return {**item.identity(rules, self._subject), "part": part, **registered, **_about(item), **measured}
+
+
 def run_items(
     subject: Subject, rules: Rules, policies: Mapping[str, Method],
     wanted: Mapping[str, tuple[Item, tuple[Cell, ...]]], own: Leases, batch_size: int,
@@ -279,32 +343,18 @@ def run_items(
     Each row is on the disk before the next sample starts, so a run can be stopped at any time. The run ends when all
     samples are stored by any worker. A sample that fails has a row with the error.
     """
-    prompt: list[tuple[set[str], Prompt]] = []
-    reader = subject if rules.answers else subject.first_layers(_layers_read(policies.values()))
-
-    def measured(item: Item, cells: Sequence[Cell]) -> Row:
-        placement, names = place(item.sample, item.placement), {name for name, _ in cells if name in policies}
-        if not prompt or prompt[0][1].placement.prompt_ids != placement.prompt_ids or not names <= prompt[0][0]:
-            prompt.clear()
-            some = {name: method for name, method in policies.items() if name in names}
-            prompt.append((names, read_prompt(reader, some, rules.budgets, placement)))
-        if not rules.answers:
-            return kept_rows(item.sample, prompt[0][1], cells)
-        return measure(subject, item.sample, prompt[0][1].followed_by(placement), cells, batch_size)
+    measuring = Measuring(subject, rules, policies, batch_size)
 
     def done(unit: str) -> None:
         progress(f"{wanted[unit][0].title}{f'; {len(own.failed)} FAILED' if own.failed else ''}")
 
     for unit in own.units(wanted, done):
         item, cells = wanted[unit]
-        part = item.sample.part if rules.claims else ALL
-        identity = {**item.identity(rules, subject), "part": part}
-        row = attempted(partial(measured, item, cells), own)
+        row = attempted(partial(measuring, item, cells), own)
         if ERROR in row:
-            prompt.clear()
+            measuring.forget()
             row["cells"] = [{"policy": policy, "budget": budget} for policy, budget in cells]
-        registered = {"commit": rules.commit} if rules.commit else {}
-        own.add({**identity, **registered, **_about(item), **row})
+        own.add(measuring.row(item, row))
 
 
 def _layers_read(policies: Iterable[Method]) -> int | None:

@@ -1,0 +1,211 @@
+"""Comparison of policies on your own texts and questions: the rules of a run, and a data frame of all answers."""
+
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from models_integration.studies.evidence.claims import ENDS, Samples
+from models_integration.studies.evidence.kept import BLIND, FULL
+from models_integration.studies.evidence.rules import PARTS, rules_of
+from models_integration.studies.evidence.run import Measuring, check_budgets, items, methods
+from models_integration.studies.report import progress_bar, table_of
+from models_integration.studies.results import Row
+from models_integration.studies.subject import AUTO, subject_of
+from models_integration.tasks.needle import DEFAULT_PLACEMENT
+from models_integration.tasks.questions import question_task
+from models_integration.tasks.registry import OWN_QUESTIONS
+from reference.calibration import load_calibration
+from spec.errors import SpecError
+
+__all__ = ["answer_table", "compare", "own_rows", "question_results", "question_study"]
+
+DEFAULT_POLICIES = ("nestedkv", "snapkv", "streamingllm")
+DEFAULT_BUDGETS = (0.3, 0.5)
+GRADE = "contains"
+
+
+def question_study(
+    questions: Path, text: Path | None, grade: str, *, title: str, policies: Sequence[str], budgets: Sequence[str],
+    placements: Sequence[str], models: Sequence[str], bare: bool, controls: bool = True, calibration: str = "",
+) -> dict[str, Any]:
+    """Return the entries of the table [study] of a rules file that compares policies on your own texts.
+
+    Raises:
+        SpecError: if a file cannot be read, or if a row or the grade is invalid.
+    """
+    task = question_task(str(questions), str(text or ""), grade)
+    given = {"file": str(questions), **({"text": str(text)} if text else {}), "grade": grade}
+    constants = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
+    return {
+        "title": title, "models": list(models), "contexts": len(task.questions), "questions": task.most, "seeds": [0],
+        "lengths": [], "placements": list(placements), "tasks": [f"{OWN_QUESTIONS}({constants})"],
+        "policies": [name for name in policies if name != FULL], "budgets": list(budgets),
+        "controls": [name for name in (FULL, BLIND) if controls or name in policies], "bare": bare,
+        **({"calibration": calibration} if calibration else {}),
+    }
+
+
+def compare(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
+    questions: str | Path | Iterable[Mapping[str, Any]] | pd.DataFrame, text: str | Path | None = None, *,
+    policies: Sequence[str] = DEFAULT_POLICIES, budgets: Sequence[float | int | str] = DEFAULT_BUDGETS,
+    grade: str = GRADE, placement: str = DEFAULT_PLACEMENT, bare: bool = False, backend: str = AUTO,
+    calibration: str | Path | None = None, batch_size: int = 12,
+) -> pd.DataFrame:
+    """Compare policies on your own texts and questions, and return the answers as a data frame.
+
+    The model reads each text once. Each policy then selects the tokens to keep for each budget. The model answers every
+    question from the remaining tokens, and evicts nothing while reading the question. The full cache and an answer
+    without the text ("blind") are also measured.
+
+        import kvspec
+        from models_integration.pocket import load_pocket
+
+        model, tokenizer = load_pocket()
+        text = "The secret code for Project Aurora is 7492. " + "The river runs past the old mill. " * 40
+        questions = [{"question": "What is the secret code for Project Aurora?", "answer": "7492"}]
+        answers = kvspec.compare(model, tokenizer, questions, text, policies=["snapkv", "kvzip"], budgets=[0.3])
+        answers.pivot_table("score", "policy", "budget")
+
+    Args:
+        model: causal language model of transformers.
+        tokenizer: tokenizer of the model.
+        questions: path of a CSV or JSONL file, or rows. A row has `question` and `answer`, and can have `evidence`
+            (a passage of the text) and `text`. An answer can be a list of texts that are all right.
+        text: text, or `pathlib.Path` of a text file. Default: the column `text` of the questions.
+        policies: names of policies, as in `policy_from_name`, with constants as in "snapkv(W=16)".
+        budgets: fractions of the text (0.3, "30%") or numbers of tokens (512).
+        grade: "contains" (the normalised words of the answer are in the model's answer), "exact" (the normalised words
+            are equal), "f1" (F1 of the words), or "regex" (the answer is a regular expression, which must be found).
+        placement: place of the question: "after" eviction, "in_prompt", or "paper".
+        bare: if True, the chat template of the tokenizer is not used.
+        backend: backend that selects the tokens to keep.
+        calibration: calibration file, for the policies that need one.
+        batch_size: number of compacted caches that share a forward pass.
+
+    Returns:
+        One row for each policy, budget and question. Columns: `policy`, `budget`, `text` (number of the text, from 0),
+        `question`, `expected`, `answer`, `score` (from 0 to 1), `recovery` (gain in log-likelihood of the expected
+        answer over an answer without the text, as a share of the full cache's gain), `evidence_kept` (share of the
+        evidence that is kept), `prompt_tokens`, and `tokens_kept` (mean over layers and heads). A number that was not
+        measured is NaN.
+
+    Raises:
+        SpecError: if an argument, a row or a file is invalid, if a text has more tokens than the model has positions,
+            or if a budget is below the number of tokens that a policy always keeps.
+    """
+    if model.training:
+        raise SpecError("model", type(model).__name__, "is in training mode: call model.eval() first")
+    with tempfile.TemporaryDirectory(prefix="kvspec-") as folder:
+        rules = rules_of(**question_study(
+            _file_of("questions", questions, Path(folder)), _text_file(text, Path(folder)), grade, title="Comparison",
+            policies=policies, budgets=[str(budget) for budget in budgets], placements=[placement], models=["model"],
+            bare=bare, calibration="" if calibration is None else str(Path(calibration).resolve()),
+        ))
+        used = None if calibration is None else load_calibration(Path(calibration))
+        subject = subject_of("model", model, tokenizer, backend, used)
+        named = methods(rules, subject)
+        every = list(items(rules, subject, PARTS))
+        list(check_budgets(rules, named, dict.fromkeys(item.context_length for item in every)))
+    measuring = Measuring(subject, rules, named, batch_size)
+    rows = []
+    with progress_bar(Console(stderr=True), len(every)) as progress:
+        for item in every:
+            rows.append(measuring.row(item, measuring(item, item.cells(rules))))
+            progress(item.title)
+    return answer_table(rows)
+
+
+def _file_of(argument: str, questions: Any, folder: Path) -> Path:
+    """Return the path of the questions. Rows are written to a file, so that both ways have one reader."""
+    if isinstance(questions, str | Path):
+        return Path(questions)
+    rows = questions.to_dict("records") if isinstance(questions, pd.DataFrame) else list(questions)
+    if wrong := [row for row in rows if not isinstance(row, Mapping)]:
+        raise SpecError(argument, wrong[0], "must be rows with question and answer, or the path of a file")
+    file = folder / "questions.jsonl"
+    plain = [{name: None if _is_missing(cell) else cell for name, cell in row.items()} for row in rows]
+    file.write_text("\n".join(json.dumps(row, default=str) for row in plain), encoding="utf-8")
+    return file
+
+
+def _is_missing(cell: object) -> bool:
+    return isinstance(cell, float) and np.isnan(cell)
+
+
+def _text_file(text: str | Path | None, folder: Path) -> Path | None:
+    if text is None or isinstance(text, Path):
+        return text
+    file = folder / "text.txt"
+    file.write_bytes(text.encode())
+    return file
+
+
+def answer_table(rows: Iterable[Row]) -> pd.DataFrame:
+    """Return the answers of rows about your own questions: one row for each policy, budget and question.
+
+    The columns are those of `compare`.
+    """
+    return pd.DataFrame([_line(row, cell) for row in rows for cell in row["cells"]])
+
+
+def own_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows about your own questions."""
+    return [row for row in rows if "question" in row["metadata"]]
+
+
+def question_results(rows: Sequence[Row]) -> Iterator[Table | str]:
+    """Yield a table of recovery and kept evidence, and a sentence about the full cache, for your own questions."""
+    samples = Samples(rows)
+    if not rows:
+        return
+    lines = [[*cell, *map(_share, (_recovered(samples, cell), samples.survival(cell).value))]
+             for cell in samples.cells if cell[0] != BLIND]
+    headings = ["policy", "budget", "recovery", "evidence kept"]
+    filled = [at for at, _ in enumerate(headings) if any(line[at] for line in lines)]
+    if len(filled) > 2:
+        title = "Likelihood of the expected answer (1: as the full cache, 0: as without the text), and evidence kept"
+        yield table_of(title, [headings[at] for at in filled], [[line[at] for at in filled] for line in lines])
+    ends = [samples.having(cell).of(cell, "right") for cell in ENDS if cell in samples.cells]
+    if len(ends) == len(ENDS):
+        full, blind = (float(each.mean()) for each in ends)
+        yield f"Mean score of the full cache: {full:.2f}; without the text: {blind:.2f}; {len(rows)} questions."
+        if full == 0:
+            yield ("warning: the full cache has no right answer, so the scores cannot compare the policies. Look at the"
+                   " answers (--answers FILE.csv), then change the questions, the --grade or the --model.")
+
+
+def _share(value: float) -> str:
+    return "" if np.isnan(value) else f"{value:.2f}"
+
+
+def _recovered(samples: Samples, cell: tuple[str, str]) -> float:
+    """Return the recovery over all questions. Unlike in a study, questions on one text are enough."""
+    some = samples.having(cell, *ENDS)
+    each, full, blind = (some.of(one, "likelihood") for one in (cell, *ENDS)) if some.rows else (np.zeros(0),) * 3
+    worth = float((full - blind).sum())
+    return float((each - blind).sum()) / worth if worth > 0 else math.nan
+
+
+def _line(row: Row, cell: Row) -> Row:
+    about, measured = row["metadata"], {(one["policy"], one["budget"]): one.get("likelihood") for one in row["cells"]}
+    full, blind = (measured.get(end) for end in ENDS)
+    likelihood, recovery, evidence = cell.get("likelihood"), np.nan, np.nan
+    if None not in (likelihood, full, blind) and full > blind:
+        recovery = (likelihood - blind) / (full - blind)
+    if row["evidence_tokens"]:
+        evidence = float(np.mean(cell["evidence_kept"])) / row["evidence_tokens"]
+    return {
+        "policy": cell["policy"], "budget": cell["budget"], "text": about["text"], "question": about["question"],
+        "expected": about["expected"], "answer": cell["answer"], "score": float(cell["right"]), "recovery": recovery,
+        "evidence_kept": evidence, "prompt_tokens": row["prompt_tokens"], "tokens_kept": float(np.mean(cell["kept"])),
+    }
