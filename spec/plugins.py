@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
 
 from spec.errors import SpecError
@@ -56,9 +56,13 @@ def load(target: str) -> Plugin:
     """Load the object `module:ATTRIBUTE`.
 
     Raises:
-        ImportError: if the object cannot be loaded, or if the module raises any exception during the import.
+        ImportError: if the object cannot be loaded, if the target names a file instead of a module, or if the module
+            raises any exception during the import.
     """
     name, _, attribute = target.partition(":")
+    if name.endswith(".py") or "/" in name:
+        module = PurePath(name).name.removesuffix(".py")
+        raise ImportError(f"{name} is a file: write the name of the module, {module}:{attribute}, in the file's folder")
     try:
         module = import_module(name)
         return Plugin(getattr(module, attribute), _digest(module))

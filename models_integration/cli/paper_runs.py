@@ -19,7 +19,7 @@ from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import Rules
 from models_integration.studies.evidence.run import Item
 from models_integration.studies.page import Html, note, page, section, table
-from models_integration.studies.papers import COSTS, Paper, Part, load_paper, rules_of_part
+from models_integration.studies.papers import COSTS, INJECTION, Paper, Part, load_paper, rules_of_part
 from models_integration.studies.papers.costs import FILE, PASSES, TOKENS, Costs, clock_of, timed
 from models_integration.studies.papers.tables import Filled, Measured, fill, shaped, write_tables
 from models_integration.studies.report import fits, say, table_of
@@ -34,8 +34,6 @@ from spec.errors import SpecError
 
 __all__ = ["INJECTION", "Asked", "publish_tables", "run"]
 
-INJECTION = "injection"
-"""Name of the paper about archived chunks. The evaluation of this paper compares sessions instead of policies."""
 _PAGE = "paper.html"
 _CALIBRATED = 1024
 """Number of tokens of the shipped text that a calibration uses."""

@@ -9,19 +9,19 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import check_counts, read_prompt
 from models_integration.engines.keep import keep
-from models_integration.model.published_weights import located
+from models_integration.model.published_weights import WEIGHTS, located
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.policies.calibration import calibrate, read_head_pattern, read_statistics, write_statistics
 from models_integration.policies.methods import CrystalCache, prefill, spelled
 from models_integration.policies.values import repeat_template, sentence_ends
 from models_integration.studies.evidence.rules import PARTS, Rules, check_budget, load_rules
 from models_integration.studies.evidence.run import items
-from models_integration.studies.subject import AUTO, DTYPES, SHIPPED, Loading, Subject, policy_with
+from models_integration.studies.subject import AUTO, DTYPES, SHIPPED, Loading, Subject, model_errors, policy_with
 from reference.calibration import Calibration, save_calibration
 from spec.errors import SpecError
 from spec.files import check_output
@@ -57,7 +57,12 @@ def run_keep(prompt: Path, budget: str, policy: str, form: str, model: str, back
     check_choices("dtype", (dtype,), DTYPES)
     spelled(policy)  # an unknown policy is an error before a model is read
     folder, shipped = Path(SHIPPED.get(model) or located(model)), model in SHIPPED
-    tokenizer = load_pocket_tokenizer(folder) if shipped else AutoTokenizer.from_pretrained(folder)
+    with model_errors(model):
+        tokenizer = load_pocket_tokenizer(folder) if shipped else AutoTokenizer.from_pretrained(folder)
+        AutoConfig.from_pretrained(folder)
+    if not folder.is_dir():  # the rest reads only parts of the weights, and a model of the hub has no such folder
+        names = ", ".join(map(repr, (*SHIPPED, *WEIGHTS)))
+        raise SpecError("model", model, f"must be {names}, or a folder with safetensors files, for kvspec keep")
     method = policy_with(policy, budget, backend=backend, sentence_ends=sentence_ends(tokenizer))
     stored = "float32" if shipped else None
     decided = keep(folder, method, tokenizer(text).input_ids, stored if dtype == AUTO else dtype)

@@ -30,7 +30,7 @@ from models_integration.session.session import Session
 from models_integration.session.verbs import compact, observe, read
 from models_integration.studies.evidence.rules import AT_PROMPT
 from models_integration.studies.results import unit_named
-from models_integration.studies.subject import AUTO, SHIPPED, Subject, policy_in_rows
+from models_integration.studies.subject import AUTO, SHIPPED, Subject, model_errors, policy_in_rows
 from reference.calibration import load_calibration
 from spec import SPEC_VERSION
 from spec.budget import parse_budget
@@ -75,7 +75,8 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
     ) -> None:
         if str(batch_size) != "1":
             raise SpecError("batch_size", batch_size, "must be 1, because each context keeps different tokens")
-        super().__init__(pretrained=str(SHIPPED.get(pretrained) or located(pretrained)), batch_size=1, **given)
+        with model_errors(pretrained):
+            super().__init__(pretrained=str(SHIPPED.get(pretrained) or located(pretrained)), batch_size=1, **given)
         statistics = load_calibration(Path(calibration)) if calibration else None
         parse_budget(str(budget))
         ends = sentence_ends(self.tokenizer)

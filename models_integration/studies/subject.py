@@ -2,6 +2,8 @@
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,12 +34,14 @@ from spec.errors import SpecError
 from spec.validate import check_choices
 
 __all__ = [
-    "ATTENTION", "AUTO", "DTYPES", "SHIPPED", "Loading", "Subject", "policy_in_rows", "policy_with", "subject_of",
-    "versioned",
+    "ATTENTION", "AUTO", "DTYPES", "SHIPPED", "Loading", "Subject", "model_errors", "policy_in_rows", "policy_with",
+    "subject_of", "versioned",
 ]
 
 SHIPPED = {"pocket": ASSETS, "chat": CHAT_ASSETS}
 AUTO = "auto"
+_CONFIGS = ("config.json", "adapter_config.json")
+"""Files of which a folder with a model has at least one."""
 DTYPES = (AUTO, "float32", "bfloat16", "float16", "float64")
 ATTENTION = (AUTO, "sdpa", "eager")
 
@@ -182,15 +186,8 @@ class Loading:
         self._check()
         disable_progress_bar()  # type: ignore[no-untyped-call]  # it would break kvspec's progress bar
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each retry without network is a warning
-        try:
+        with model_errors(self.model):
             loaded, tokenizer = _loaded(self.model, self.dtype, self.attn)
-        except (SpecError, ModuleNotFoundError):
-            raise
-        except Exception as error:  # transformers, the hub, files and tokenizers can raise anything
-            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            names = ", ".join(map(repr, (*SHIPPED, *WEIGHTS)))
-            way_out = f"give {names}, a folder with a causal language model, a GGUF file, or its name on the hub"
-            raise SpecError("model", self.model, f"cannot be loaded ({first.strip()}); {way_out}") from error
         loaded.to(self.device)
         loaded.train(False)
         label = Path(self.model).name if self.attn == AUTO else f"{Path(self.model).name}+{self.attn}"
@@ -211,6 +208,33 @@ def subject_of(
     sentences = sentence_ends(tokenizer)
     chosen = CrystalCache(sentence_ends=sentences, backend=backend).backend
     return Subject(label, model, tokenizer, sentences, chosen, frozenset(stop), calibration)
+
+
+@contextmanager
+def model_errors(model: str) -> Iterator[None]:
+    """Context manager for code that reads the files of a model: any error becomes one sentence with the way out.
+
+    Raises:
+        SpecError: if the name is a file or folder without a model, or if the code in the block raises an error.
+        ModuleNotFoundError: if a package for GGUF files is missing.
+    """
+    names = ", ".join(map(repr, (*SHIPPED, *WEIGHTS)))
+    way_out = f"give {names}, a folder with a causal language model, a GGUF file, or its name on the hub"
+    path, known = Path(model), model in (*SHIPPED, *WEIGHTS)
+    if not known and path.is_file() and path.suffix != ".gguf":
+        raise SpecError("model", model, f"is a file, but not a GGUF file; {way_out}")
+    if not known and path.is_dir() and not any((path / name).is_file() for name in _CONFIGS):
+        raise SpecError("model", model, f"is a folder without config.json, and so no model; {way_out}")
+    try:
+        yield
+    except (SpecError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # transformers, the hub, files and tokenizers can raise anything
+        if not known and not path.exists():
+            reason = "is no folder on this machine, and the hub cannot be reached or has no such model"
+            raise SpecError("model", model, f"{reason}; {way_out}") from error
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise SpecError("model", model, f"cannot be loaded ({first.strip()}); {way_out}") from error
 
 
 def _loaded(model: str, dtype: str, attn: str) -> tuple[Any, PreTrainedTokenizerBase]:

@@ -21,7 +21,7 @@ from spec.errors import SpecError
 from spec.validate import check_choices
 
 __all__ = [
-    "AXES", "BEST", "COSTS", "MEASURES", "PAPERS", "RULES", "Paper", "Part", "Table", "decided", "load_paper",
+    "AXES", "BEST", "COSTS", "INJECTION", "MEASURES", "PAPERS", "RULES", "Paper", "Part", "Table", "decided", "load_paper",
     "rules_of_part",
 ]
 
@@ -65,6 +65,8 @@ def _branch(cells: Mapping[tuple[str, str, str], Cell]) -> str:
 
 
 PAPERS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.toml")))
+INJECTION = "injection"
+"""Name of the paper about archived chunks. The evaluation of this paper compares sessions instead of policies."""
 AXES = ("model", "policy", "budget", "task", "length", "depth", "density", "time", "memory")
 """Possible rows and columns of a table. `time` is a step of a run, and `memory` a part of the memory."""
 COSTS = "costs"
@@ -176,7 +178,7 @@ def load_paper(name: str) -> Paper:
         SpecError: if the name is unknown, or if the file does not have the format in this module's docstring.
     """
     if not name.endswith(".toml"):
-        check_choices("NAME", (name,), PAPERS)
+        check_choices("NAME", (name,), (*PAPERS, INJECTION))
     path = Path(name) if name.endswith(".toml") else Path(__file__).with_name(f"{name}.toml")
     try:
         read = tomllib.loads(path.read_bytes().decode())

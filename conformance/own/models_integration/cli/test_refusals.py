@@ -59,6 +59,8 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         (("--tasks", ","), ("tasks", "at least one")),
         (("--seeds", ""), ("seeds = ''", "whole numbers")),
         (("--policies", "snapkw"), ("policy = 'snapkw'", "did you mean snapkv")),
+        (("--tasks", "ruler-file:/nope.jsonl"), ("tasks = 'ruler-file:/nope.jsonl'", "has no file '/nope.jsonl'")),
+        (("--policies", "mym.py:POLICY"), ("policy = 'mym.py:POLICY'", "mym.py is a file", "write", "mym:POLICY")),
         (("--tasks", "haystack"), ("task = 'haystack'",)), (("--placements", "before"), ("placements = 'before'",)),
         (("--policies", "snapkv,triattention"), ("calibration", "triattention", "kvspec calibrate")),
         (
@@ -77,7 +79,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         (("--dtype", "int8"), ("dtype = 'int8'", "must be one of auto, float32")),
         (("--attn", "flash_attention_2"), ("attn", "must be one of auto, sdpa, eager")),
         (("--batch-size", "0"), ("batch_size = 0", "at least 1")), (("--backend", "cobol"), ("cobol",)),
-        (("--seed", "-1"), ("seed", "negative")), (("--samples", "0"), ("contexts = 0",)),
+        (("--seed", "-1"), ("seed", "negative")), (("--samples", "0"), ("samples = 0: must be at least 1",)),
         (("--budgets", "1"), ("budgets = '1'", "is one token: write 1.0")),
         (("--length", "9"), ("length = 9", "need")), (("--workers", "0"), ("workers = 0", "at least 1")),
         (("--engine", "slurm"), ("engine = 'slurm'",)), (("--address", "auto"), ("address = 'auto'",)),
@@ -102,6 +104,7 @@ def test_compare_refuses_before_any_work(
         ("nothing", ("'nothing'", "kvspec --help")), ("study", ("'--rules'", "kvspec study --help")),
         ("sweep --grid b", ("grid = 'b'", "must be one of appendix-a, extensions")),
         ("keep x.txt --budget 1", ("budget = '1'", "is one token: write 1.0")),
+        ("paper crystal", ("NAME = 'crystal'", "must be one of crystalcache, diversity, nestedkv, injection")),
     ],
 )
 def test_a_mistake_in_the_call_is_one_line_too(
@@ -111,6 +114,29 @@ def test_a_mistake_in_the_call_is_one_line_too(
     monkeypatch.chdir(tmp_path)
     found = refusal(words.split())
     assert all(part in found for part in said), found
+
+
+@pytest.mark.parametrize("command", ["keep", "explain", "compress", "calibrate", "archive put", "compare"])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [("none", "is a folder without config.json"), ("x.txt", "is a file, but not a GGUF file"),
+     ("broken", "cannot be loaded ("), ("no/such/model", "is no folder on this machine, and the hub")],
+)
+def test_a_model_that_is_none_is_named_with_what_to_type(
+    command: str, model: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal,
+) -> None:
+    """Every command has the same check; no hub is asked."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "x.txt").write_text("Some words.", encoding="utf-8")
+    (tmp_path / "none").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}", encoding="utf-8")
+    arguments = [*SHORT, "--out", "out"] if command == "compare" else ["x.txt"]
+    said = refusal([*command.split(), *arguments, "--model", model])
+    assert f"model = '{model}': {words}" in said
+    assert "'pocket', 'chat', 'smollm2'" in said
 
 
 @pytest.mark.parametrize("command", ["sweep", "compress", "calibrate", "keep", "archive put"])
@@ -224,17 +250,23 @@ def test_controls_that_fail_are_exit_code_1(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.law("as-it-is-described")
 def test_progress_is_lines_where_there_is_no_terminal() -> None:
     said = StringIO()
-    with progress_bar(Console(file=said, width=30), 4, every=0.0) as progress:
+    with progress_bar(Console(file=said, width=30), 4, every=0.0, after=0.0) as progress:
         for at in range(4):
             progress(f"a long description of cell {at}")
     lines = said.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
     assert [line.endswith(" to go") for line in lines] == [False, True, True, True]
     said = StringIO()
-    with progress_bar(Console(file=said), 1000, every=60.0) as progress:
+    with progress_bar(Console(file=said), 1000, every=60.0, after=0.0) as progress:
         for _ in range(1000):
             progress("x")
     assert len(said.getvalue().splitlines()) == 2
+    said = StringIO()
+    for terminal in (False, True):  # a run of less than two seconds shows nothing
+        with progress_bar(Console(file=said, force_terminal=terminal), 2) as progress:
+            progress("x")
+            progress("x")
+    assert said.getvalue() == ""
 
 
 @pytest.mark.law("figures-are-counted-right")

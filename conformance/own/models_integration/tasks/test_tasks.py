@@ -279,6 +279,18 @@ CASES: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
     ("qa_f1", "paris", ("london", "in paris"), (), 2 / 3),
     ("qa_f1", "", ("london",), (), 0),
     ("qa_f1 of a line", "\nparis\nlondon", ("paris",), (), 1),
+    # Own questions: words as in SQuAD, in lower case without articles and punctuation; the first line for "exact".
+    *(("exact words of a line", said, ("the Old Mill", "mill"), (), right) for said, right in (
+        ("An old mill.\nBut", 1), ("MILL", 1), ("old mills", 0), ("It is the old mill", 0), ("", 0),
+    )),
+    ("exact words of a line", "!", ("!",), (), 1),
+    ("exact words of a line", "", ("!",), (), 0),
+    *(("contains the words", said, ("old mill",), (), right) for said, right in (
+        ("It is\nthe Old Mill!", 1), ("the old, mill", 1), ("the old stone mill", 0), ("old millstone", 0), ("", 0),
+    )),
+    ("contains the words", "a ? b", ("?",), (), 1),
+    ("regular expression", "It is 17,492 m.", (r"\d+,\d{3}\b",), (), 1),
+    ("regular expression", "It is 174 m.", (r"\d+,\d{3}\b", "^175"), (), 0),
     # One sentence, words a b c d against a x b d: subsequence a b d, precision and recall 3/4.
     ("rouge_l", "a b c d", ("a x b d",), (), 3 / 4),
     # As sets: reference {a, b}, answer {a}; precision 1, recall 1/2.
