@@ -27,8 +27,10 @@ _MARKS: dict[str, tuple[bytes, ...]] = {
 }
 """Bytes that every file of kvspec contains, by suffix. A file with a different suffix is never recognised.
 
-A .toml file is recognised if it is a certificate, and a .txt file if it is a log of `kvspec verify`.
+A .csv file with the answers to the user's own questions is recognised by _ANSWERS. A .toml file is recognised if it is a certificate, and a .txt file if it is a log of `kvspec verify`.
 """
+_ANSWERS = b"policy,budget,text,question,expected,answer,score,"
+"""First bytes of a .csv file with the answers to the user's own questions."""
 
 
 def read_text(argument: str, path: Path) -> str:
@@ -101,6 +103,8 @@ def _is_ours(path: Path) -> bool:
     if marks is None or not path.is_file():
         return False
     data = path.read_bytes()
+    if path.suffix == ".csv" and data.startswith(_ANSWERS):
+        return True
     return all(mark in (data.partition(b"\n")[0] if path.suffix == ".csv" else data) for mark in marks)
 
 

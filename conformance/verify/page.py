@@ -209,12 +209,21 @@ def _facts(made: Mapping[str, Any]) -> Iterator[str]:
     yield '<table class="facts">'
     yield from (_row(name, escape(str(value))) for name, value in rows.items())
     for name in ("subject", "run", "device", "counts"):
-        facts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in made[name].items())
+        facts = "; ".join(f"{key.replace('_', ' ')} {_plain(value)}" for key, value in made[name].items())
         yield _row(name, escape(facts))
     yield "</table>"
     option = f"--{made['subject']['kind']}"
     yield "<p>To repeat the run: <code>kvspec verify --check certificate.toml</code>. The subject was"
     yield f"<code>{option} {escape(made['subject']['named'])}</code>.</p>"
+
+
+def _plain(value: object) -> str:
+    """Return a value of a certificate as words, without Python's brackets and quotation marks."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(one)}" for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value)) or "none"
+    return str(value)
 
 
 def _counterexamples(made: Mapping[str, Any]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from models_integration.studies.papers.injection_tables import (
     tables_of,
 )
 from models_integration.studies.papers.probes import Talk, draw_talk, read_locomo
-from models_integration.studies.report import progress_bar, say, table_of
+from models_integration.studies.report import fitting_tables, progress_bar, say
 from models_integration.studies.results import Row, append_row, load_rows
 from models_integration.studies.subject import Loading, Subject
 from models_integration.studies.workers import Launch
@@ -163,7 +163,8 @@ def _shown(
     about = " ".join(filter(None, [interaction(one, rows), one.note]))
     frame = pd.DataFrame([[subject.label, one.name, str(n), *line] for line in own])
     frames.setdefault(one.name, []).append(frame.set_axis(["model", "table", "n", *one.headings], axis=1))
-    console.print(table_of(title, one.headings, own))
+    for piece in fitting_tables(title, one.headings, own, console.width):
+        console.print(piece)
     console.print(about + "\n", highlight=False, markup=False)
     return section(title, table(title, one.headings, own), note(about))
 

@@ -22,7 +22,7 @@ from models_integration.studies.page import Html, note, page, section, table
 from models_integration.studies.papers import COSTS, INJECTION, Paper, Part, load_paper, rules_of_part
 from models_integration.studies.papers.costs import FILE, PASSES, TOKENS, Costs, clock_of, timed
 from models_integration.studies.papers.tables import Filled, Measured, fill, shaped, write_tables
-from models_integration.studies.report import fits, say, table_of
+from models_integration.studies.report import fits, fitting_tables, say, table_of
 from models_integration.studies.results import STUDY
 from models_integration.studies.subject import Loading, Subject
 from models_integration.studies.workers import Launch
@@ -34,6 +34,8 @@ from spec.errors import SpecError
 
 __all__ = ["INJECTION", "Asked", "publish_tables", "run"]
 
+_ACROSS = 7
+"""Number of columns of results that a screen of 1280 pixels shows without scrolling."""
 _PAGE = "paper.html"
 _CALIBRATED = 1024
 """Number of tokens of the shipped text that a calibration uses."""
@@ -188,10 +190,11 @@ def _print(filled: Filled, console: Console) -> None:
     title, left = f"{filled.table.title}{_counts(filled)}", dict[str, bool]()
     for less in ({}, {"published": False}, {"intervals": False}, {"differences": False}):
         left |= less
-        made = table_of(title, *shaped(filled, **left))
-        if fits(made, console.width):
+        headings, lines = shaped(filled, **left)
+        if fits(table_of(title, headings, lines), console.width):
             break
-    console.print(made)
+    for piece in fitting_tables(title, headings, lines, console.width):
+        console.print(piece)
     if filled.note:
         console.print(filled.note + "\n", highlight=False, markup=False)
 
@@ -211,14 +214,26 @@ def _write(paper: Paper, filled: Sequence[Filled], asked: Asked) -> None:
     quick = note("This is a quick run. The samples are too few to compare policies.", "warning") if asked.quick else ""
     sections = [section("How to read the tables", about, quick)]
     for one in filled:
-        shown = table(f"{one.table.title}{_counts(one)}", *shaped(one)) if one.columns else Html("")
-        sections.append(section(one.table.title, shown, note(one.note or ("" if one.columns else "Not run."))))
+        shown = _pieces(f"{one.table.title}{_counts(one)}", *shaped(one)) if one.columns else []
+        sections.append(section(one.table.title, *shown, note(one.note or ("" if one.columns else "Not run."))))
     publish_tables(asked.out, paper.title, sections, write_tables(filled))
 
 
 def page_names(tables: Iterable[str]) -> list[str]:
     """Return the names of the files that `publish_tables` writes for tables with these names."""
     return [_PAGE, "tables.csv", *(f"{name}.tex" for name in tables)]
+
+
+def _pieces(caption: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[Html]:
+    """Return a table of a page in pieces that fit a screen of 1280 pixels. Each piece has the first column."""
+    starts = range(1, max(2, len(headings)), _ACROSS)
+    return [
+        table(
+            caption + f" (part {part} of {len(starts)})" * (len(starts) > 1),
+            [headings[0], *headings[first : first + _ACROSS]],
+            [[line[0], *line[first : first + _ACROSS]] for line in lines],
+        ) for part, first in enumerate(starts, 1)
+    ]
 
 
 def publish_tables(out: Path, title: str, sections: Sequence[Html], tables: Iterable[tuple[str, str]]) -> None:

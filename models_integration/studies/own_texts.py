@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from models_integration.studies.evidence.claims import ENDS, Samples
 from models_integration.studies.evidence.kept import BLIND, FULL
 from models_integration.studies.evidence.rules import PARTS, rules_of
 from models_integration.studies.evidence.run import Measuring, check_budgets, items, methods
+from models_integration.studies.evidence.samples import ENDS, Samples
 from models_integration.studies.report import progress_bar, table_of
 from models_integration.studies.results import Row
 from models_integration.studies.subject import AUTO, subject_of
@@ -200,7 +200,7 @@ def _line(row: Row, cell: Row) -> Row:
     about, measured = row["metadata"], {(one["policy"], one["budget"]): one.get("likelihood") for one in row["cells"]}
     full, blind = (measured.get(end) for end in ENDS)
     likelihood, recovery, evidence = cell.get("likelihood"), np.nan, np.nan
-    if None not in (likelihood, full, blind) and full > blind:
+    if likelihood is not None and full is not None and blind is not None and full > blind:
         recovery = (likelihood - blind) / (full - blind)
     if row["evidence_tokens"]:
         evidence = float(np.mean(cell["evidence_kept"])) / row["evidence_tokens"]

@@ -28,8 +28,8 @@ from spec.tables import result_table
 
 __all__ = [
     "NOTHING", "RESAMPLES", "SAME_CACHE", "SEED", "SIGNIFICANT", "TABLES", "Estimate", "Pairs", "control_cells",
-    "control_table", "failed_controls", "fits", "format_p", "mean_of", "pairs_of", "progress_bar", "say", "share_of",
-    "summary", "summary_tables", "table_of", "title_of", "verdict", "write_table",
+    "control_table", "failed_controls", "fits", "fitting_tables", "format_p", "mean_of", "pairs_of", "progress_bar",
+    "say", "share_of", "summary", "summary_tables", "table_of", "title_of", "verdict", "write_table",
 ]
 
 SEED, RESAMPLES = 0, 2000
@@ -187,6 +187,33 @@ def fits(table: Table, width: int) -> bool:
     """Return True if a terminal with `width` columns shows all numbers of the table."""
     console = Console(width=10_000)
     return console.measure(table).minimum <= width
+
+
+def fitting_tables(
+    title: str, headings: Sequence[str], lines: Sequence[Sequence[str]], width: int, texts: int = 1,
+) -> list[Table]:
+    """Return a terminal table in as many pieces as the width needs, so that no number is cut.
+
+    Each piece has the first `texts` columns, and at least one more column.
+    """
+    pieces = [[*range(texts)]]
+    for at in range(texts, len(headings)):
+        wider = [*pieces[-1], at]
+        if len(pieces[-1]) > texts and not fits(table_of(title, *_columns(headings, lines, wider), texts), width):
+            pieces.append([*range(texts), at])
+        else:
+            pieces[-1] = wider
+    more = [f" (part {part} of {len(pieces)})" * (len(pieces) > 1) for part in range(1, len(pieces) + 1)]
+    return [
+        table_of(f"{title}{part}", *_columns(headings, lines, piece), texts)
+        for piece, part in zip(pieces, more, strict=True)
+    ]
+
+
+def _columns(
+    headings: Sequence[str], lines: Sequence[Sequence[str]], chosen: Sequence[int],
+) -> tuple[list[str], list[list[str]]]:
+    return [headings[at] for at in chosen], [[line[at] for at in chosen] for line in lines]
 
 
 TABLES = (".csv", ".tex")

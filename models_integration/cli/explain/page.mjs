@@ -91,6 +91,7 @@ function refresh() {
 }
 
 function choose(trunk, token, focus) {
+  part("details").classList.add("asked");
   Object.assign(chosen, { trunk, token });
   hovered = null;
   drawChoice();

@@ -90,8 +90,9 @@ class Samples:
 
     def able(self) -> "Samples":
         """Return the samples that count in accuracies: templates of a task, at a length and placement, with a high
-        accuracy of the full cache. If the full cache was not run, these are all scored samples."""
-        floor = FLOOR if ENDS[0] in self.cells else 0.0
+        accuracy of the full cache. All scored samples count if the full cache was not run, and of your own questions.
+        """
+        floor = FLOOR if ENDS[0] in self.cells and not all(map(_is_own, self.rows)) else 0.0
         groups: dict[tuple[object, ...], list[int]] = {}
         for at, row in enumerate(self.rows):
             key = row["task"], row["length"], row["placement"], row["metadata"].get("template")
@@ -150,6 +151,12 @@ class Samples:
             for row, cells in zip(some.rows, some._cells, strict=True)
         ]
         return some.ratio(np.array(found, dtype=np.float64), np.ones(len(found)))
+
+    def answered(self, cell: tuple[str, str]) -> Estimate:
+        """Return the fraction of right answers among all samples, also of tasks that the full cache cannot do."""
+        some = self.having(cell)
+        right = some.of(cell, "right")
+        return share_of(int(right.sum()), len(right)) if some.rows else NOTHING
 
     def survival(self, cell: tuple[str, str]) -> Estimate:
         """Return the fraction of evidence tokens that are kept, averaged over layers and KV heads."""
@@ -225,6 +232,11 @@ class Samples:
 def template_of(row: Row) -> object:
     """Return the template of a sample's fact, or the digest of the context if the task has no templates."""
     return row["metadata"].get("template", row["context"])
+
+
+def _is_own(row: Row) -> bool:
+    """Return True for one of the user's own questions."""
+    return "question" in row["metadata"]
 
 
 def _window_of(row: Row) -> int | None:

@@ -289,11 +289,11 @@ def right_answers(samples: Samples) -> Html:
             about = f"{n} samples are too few for a significant difference: the smallest possible p is {least:g}."
             found.append(note(about, "warning"))
         found.append(forest(
-            f"{title}, n = {n}. Compared with {' '.join(base)}: {some.accuracy(base)}. Exact McNemar test, Holm's"
+            f"{title}, n = {n}. Compared with {' '.join(base)}: {some.answered(base)}. Exact McNemar test, Holm's"
             " correction",
             ["policy", "budget", "accuracy", "won", "lost", "p"], [
                 (
-                    [*cell, some.accuracy(cell), pair.won, pair.lost, format_p(corrected[str(cell)])],
+                    [*cell, some.answered(cell), pair.won, pair.lost, format_p(corrected[str(cell)])],
                     pair.difference, None,
                 ) for cell, pair in pairs.items()
             ],

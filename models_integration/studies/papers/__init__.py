@@ -21,8 +21,8 @@ from spec.errors import SpecError
 from spec.validate import check_choices
 
 __all__ = [
-    "AXES", "BEST", "COSTS", "INJECTION", "MEASURES", "PAPERS", "RULES", "Paper", "Part", "Table", "decided", "load_paper",
-    "rules_of_part",
+    "AXES", "BEST", "COSTS", "INJECTION", "MEASURES", "PAPERS", "RULES", "Paper", "Part", "Table", "decided",
+    "load_paper", "rules_of_part",
 ]
 
 RULES = ("", "lambda", "branch")
