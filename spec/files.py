@@ -27,7 +27,8 @@ _MARKS: dict[str, tuple[bytes, ...]] = {
 }
 """Bytes that every file of kvspec contains, by suffix. A file with a different suffix is never recognised.
 
-A .csv file with the answers to the user's own questions is recognised by _ANSWERS. A .toml file is recognised if it is a certificate, and a .txt file if it is a log of `kvspec verify`.
+A .toml file is recognised if it is a certificate, and a .txt file if it is a log of `kvspec verify`. A .csv file with
+answers is recognised by `_ANSWERS`.
 """
 _ANSWERS = b"policy,budget,text,question,expected,answer,score,"
 """First bytes of a .csv file with the answers to the user's own questions."""
