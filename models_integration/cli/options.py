@@ -56,9 +56,9 @@ Text = Annotated[
 ]
 Grade = Annotated[
     str,
-    typer.Option(help="Grade of answers to the --questions. contains: the model's answer contains the words of the"
-                 " answer. exact: the words are equal. f1: F1 of the words. regex: the answer is a regular expression,"
-                 " which must be found in the model's answer."),
+    typer.Option(help="Grade of answers to the --questions: contains, exact, f1 or regex. With 'contains' the model's"
+                 " answer must contain the words of the answer. With 'exact' the words must be equal. With 'f1' the"
+                 " score is F1 of the words. With 'regex' the answer is a regular expression."),
 ]
 Answers = Annotated[
     Path | None,

@@ -84,8 +84,9 @@ def compare(
         text: text, or `pathlib.Path` of a text file. Default: the column `text` of the questions.
         policies: names of policies, as in `policy_from_name`, with constants as in "snapkv(W=16)".
         budgets: fractions of the text (0.3, "30%") or numbers of tokens (512).
-        grade: "contains" (the normalised words of the answer are in the model's answer), "exact" (the normalised words
-            are equal), "f1" (F1 of the words), or "regex" (the answer is a regular expression, which must be found).
+        grade: "contains", "exact", "f1" or "regex". With "contains" the normalised words of the answer must be in the
+            model's answer. With "exact" the words must be equal. With "f1" the score is F1 of the words. With "regex"
+            the answer is a regular expression, which must be found in the model's answer.
         placement: place of the question: "after" eviction, "in_prompt", or "paper".
         bare: if True, the chat template of the tokenizer is not used.
         backend: backend that selects the tokens to keep.
@@ -100,8 +101,8 @@ def compare(
         measured is NaN.
 
     Raises:
-        SpecError: if an argument, a row or a file is invalid, if a text has more tokens than the model has positions,
-            or if a budget is below the number of tokens that a policy always keeps.
+        SpecError: if an argument, a row or a file is invalid, if a text is too long for the model, or if a budget is
+            too small.
     """
     if model.training:
         raise SpecError("model", type(model).__name__, "is in training mode: call model.eval() first")
@@ -173,7 +174,7 @@ def question_results(rows: Sequence[Row]) -> Iterator[Table | str]:
     headings = ["policy", "budget", "recovery", "evidence kept"]
     filled = [at for at, _ in enumerate(headings) if any(line[at] for line in lines)]
     if len(filled) > 2:
-        title = "Likelihood of the expected answer (1: as the full cache, 0: as without the text), and evidence kept"
+        title = "Recovery of the expected answer's likelihood (1: full cache, 0: no text)"
         yield table_of(title, [headings[at] for at in filled], [[line[at] for at in filled] for line in lines])
     ends = [samples.having(cell).of(cell, "right") for cell in ENDS if cell in samples.cells]
     if len(ends) == len(ENDS):
@@ -206,6 +207,6 @@ def _line(row: Row, cell: Row) -> Row:
         evidence = float(np.mean(cell["evidence_kept"])) / row["evidence_tokens"]
     return {
         "policy": cell["policy"], "budget": cell["budget"], "text": about["text"], "question": about["question"],
-        "expected": about["expected"], "answer": cell["answer"], "score": float(cell["right"]), "recovery": recovery,
-        "evidence_kept": evidence, "prompt_tokens": row["prompt_tokens"], "tokens_kept": float(np.mean(cell["kept"])),
+        "expected": about["expected"], "answer": cell["answer"].strip(), "score": float(cell["right"]),
+        "recovery": recovery, "evidence_kept": evidence, "prompt_tokens": row["prompt_tokens"], "tokens_kept": float(np.mean(cell["kept"])),
     }

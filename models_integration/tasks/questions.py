@@ -125,11 +125,11 @@ def _check_columns(file: Path, number: int, row: Mapping[str, Any], document: bo
     if document and "text" in row:
         raise SpecError("text", where, "has a text in the column 'text': leave out --text, or rename the column")
     if not document and "text" not in row:
-        raise SpecError("questions", where, f"has no column 'text': add --text FILE (columns: {columns})")
+        raise SpecError("questions", where, f"has no column 'text', but {columns}: add --text FILE")
     for name in ("question", "answer"):
         if name not in row:
-            hint = "; separate columns by commas" if len(row) == 1 and ";" in columns else ""
-            reason = f"has no column {name!r}: name it in the file (columns: {columns}{hint})"
+            hint = "separate columns by commas" if len(row) == 1 and ";" in columns else "name the column so"
+            reason = f"has no column {name!r}, but {columns}: {hint}"
             raise SpecError("questions", where, reason)
 
 

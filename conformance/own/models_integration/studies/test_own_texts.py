@@ -106,7 +106,7 @@ def test_an_answer_is_that_of_a_session_that_reads_the_question_after_the_evicti
             model, policy_from_name(policy, budget), Placement("after", context, 0, asked), 50, stops
         )
         (line,) = found[(found["policy"] == policy) & (found["question"] == one["question"])].to_dict("records")
-        assert line["answer"] == decode(tokenizer, said.token_ids)
+        assert line["answer"] == decode(tokenizer, said.token_ids).strip()
         assert line["tokens_kept"] == np.mean([len(group) for group in kept])
         assert line["prompt_tokens"] == len(context)
 
@@ -212,7 +212,7 @@ def test_a_file_of_questions_that_is_none_is_refused_with_its_row(
     [
         (["--questions", "no.csv"], ("questions = 'no.csv': cannot be read (No such file or directory)",)),
         (["--questions", "t.txt"], ("must end in .csv or .jsonl",)),
-        (["--questions", "q.csv"], ("has no column 'text': add --text FILE",)),
+        (["--questions", "q.csv"], ("has no column 'text', but 'question', 'answer': add --text FILE",)),
         (["--questions", "q.csv", "--text", "no.txt"], ("text = 'no.txt': cannot be read",)),
         (["--questions", "q.csv", "--text", "empty.txt"], ("text = 'empty.txt': is empty",)),
         (["--questions", "q.csv", "--text", "long.txt"], ("text = 'number 1 of", "the 8192 positions", "shorten")),
