@@ -101,8 +101,7 @@ def compare(
         measured is NaN.
 
     Raises:
-        SpecError: if an argument, a row or a file is invalid, if a text is too long for the model, or if a budget is
-            too small.
+        SpecError: if an argument, a row or a file is invalid, or if a text is too long for the model.
     """
     if model.training:
         raise SpecError("model", type(model).__name__, "is in training mode: call model.eval() first")
@@ -208,5 +207,6 @@ def _line(row: Row, cell: Row) -> Row:
     return {
         "policy": cell["policy"], "budget": cell["budget"], "text": about["text"], "question": about["question"],
         "expected": about["expected"], "answer": cell["answer"].strip(), "score": float(cell["right"]),
-        "recovery": recovery, "evidence_kept": evidence, "prompt_tokens": row["prompt_tokens"], "tokens_kept": float(np.mean(cell["kept"])),
+        "recovery": recovery, "evidence_kept": evidence, "prompt_tokens": row["prompt_tokens"],
+        "tokens_kept": float(np.mean(cell["kept"])),
     }
