@@ -51,9 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
            help="command that starts the engine to test, in any programming language (spec/protocol.md)")
     option("--kvspec-timeout", type=float, metavar="SECONDS", default=60.0,
            help="maximum number of seconds that the engine may take to answer. Default: 60")
-    option("--kvspec-precision", choices=("float64", "float32"),
-           help="precision of stage S1. Default: the precision that the engine reports; float64 for the backend numpy;"
-                " float32 for all other backends")
+    option("--kvspec-precision", choices=("float64", "float32", "bfloat16"),
+           help="precision of stage S1, or dtype of a server. Default: the precision that the engine reports; float64"
+                " for the backend numpy; float32 for all other backends and for servers")
     option("--kvspec-profile", choices=PROFILES,
            help="profile, which sets the number of random examples of each property. Default: the environment variable"
                 " KVSPEC_PROFILE. If KVSPEC_PROFILE is not set: ci if CI=true, otherwise dev")
@@ -63,8 +63,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     option("--kvspec-cache", metavar="NAME",
            help="Python function to test with conformance.cache_suite, as module:ATTRIBUTE. It evicts tokens and"
                 " returns logits")
+    option("--kvspec-server", metavar="URL",
+           help="address of a server to test with conformance.server_suite. The server states what it evicts")
     option("--kvspec-model", metavar="FOLDER",
-           help="folder of the transformers model for --kvspec-cache. Default: tiny random models of five families")
+           help="folder of the transformers model for --kvspec-cache and --kvspec-server. Default for --kvspec-cache:"
+                " tiny random models of five families")
     option("--kvspec-positions", choices=POSITIONS,
            help="positions of the tokens that the cache keeps: absolute (default), or renumbered from 0 in each head")
     option("--kvspec-exceptions", metavar="FILE.toml",

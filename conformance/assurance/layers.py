@@ -32,7 +32,7 @@ EXEMPT = {"spec/tables.py"}
 # What judges anybody's backend, bottom to top; above it stands what only the repository has.
 SUITE = (
     "paths", "items", "exceptions", "engine", "oracles", "tolerances", "strategies", "vectors", "methods", "checks",
-    "calls", "threads", "plugin", "policy_suite", "suite", "verify",
+    "calls", "threads", "plugin", "witness", "policy_suite", "suite", "verify",
 )
 SUITE_NEEDS = {"spec", "reference", "numpy", "pytest", "hypothesis", "jaxtyping"}
 
@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tasks", "model", "pocket", "cache", "attention", "session", "policies", "engines", "archive", "studies",
         "cli",
     ),
-    "conformance": (*SUITE, "cache_suite", "assurance", "measure", "own"),
+    "conformance": (*SUITE, "cache_suite", "server_suite", "assurance", "measure", "own"),
 }
 # Their names are the users' and are loaded on first use; inside the package nothing may use them.
 DOORS = {"models_integration"}

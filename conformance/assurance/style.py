@@ -120,7 +120,7 @@ _CHECKS: tuple[Any, ...] = (
         r"(?<!you )(?<!to )(?<!cannot )(?:lie(?! in [(\[])|die|say|know)",
     ),
     _of_words(
-        "private", "{}: use the word of the field", "saboteurs?", "doors?", "rooms?", "houses?", "witness(?:es)?",
+        "private", "{}: use the word of the field", "saboteurs?", "doors?", "rooms?", "houses?", "witnesses",
         "habits?", "refused by name", "side by side",
     ),
     _of_words("names", "{}: write kvspec.NAME", r"models_integration\.\w+", r"reference\.policies\.\w+"),

@@ -57,8 +57,6 @@ class Masked:
     def __init__(self, model: PreTrainedModel, renumbered: bool = False, padding: int = 0) -> None:
         self.model, self.renumbered, self.padding = copy.deepcopy(model), renumbered, padding
         config = self.model.config.get_text_config(decoder=True)
-        own = vars(sys.modules[type(model).__module__]).get("MiniMaxCache")
-        self.cache, self.seen = DynamicCache(config=config) if own is None else own(), 0
         self.stores = _stores(model)
         self.modules: dict[int, nn.Module] = {}
         named = [pair for pair in self.model.named_modules() if type(pair[1]).__name__.endswith(("Attention", "MLA"))]
@@ -70,8 +68,16 @@ class Masked:
         for module in self.modules.values():
             if getattr(module, "indexer", None) is not None:
                 module.register_forward_pre_hook(_hidden_from_the_indexer, with_kwargs=True)
-        self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full_layers(model)}
+        self.reset()
         self.model.set_attn_implementation(_registered(config._attn_implementation))
+
+    def reset(self) -> None:
+        """Forget all that was read, and the shift of the positions of what is read next."""
+        self.shift = 0
+        own = vars(sys.modules[type(self.model).__module__]).get("MiniMaxCache")
+        config = self.model.config.get_text_config(decoder=True)
+        self.cache, self.seen = DynamicCache(config=config) if own is None else own(), 0
+        self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full_layers(self.model)}
 
     def read(self, ids: Tensor, **images: Tensor) -> Tensor:
         """Logits of the next tokens (1, q), which then belong to the past, and the images that come with them.
@@ -82,7 +88,7 @@ class Masked:
         given = _given(self.model, self.cache)
         if _accepts_positions(self.model):
             # Some families count from 0 in each forward without them.
-            positions = torch.arange(self.seen, self.seen + ids.shape[1])[None] - self.padding
+            positions = torch.arange(self.seen, self.seen + ids.shape[1])[None] - self.padding - self.shift
             given["position_ids"] = positions.clamp(min=0)
         self.seen += ids.shape[1]
         if self.padding:

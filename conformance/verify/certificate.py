@@ -71,7 +71,7 @@ COMPARED = "not compared with any method"
 def certificate(request: Request, subject: Subject, verdicts: Verdicts) -> dict[str, Any]:
     """The certificate of a run, as the table that is written."""
     who = {**asdict(subject), "name": verdicts.name or subject.name, "spec": verdicts.written_for}
-    precision = verdicts.precision if request.kind in ENGINES or request.method else None
+    precision = verdicts.precision if request.kind in (*ENGINES, "server") or request.method else None
     run = {"precision": precision, "seed": request.seed, "timeout": request.timeout, "model": request.model,
            "positions": request.positions, "methods": [str(method_of(text)) for text in request.method] or None,
            "scores": verdicts.scored or None}
@@ -104,7 +104,8 @@ def judged_by(kind: str, method: bool = False) -> str:
         return "the equations of methods" + (", and its promises" if kind == "policy" else "")
     if kind == "policy":
         return f"its promises; {COMPARED}"
-    return "eviction equals masking" if kind == "cache" else "the items of its stages"
+    about = {"cache": "eviction equals masking", "server": "its statements of what it evicted"}
+    return about.get(kind, "the items of its stages")
 
 
 def _installed() -> str:
@@ -116,7 +117,7 @@ def _installed() -> str:
 
 def device(kind: str) -> dict[str, str]:
     """The machine and the libraries that a run depends on."""
-    models = ("torch", "transformers") if kind == "cache" else ()
+    models = ("torch", "transformers") if kind in ("cache", "server") else ()
     return {
         "platform": platform.platform(), "machine": platform.machine(), "python": platform.python_version(),
         "numpy": np.__version__, "hypothesis": hypothesis.__version__, **{name: version(name) for name in models},

@@ -39,16 +39,18 @@ class Verdict:
 
 def verify(
     *, backend: str | None = None, command: str | None = None, policy: str | None = None, cache: str | None = None,
+    server: str | None = None,
     method: str | Sequence[str] = (), model: str | None = None, positions: str | None = None,
     timeout: float | None = None,
     precision: str | None = None, profile: str | None = None, seed: int | None = None, quick: bool = False,
     fail_fast: bool = False, exceptions: str | Path | None = None, out: str | Path = "results/verify",
     force: bool = False,
 ) -> Verdict:
-    """Test a backend, an engine, a policy or a cache with the tests of `kvspec verify`, and return the verdict.
+    """Test a backend, engine, policy, cache or server with the tests of `kvspec verify`, and return the verdict.
 
     The tests run in a separate process. The process imports the tested object by name, so the module of the tested
-    object must be importable. Give exactly one of `backend`, `command`, `policy` and `cache`.
+    object must be importable. Give exactly one of `backend`, `command`, `policy`,
+    `cache` and `server`.
 
         verdict = kvspec.verify(policy="mine:POLICY", method="snapkv", quick=True)
         assert verdict.passed, verdict.failing
@@ -60,7 +62,9 @@ def verify(
         cache: cache to test: `module:ATTRIBUTE` of a function that returns logits after eviction.
         method: published method that must keep the same tokens, such as "snapkv" or "snapkv(W=16, kernel=5)". If you
             test a `backend` or a `command`, `method` can be a list. Default: no comparison.
-        model: for `cache`: folder of the transformers model. Default: tiny random models.
+        server: address of a running server that evicts. Needs `model`.
+        model: for `cache`: folder of the transformers model. Default: tiny random models. For `server`: folder or name
+            of the weights that the server runs.
         positions: for `cache`: positions of the kept tokens, "absolute" or "renumbered". Default: "absolute".
         timeout: for `command`: maximum number of seconds that the engine may take to answer. Default: 60.
         precision: precision of stage S1 (co-attention). Default: "float64" for the numpy backend, otherwise "float32".
@@ -86,7 +90,7 @@ def verify(
     from conformance.verify.request import parsed
 
     given = {
-        "backend": backend, "command": command, "policy": policy, "cache": cache, "model": model,
+        "backend": backend, "command": command, "policy": policy, "cache": cache, "server": server, "model": model,
         "positions": positions, "timeout": timeout, "precision": precision, "profile": profile, "seed": seed,
         "exceptions": exceptions, "out": out,
     }

@@ -29,6 +29,15 @@ METHODS, PROMISES = "methods", "promises"
 """Where published methods stand, and the columns of a policy."""
 EVICTION = "say behind a compacted cache what the model says where the evicted tokens are masked."
 
+SERVER = {
+    "server: size": "keep no more tokens than the budget.",
+    "server: masking": "answer as the model with the full cache answers if the evicted tokens are masked.",
+    "server: eviction": "answer otherwise than the model with the full cache.",
+    "server: policy": "keep the tokens that the stated policy keeps.",
+    "server: commitment": "fix the kept set before the first answer token that depends on the set.",
+}
+"""What a server must do, by the rules of spec/witness.md."""
+
 _ROW = re.compile(r"^\| (\w+) \| `\w+` \| ((?:[A-Z]+-[A-Z0-9-]+(?:, )?)+) \|$", re.MULTILINE)
 _FORMULA = re.compile(r"\*\*Formula\*\*(.*?)\n\n", re.DOTALL)
 _MUST = re.compile(r"\*\*MUST\*\*(.*?)(?=\n\*\*|\Z)", re.DOTALL)
@@ -84,7 +93,7 @@ def formula(item: str) -> str:
 def must(item: str, row: Mapping[str, Any] | None = None) -> str:
     """What a row demands, on one line: an item by its first sentences, or by those on refusals if such a test fails."""
     if item in PROPERTIES or ": " in item:
-        return PROPERTIES[item].says if item in PROPERTIES else EVICTION
+        return PROPERTIES[item].says if item in PROPERTIES else SERVER.get(item, EVICTION)
     found = [_SENTENCES.split(" ".join(text.split())) for text in _MUST.findall(_texts().get(item, ""))]
     if not found:
         return ""

@@ -13,14 +13,14 @@ from conformance.plugin import POSITIONS, PROFILES
 from spec.errors import SpecError
 
 ENGINES = ("backend", "command")
-KINDS = (*ENGINES, "policy", "cache")
+KINDS = (*ENGINES, "policy", "cache", "server")
 """Of subjects."""
-PRECISIONS = ("float64", "float32")
+PRECISIONS = ("float64", "float32", "bfloat16")
 SEEDS = 2**32
 """Seeds are drawn below."""
 _ONLY_FOR = {
-    "timeout": ("command",), "method": (*ENGINES, "policy"), "precision": ENGINES, "exceptions": ENGINES,
-    "model": ("cache",), "positions": ("cache",),
+    "timeout": ("command",), "method": (*ENGINES, "policy"), "precision": (*ENGINES, "server"), "exceptions": ENGINES,
+    "model": ("cache", "server"), "positions": ("cache",),
 }
 
 PROFILE = "ci"
@@ -29,10 +29,11 @@ PROFILE = "ci"
 _METHODS = re.compile(r",(?![^(]*\))\s*")
 """Between two methods, and not between two constants."""
 
-_ABOUT = """Test an engine, a policy or a cache, and write the verdict as a certificate (spec/certificate.md).
+_ABOUT = """Test an engine, a policy, a cache or a server, and write the verdict as a certificate (spec/certificate.md).
 An engine must compute the items of the specification. A policy must have the properties that the policy
 guarantees, such as an exact budget.
 A cache must give the same logits as the full cache with the evicted tokens masked.
+A server must state what it evicted (spec/witness.md), and its answers must be those of the stated eviction.
 With --as METHOD an engine or a policy must also keep the same tokens as a published method.
 
 Exit codes:
@@ -54,6 +55,7 @@ class Request:
     command: str | None
     policy: str | None
     cache: str | None
+    server: str | None
     method: tuple[str, ...]
     model: str | None
     positions: str | None
@@ -114,6 +116,9 @@ def parser() -> argparse.ArgumentParser:
     who.add_argument("--policy", metavar="NAME", help="policy in Python: module:ATTRIBUTE of a spec.policy.Policy")
     who.add_argument("--cache", metavar="NAME",
                      help="Python function that evicts tokens and returns logits, as module:ATTRIBUTE")
+    who.add_argument("--server", metavar="URL",
+                     help="running server that evicts, such as http://127.0.0.1:8000. Needs --model: kvspec\n"
+                          "reads the server's answers again with the same weights")
     made.add_argument("--as", dest="method", action="append", metavar="METHOD",
                       help='published method that must keep the same tokens, such as\n'
                            '"snapkv(W=16, kernel=5)". An engine can be compared with several methods, such as\n'
@@ -126,7 +131,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--yes", action="store_true",
                       help="for --check: run the command of the certificate without confirmation")
     made.add_argument("--model", metavar="FOLDER",
-                      help="for --cache: folder of the transformers model. Default: tiny random models")
+                      help="for --cache: folder of the transformers model. Default: tiny random models.\n"
+                           "For --server: folder or name of the weights that the server runs")
     made.add_argument("--positions", choices=POSITIONS,
                       help="for --cache: positions of the kept tokens, either absolute (default) or\n"
                            "renumbered from 0 in each KV head. A cache with renumbered positions must also\n"
@@ -136,7 +142,8 @@ def parser() -> argparse.ArgumentParser:
                            "Default: 60")
     made.add_argument("--precision", choices=PRECISIONS,
                         help="precision of stage S1 (co-attention). Default: float64 for the numpy backend,\n"
-                             "otherwise float32. An engine of --command reports its precision")
+                             "otherwise float32. An engine of --command reports its precision. For --server:\n"
+                             "dtype in which the server computes, float32 (default) or bfloat16")
     made.add_argument("--profile", choices=PROFILES,
                         help="profile, which sets the number of examples of each test. The default is the\n"
                              "environment variable KVSPEC_PROFILE, or ci if the variable is not set")
@@ -195,6 +202,11 @@ def parsed(arguments: Sequence[str]) -> Request:
         if value is not None and not any(getattr(found, kind) for kind in kinds):
             raise SpecError(option, value, f"can be given only with {' or '.join(f'--{kind}' for kind in kinds)}")
     found.method = tuple(one for text in found.method or () for one in _METHODS.split(text))
+    dtypes = PRECISIONS[1:] if found.server else PRECISIONS[:2]
+    if found.precision not in (None, *dtypes):
+        raise SpecError("precision", found.precision, f"must be one of {', '.join(dtypes)} for this subject")
+    if found.server and not found.model:
+        raise SpecError("model", None, "is needed with --server: folder or name of the weights that the server runs")
     if found.policy and len(found.method) > 1:
         raise SpecError("as", ",".join(found.method), "must be one method: a policy is compared with one method only")
     found.profile = profile_of(found.profile or ("few" if found.quick else None))

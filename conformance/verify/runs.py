@@ -27,7 +27,7 @@ from spec.errors import SpecError
 
 SUITE = ROOT / "conformance" / "suite"
 SCALE = SUITE / "test_scale_*.py"
-SUITES = {"policy": SUITE.with_name("policy_suite"), "cache": SUITE.with_name("cache_suite")}
+SUITES = {kind: SUITE.with_name(f"{kind}_suite") for kind in ("policy", "cache", "server")}
 BETWEEN_LINES = 10.0
 """Seconds from one line of progress to the next."""
 LOOK_SECONDS = 0.2  # between two looks at whether pytest still runs
@@ -48,8 +48,8 @@ def _command(request: Request) -> list[str]:
     """pytest with the options of a request, without the scale lane if it is to be quick."""
     options = {
         "--backend": request.backend, "--kvspec-command": request.command, "--kvspec-policy": request.policy,
-        "--kvspec-cache": request.cache, "--kvspec-model": request.model, "--kvspec-timeout": request.timeout,
-        "--kvspec-positions": request.positions,
+        "--kvspec-cache": request.cache, "--kvspec-server": request.server, "--kvspec-model": request.model,
+        "--kvspec-timeout": request.timeout, "--kvspec-positions": request.positions,
         "--kvspec-precision": request.precision, "--kvspec-profile": request.profile,
         "--kvspec-exceptions": request.exceptions, "--hypothesis-seed": request.seed,
     }

@@ -1,6 +1,7 @@
 """Who is judged: a subject's name and version, and a digest of its files."""
 
 import hashlib
+import json
 import os
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 from conformance.checks.promises import PROPERTIES, promised
 from conformance.strategies.policy_inputs import drawn
 from conformance.strategies.policy_inputs import named as policy_of
+from conformance.witness.client import Server
 from reference.policies.names import ENTRY_POINTS as POLICIES
 from reference.policies.names import NAMES
 from spec.backend import BUILT_IN, ENTRY_POINTS, FAMILIES, resolve
@@ -126,6 +128,21 @@ def of_cache(named: str) -> Subject:
     return _of_package("cache", named, named, target_of("cache", named, CACHES))
 
 
+def of_server(named: str) -> Subject:
+    """A running server; it has no files, and its digest is that of what it says about itself.
+
+    Raises:
+        SpecError: if no server answers, or where what the suite needs is not installed.
+    """
+    for needed in ("torch", "transformers"):
+        if find_spec(needed) is None:
+            raise SpecError("server", named, f"needs {needed}, which is not installed: pip install 'kvspec[models]'")
+    server = Server(named, "")
+    models, about = server.models(), server.version()
+    digest = hashlib.sha256(json.dumps([models, about]).encode()).hexdigest()
+    return Subject("server", ", ".join(models) or named, "", named, "GET /v1/models and /version", digest)
+
+
 def of_command(named: str) -> Subject:
     """An engine that a command starts; its files are the executable and every file that the command names, by path.
 
@@ -163,4 +180,5 @@ def _is_file(word: str) -> bool:
 
 OF_KIND: Mapping[str, Callable[..., Subject]] = {
     "backend": of_backend, "command": of_command, "policy": of_policy, "cache": of_cache,
+    "server": of_server,
 }

@@ -1,0 +1,285 @@
+"""The witness on servers of our own, which evict by sessions of kvspec, as they state or otherwise."""
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from conformance.cache_suite.judge import save_tiny
+from conformance.paths import DOCS, SPEC
+from conformance.server_suite.judge import RULES, Reading, Witness
+from conformance.witness.client import Server
+from conformance.witness.statement import MalformedStatement, digest_of, parse_statement
+from models_integration import compact, decide, observe, policy_from_name
+from models_integration.cache.continuation import Decision
+from models_integration.model.cache_argument import cache_name
+from models_integration.session.verbs import read
+from spec.retention import Granularity, Retention
+
+Sets = list[list[int]]
+"""Kept positions by full-attention layer and KV head, in one list."""
+LAYERS, HEADS = 3, 2
+
+
+@dataclass
+class Fault:
+    """What a server does otherwise than it states.
+
+    Attributes:
+        used: the sets that are stored instead of those that are stated: (sets, n, sets of the request before).
+        stated: the sets that are stated instead of those of the policy.
+        slots: True if the answer's positions are numbers of slots.
+        full_logprobs: True if the log-probabilities are those of the full cache.
+        late: True if digests are sent after the answer.
+    """
+
+    used: Callable[[Sets, int, Sets], Sets] = lambda sets, n, before: sets
+    stated: Callable[[Sets, int], Sets] = lambda sets, n: sets
+    slots: bool = False
+    full_logprobs: bool = False
+    late: bool = False
+
+
+def whole(n: int) -> Sets:
+    return [list(range(n))] * (LAYERS * HEADS)
+
+
+def exchange_token(sets: Sets, n: int, before: Sets | None = None) -> Sets:
+    """One token of the middle for one that was evicted, in all sets."""
+    return [sorted({*(set(own) - {own[len(own) // 2]}), min(set(range(n)) - set(own), default=0)}) for own in sets]
+
+
+def one_more(sets: Sets, n: int) -> Sets:
+    return [sorted({*own, min(set(range(n)) - set(own), default=0)}) for own in sets]
+
+
+def swap_heads(sets: Sets, n: int, before: Sets) -> Sets:
+    return [sets[1], sets[0], *sets[2:]]
+
+
+def other_request(sets: Sets, n: int, before: Sets) -> Sets:
+    """The sets of the request before, as far as this prompt has such positions."""
+    return [[position for position in own if position < n] or [0] for own in before] if before else sets
+
+
+FAULTS: Mapping[str, tuple[Fault, str]] = {
+    "no eviction": (Fault(used=lambda sets, n, before: whole(n)), "full cache"),
+    "another set": (Fault(used=exchange_token), "stated set"),
+    "another set, as stated": (Fault(stated=exchange_token), "against the policy"),
+    "slot numbers": (Fault(slots=True), "'slots'"),
+    "budget by one": (Fault(stated=one_more), "more than the budget"),
+    "a layer whole": (
+        Fault(used=lambda sets, n, before: [*sets[:2], *whole(n)[2:4], *sets[4:]]), "layer 1 evicted nothing",
+    ),
+    "heads swapped": (Fault(used=swap_heads), "KV heads 0 and 1"),
+    "another request's set": (Fault(used=other_request), "different request"),
+    "full log-probabilities": (Fault(full_logprobs=True), "full cache"),
+    "fixed after the fact": (Fault(late=True), "answer tokens"),
+}
+
+
+@dataclass
+class Evicting:
+    """A server of completions that evicts once after each prompt."""
+
+    model: PreTrainedModel
+    policy: str = "snapkv"
+    budget: str = "0.4"
+    fault: Fault = field(default_factory=Fault)
+    before: Sets = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def answer(self, ids: Sequence[int], tokens: int, seed: int) -> Iterator[dict[str, Any]]:
+        """Events of a stream; the last one has the statement."""
+        n, generator = len(ids), torch.Generator().manual_seed(seed)
+        policy = policy_from_name(self.policy, self.budget)
+        observed = observe(self.model, torch.tensor([ids]))
+        (retention,) = decide(policy.on(self.model), observed).retentions
+        sets = [retention.group(group).tolist() for group in range(retention.groups)]
+        if len(sets) == LAYERS:
+            sets = [own for own in sets for _ in range(HEADS)]
+        sets = sets * (LAYERS * HEADS // len(sets))
+        stated = self.fault.stated(sets, n)
+        used = self.fault.used(stated, n, self.before)
+        self.before = sets
+        cache = compact(observed.cache, Decision((per_head(used, n),)))
+        ranges = [[[p, p + 1] for p in own] for own in stated]
+        layers = [[layer * HEADS + head for head in range(HEADS)] for layer in range(LAYERS)]
+        digests = {"kvspec": {"witness": 1, "digests": [digest_of(n, ranges, layers)]}}
+        assert observed.logits is not None
+        row, full = observed.logits[0, -1], observed.logits[0, -1]
+        for at in range(tokens):
+            if at == 1 and not self.fault.late:
+                yield digests
+            token = int(torch.multinomial(row.softmax(-1), 1, generator=generator))
+            logprob = float((full if self.fault.full_logprobs else row).log_softmax(-1)[token])
+            yield {"choices": [{"text": "", "token_ids": [token], "logprobs": {"token_logprobs": [logprob]}}]}
+            if self.fault.full_logprobs:
+                full = self.after(observed.cache, token)
+            row = self.step(cache, token, len(used[0]) + at)
+        if self.fault.late:
+            yield digests
+        eviction = {"seen": n, "sets": ranges, "layers": layers, "digest": digest_of(n, ranges, layers)}
+        yield {"kvspec": {
+            "witness": 1, "policy": self.policy, "budget": self.budget, "positions": "kept", "evictions": [eviction],
+        }}
+
+    def step(self, cache: Any, token: int, slot: int) -> torch.Tensor:
+        """Logits after a token, at the position of the text, or by fault at the number of its slot."""
+        if not self.fault.slots:
+            return self.after(cache, token)
+        with torch.no_grad():
+            given = {"position_ids": torch.tensor([[slot]]), cache_name(self.model): cache}
+            found: torch.Tensor = self.model(input_ids=torch.tensor([[token]]), **given).logits[0, -1]
+        return found
+
+    def after(self, cache: Any, token: int) -> torch.Tensor:
+        logits = read(self.model, cache, torch.tensor([[token]])).logits
+        assert logits is not None
+        return logits[0, -1]
+
+
+def per_head(sets: Sets, n: int) -> Retention:
+    if all(own == sets[0] for own in sets):
+        return Retention.shared(np.array(sets[0], dtype=np.int64), n)
+    offsets = np.cumsum([0, *map(len, sets)]).astype(np.int64)
+    return Retention(np.concatenate([np.array(own, dtype=np.int64) for own in sets]), offsets, n, Granularity.HEAD)
+
+
+@contextmanager
+def serving(engine: Any) -> Iterator[str]:
+    """The address of a server that answers by an engine, one request at a time."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *words: object) -> None:
+            """Say nothing."""
+
+        def do_GET(self) -> None:
+            self.send_json({"data": [{"id": "tiny"}]} if self.path == "/v1/models" else {"version": "1"})
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with engine.lock:
+                events = list(engine.answer(asked["prompt"], asked["max_tokens"], asked["seed"]))
+            if asked["stream"]:
+                self.send_response(200)
+                self.end_headers()
+                lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+                self.wfile.write("".join([*lines, "data: [DONE]\n\n"]).encode())
+            else:
+                choices = [event["choices"][0] for event in events if "choices" in event]
+                whole = {
+                    "token_ids": [token for one in choices for token in one["token_ids"]],
+                    "logprobs": {"token_logprobs": [x for one in choices for x in one["logprobs"]["token_logprobs"]]},
+                }
+                self.send_json({"choices": [whole], "kv_transfer_params": events[-1]})
+
+        def send_json(self, body: object) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    folder = save_tiny("llama", tmp_path_factory.mktemp("llama"))
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return loaded.eval()
+
+
+def verdicts(witness: Witness, group: str) -> dict[str, list[str]]:
+    """By rule, what is wrong with each answer of a group; "undecided" and "passed" for the others."""
+    return {rule: [verdict(check, reading) for reading in witness.readings(group)] for rule, check in RULES.items()}
+
+
+def verdict(check: Callable[[Reading], Any], reading: Reading) -> str:
+    try:
+        check(reading)
+    except pytest.skip.Exception:
+        return "undecided"
+    except AssertionError as error:
+        return str(error)
+    return "passed"
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "streamingllm", "chunkkv", "adakv"])
+def test_a_server_that_does_as_it_states_passes(model: PreTrainedModel, policy: str) -> None:
+    with serving(Evicting(model, policy)) as url:
+        found = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
+    for rule, said in found.items():
+        assert set(said) <= {"passed", "undecided"}, (rule, said)
+        assert "passed" in said, (rule, said)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_told_by_name(model: PreTrainedModel, name: str) -> None:
+    fault, words = FAULTS[name]
+    with serving(Evicting(model, "streamingllm" if fault.slots else "snapkv", fault=fault)) as url:
+        found = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
+    said = [one for own in found.values() for one in own if one not in ("passed", "undecided")]
+    assert any(words in one for one in said), said
+
+
+EXAMPLES = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", (SPEC / "witness.md").read_text(), re.DOTALL)]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_examples_of_the_page_are_statements(example: dict[str, Any]) -> None:
+    jsonschema.validate(example, json.loads((SPEC / "witness.schema.json").read_text()))
+    found = parse_statement(example, {})
+    assert [digest_of(one.seen, one.sets, one.layers) for one in found.evictions] == [
+        one["digest"] for one in example["evictions"]
+    ]
+
+
+def test_a_program_in_javascript_checks_the_digest() -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    program = [node, str(DOCS / "examples" / "javascript" / "statement.mjs")]
+    done = subprocess.run(program, input=json.dumps(EXAMPLES[0]), capture_output=True, text=True, check=True)
+    assert done.stdout == "after 40 tokens: 0-3 38-39\n"
+    (eviction,) = EXAMPLES[0]["evictions"]
+    other = {**EXAMPLES[0], "evictions": [{**eviction, "seen": 41}]}
+    assert subprocess.run(program, input=json.dumps(other), capture_output=True, text=True, check=False).returncode
+
+
+WRONG = {
+    "witness": 2, "policy": "", "budget": 0.3, "positions": "text", "prompt_ids": [-1], "answer_ids": "7",
+    "logprobs": [-1.25], "evictions": None,
+}
+WRONG_EVICTION = {
+    "seen": 43, "sets": [[[0, 4], [3, 40]]], "layers": [[1]], "digest": None,
+}
+
+
+@pytest.mark.parametrize("field", [*WRONG, *WRONG_EVICTION])
+def test_a_malformed_statement_names_the_field(field: str) -> None:
+    (eviction,) = EXAMPLES[0]["evictions"]
+    changed = {"evictions": [{**eviction, field: WRONG_EVICTION[field]}]} if field in WRONG_EVICTION else {
+        field: WRONG[field]
+    }
+    with pytest.raises(MalformedStatement, match=f"^{field} = "):
+        parse_statement({**EXAMPLES[0], **changed}, {})

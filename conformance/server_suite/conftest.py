@@ -1,0 +1,29 @@
+"""The server that is judged, and the witness's model; without a server there is nothing to collect."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collect nothing without --kvspec-server."""
+    return True if config.getoption("--kvspec-server") is None else None
+
+
+@pytest.fixture(scope="session")
+def witness(request: pytest.FixtureRequest) -> Any:
+    """The witness of --kvspec-server, with the weights of --kvspec-model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from conformance.server_suite.judge import Witness
+    from conformance.witness.client import Server
+    from models_integration.model.published_weights import located
+
+    option = request.config.getoption
+    folder = str(located(option("--kvspec-model")))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    server = Server.of(option("--kvspec-server"), option("--kvspec-model"))
+    dtype, seed = option("--kvspec-precision") or "float32", int(option("--hypothesis-seed", None) or 0)
+    return Witness(model, server, dtype, seed)

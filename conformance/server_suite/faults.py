@@ -1,0 +1,109 @@
+"""Names for what a server did instead of the eviction that it states."""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from torch import Tensor
+
+from conformance.server_suite.reading import Event, Reader, apart
+from conformance.witness.statement import Statement
+
+__all__ = ["name_fault"]
+
+_PAIRS = 64
+"""Largest number of pairs of KV heads that are tried."""
+
+
+def name_fault(
+    reader: Reader, statement: Statement, events: Sequence[Event], found: Tensor, tolerance: float,
+    others: Sequence[Sequence[Event]] = (),
+) -> str:
+    """Return the first reading of the answer that explains the log-probabilities of a server.
+
+    Args:
+        reader: the witness's model.
+        statement: what the server states.
+        events: the evictions of the statement.
+        found: log-probabilities of the server.
+        tolerance: largest difference that rounding explains.
+        others: evictions that the server stated for different requests.
+    """
+    ids, n = statement.ids, len(statement.prompt_ids)
+    for name, changed, rule in _hypotheses(events, statement.positions, others):
+        if apart(reader.logprobs(ids, n, changed, rule), found) <= tolerance:
+            return name
+    return "no known fault explains the log-probabilities: a different set, or different weights"
+
+
+def _hypotheses(
+    events: Sequence[Event], rule: str, others: Sequence[Sequence[Event]],
+) -> Iterator[tuple[str, Sequence[Event], str]]:
+    """Yield what may have happened: a name, the evictions and the position rule."""
+    yield "the log-probabilities are those of the full cache: nothing was evicted", [], "kept"
+    for another in ("kept", "renumbered", "slots"):
+        if another != rule:
+            yield f"kept tokens and the answer have positions of the rule {another!r}, not {rule!r}", events, another
+    for name, changed in _changed_sets(events):
+        yield name, changed, rule
+    for one in others:
+        fitted = [_fitted(event, other) for event, other in zip(events, one, strict=False)]
+        yield "the kept set is that of a different request", fitted, rule
+    for layer, a, b in _pairs(events):
+        name = f"KV heads {a} and {b} of full-attention layer {layer} are exchanged"
+        yield name, [_exchanged(event, layer, a, b) for event in events], rule
+
+
+def _changed_sets(events: Sequence[Event]) -> Iterator[tuple[str, list[Event]]]:
+    """Yield sets beside the stated ones, evictions at another time, and evictions that left something out."""
+    for by in (1, -1):
+        yield f"each kept token is {by:+d} beside the stated position", [_moved(event, by) for event in events]
+        yield f"the eviction happened {by:+d} tokens later than stated", _later(events, by)
+    for at, event in enumerate(events):
+        name = f"eviction {at + 1} of {len(events)}, after {event.seen} tokens, did not happen"
+        yield name, [*events[:at], *events[at + 1 :]]
+    for layer in range(len(events[0].sets) if events else 0):
+        yield f"full-attention layer {layer} evicted nothing", [_whole(event, layer) for event in events]
+    yield "the kept sets of the layers are in reverse order", [Event(one.seen, one.sets[::-1]) for one in events]
+
+
+def _moved(event: Event, by: int) -> Event:
+    return Event(event.seen, [
+        [sorted({min(max(position + by, 0), event.seen - 1) for position in own}) for own in layer]
+        for layer in event.sets
+    ])
+
+
+def _later(events: Sequence[Event], by: int) -> list[Event]:
+    """Move all evictions; tokens between are kept, or are not there yet."""
+    return [
+        Event(one.seen + by, [
+            [[*(p for p in own if p < one.seen + by), *range(one.seen, one.seen + by)] for own in layer]
+            for layer in one.sets
+        ]) for one in events
+    ]
+
+
+def _whole(event: Event, layer: int) -> Event:
+    sets = list(event.sets)
+    sets[layer] = [list(range(event.seen))] * len(sets[layer])
+    return Event(event.seen, sets)
+
+
+def _fitted(event: Event, other: Event) -> Event:
+    """Return the sets of another request, without positions that this request has not seen."""
+    return Event(event.seen, [[[p for p in own if p < event.seen] for own in layer] for layer in other.sets])
+
+
+def _pairs(events: Sequence[Event]) -> list[tuple[int, int, int]]:
+    """Pairs of KV heads of a layer that keep different tokens."""
+    sets = events[0].sets if events else []
+    found = [
+        (layer, a, b) for layer, own in enumerate(sets) for a, b in combinations(range(len(own)), 2) if own[a] != own[b]
+    ]
+    return found[:_PAIRS]
+
+
+def _exchanged(event: Event, layer: int, a: int, b: int) -> Event:
+    sets = [list(own) for own in event.sets]
+    sets[layer][a], sets[layer][b] = sets[layer][b], sets[layer][a]
+    return Event(event.seen, sets)

@@ -1,0 +1,285 @@
+"""The rules of spec/witness.md: each takes an answer and its readings, and says what is wrong."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conformance.server_suite.faults import name_fault
+from conformance.server_suite.reading import (
+    POWER,
+    TOLERANCE,
+    WEIGHT_NOISE,
+    Event,
+    HeadSets,
+    Reader,
+    apart,
+    events_of,
+    policy_sets,
+    with_noise,
+)
+from conformance.witness.client import Answer, Server
+from conformance.witness.statement import Statement, digest_of
+from models_integration import policy_from_name
+from reference.policies.budgets import tokens_of
+from spec.budget import parse_budget
+from spec.errors import SpecError
+
+__all__ = ["RULES", "Reading", "Witness", "prompts_of"]
+
+ANSWER = 12
+"""Answer tokens of a request: the first is chosen before a prompt's eviction, the others after it."""
+LONG_ANSWER = 160
+"""Answer tokens of a request for policies that evict while decoding."""
+LENGTHS = (2, 16, 31, 32, 33, 64, 65, 127, 128, 129, 257, 512, 601)
+"""Prompt lengths: around the blocks of 16, 32, 64 and 128 tokens that servers store, and more than one chunk."""
+READINGS = 4
+"""Copies of the weights with noise, to find the tokens whose eviction rounding decides."""
+
+
+def prompts_of(group: str, vocabulary: int, longest: int, seed: int) -> list[list[int]]:
+    """Return the prompts of a group, as random token ids.
+
+    Args:
+        group: "lengths", "shared prefixes", "at once" or "long answers".
+        vocabulary: number of token ids of the model.
+        longest: largest number of tokens of a prompt.
+        seed: random seed.
+    """
+    rng = np.random.default_rng([seed, *group.encode()])
+
+    def draw(n: int) -> list[int]:
+        return [int(one) for one in rng.integers(min(100, vocabulary // 2), vocabulary, min(n, longest))]
+
+    if group == "lengths":
+        return [draw(n) for n in LENGTHS]
+    if group == "shared prefixes":
+        prefix = draw(300)
+        return [(prefix + draw(n))[:longest] for n in (20, 33, 20, 1)]
+    if group == "at once":
+        return [draw(int(n)) for n in rng.integers(40, 500, 8)]
+    assert group == "long answers"
+    return [draw(n) for n in (180, 333)]
+
+
+@dataclass
+class Reading:
+    """A request, the server's answer, and the log-probabilities that the witness reads."""
+
+    witness: "Witness"
+    answer: Answer
+
+    @cached_property
+    def statement(self) -> Statement:
+        return self.answer.statement()
+
+    @cached_property
+    def events(self) -> list[Event]:
+        return events_of(self.statement, self.witness.reader.layers, self.witness.reader.heads)
+
+    @cached_property
+    def found(self) -> Tensor:
+        """Log-probabilities of the server."""
+        return torch.tensor(self.statement.logprobs, dtype=torch.float64)
+
+    @cached_property
+    def masked(self) -> Tensor:
+        return self._read(self.events, self.statement.positions)
+
+    @cached_property
+    def full(self) -> Tensor:
+        return self._read([], "kept")
+
+    def _read(self, events: Sequence[Event], rule: str) -> Tensor:
+        one = self.statement
+        return self.witness.reader.logprobs(one.ids, len(one.prompt_ids), events, rule)
+
+    @property
+    def has_power(self) -> bool:
+        """True if masking changes the log-probabilities by ten tolerances."""
+        return apart(self.masked, self.full) >= POWER * self.witness.tolerance
+
+    def __str__(self) -> str:
+        one = self.statement
+        return f"prompt of {len(one.prompt_ids)} ids, {one.policy} at {one.budget}"
+
+
+class Witness:
+    """The model of the witness, and the answers of a server.
+
+    Args:
+        model: the weights that the server claims to run, in float32.
+        server: where the answers come from.
+        dtype: dtype of the server's computation, "float32" or "bfloat16".
+        seed: random seed of the prompts.
+    """
+
+    def __init__(self, model: PreTrainedModel, server: Server, dtype: str = "float32", seed: int = 0) -> None:
+        self.model, self.server, self.dtype, self.seed = model, server, dtype, seed
+        self.reader, self.tolerance = Reader(model), TOLERANCE[dtype]
+        self._readings: dict[str, list[Reading]] = {}
+        self._noisy: list[PreTrainedModel] = []
+
+    def readings(self, group: str) -> list[Reading]:
+        """Return the readings of a group of requests. The server is asked once for each group."""
+        if group not in self._readings:
+            config = self.model.config.get_text_config(decoder=True)
+            tokens = LONG_ANSWER if group == "long answers" else ANSWER
+            longest = config.max_position_embeddings - tokens
+            prompts = prompts_of(group, config.vocab_size, longest, self.seed)
+            if group == "at once":
+                answers = self.server.complete_all(prompts, tokens, self.seed)
+            else:
+                answers = [self.server.complete(ids, tokens, bool(at % 2), at) for at, ids in enumerate(prompts)]
+            self._readings[group] = [Reading(self, answer) for answer in answers]
+        return self._readings[group]
+
+    def noisy(self) -> list[PreTrainedModel]:
+        """Return copies of the model with noise in the weights."""
+        if not self._noisy:
+            self._noisy = [with_noise(self.model, WEIGHT_NOISE[self.dtype], at) for at in range(READINGS)]
+        return self._noisy
+
+    def others(self, reading: Reading) -> list[list[Event]]:
+        """Return the evictions that the server stated for other requests."""
+        return [
+            one.events for own in self._readings.values() for one in own
+            if one is not reading and one.answer.stated is not None and one.events
+        ]
+
+
+def check_size(reading: Reading) -> None:
+    """Rule 1: the kept sets are within the budget."""
+    one, budget = reading.statement, parse_budget(reading.statement.budget)
+    n = len(one.prompt_ids)
+    if not one.evictions:
+        allowed = _allowed(reading, n)
+        assert n <= allowed, f"{reading}: the server kept all {n} tokens of a budget of {allowed}: {one.reason}"
+    for event in reading.events:
+        sizes = [len(own) for layer in event.sets for own in layer]
+        allowed, mean = _allowed(reading, event.seen), sum(sizes) / len(sizes)
+        assert mean <= allowed, (
+            f"{reading}: after {event.seen} tokens the mean kept set has {mean:g} tokens, {mean - allowed:g} more than"
+            f" the budget of {allowed} ({budget})"
+        )
+
+
+def _allowed(reading: Reading, seen: int) -> int:
+    """Return the budget in tokens, which a policy that kvspec knows may raise to its floor."""
+    one = reading.statement
+    budget = parse_budget(one.budget)
+    try:
+        method: Any = policy_from_name(one.policy, one.budget).on(reading.witness.model)
+    except SpecError:
+        return budget.tokens(seen)
+    return tokens_of(method.policy, budget, seen)
+
+
+def check_masking(reading: Reading) -> None:
+    """Rule 2: the answer is that of the full cache with the evicted tokens masked."""
+    _check_subsets(reading)
+    tolerance = reading.witness.tolerance
+    difference = apart(reading.masked, reading.found)
+    if difference <= tolerance:
+        if reading.events and not reading.has_power:
+            pytest.skip(f"{reading}: masking changes too little to decide")
+        return
+    fault = name_fault(
+        reading.witness.reader, reading.statement, reading.events, reading.found, tolerance,
+        reading.witness.others(reading),
+    )
+    raise AssertionError(
+        f"{reading}: log-probabilities differ by {difference:.2g} from those of masking by the stated set, more than"
+        f" {tolerance:g}; {fault}"
+    )
+
+
+def _check_subsets(reading: Reading) -> None:
+    """A token that was evicted cannot be kept by a later eviction."""
+    for before, after in zip(reading.events, reading.events[1:], strict=False):
+        for old, new in zip(_flat(before.sets), _flat(after.sets), strict=True):
+            back = [position for position in new if position < before.seen and position not in set(old)]
+            assert not back, f"{reading}: the eviction after {after.seen} tokens keeps {back[:8]}, evicted earlier"
+
+
+def _flat(sets: HeadSets) -> list[list[int]]:
+    return [own for layer in sets for own in layer]
+
+
+def check_eviction(reading: Reading) -> None:
+    """Rule 3: the answer is not that of the full cache."""
+    if not reading.events:
+        pytest.skip(f"{reading}: nothing was evicted ({reading.statement.reason})")
+    if not reading.has_power:
+        pytest.skip(f"{reading}: masking changes too little to decide")
+    difference = apart(reading.full, reading.found)
+    assert difference > reading.witness.tolerance, (
+        f"{reading}: log-probabilities differ by {difference:.2g} from those of the full cache: nothing was evicted"
+    )
+
+
+def check_policy(reading: Reading) -> None:
+    """Rule 4: the stated sets are those of the stated policy, but for tokens whose eviction rounding decides."""
+    one, seen = reading.statement, [event.seen for event in reading.events]
+    if not seen:
+        pytest.skip(f"{reading}: nothing was evicted ({one.reason})")
+    try:
+        expected = policy_sets(reading.witness.model, one, seen)
+    except SpecError as error:
+        pytest.skip(f"{reading}: kvspec cannot compute the sets of this policy ({error})")
+    different = _differences(reading.events, expected)
+    if not different:
+        return
+    unstable = set()
+    for model in reading.witness.noisy():
+        noisy = map(Event, seen, policy_sets(model, one, seen))
+        unstable |= _differences(list(noisy), expected)
+    clear = sorted(different - unstable)
+    if clear:
+        at, own, position = clear[0]
+        layer, head = divmod(own, reading.witness.reader.heads)
+        keeps = position in expected[at][layer][head]
+        raise AssertionError(
+            f"{reading}: {len(clear)} tokens are kept or evicted against the policy. After {seen[at]} tokens,"
+            f" full-attention layer {layer}, KV head {head}: token {position} must be {'kept' if keeps else 'evicted'}"
+        )
+
+
+def _differences(events: Sequence[Event], expected: Sequence[HeadSets]) -> set[tuple[int, int, int]]:
+    """Return (eviction, set, position) of each token that only one of both keeps."""
+    return {
+        (at, own, position)
+        for at, (event, sets) in enumerate(zip(events, expected, strict=True))
+        for own, (a, b) in enumerate(zip(_flat(event.sets), _flat(sets), strict=True))
+        for position in set(a) ^ set(b)
+    }
+
+
+def check_commitment(reading: Reading) -> None:
+    """Rule 5: the digests are those of the sets, and were sent before the first answer token that depends on them."""
+    one, n = reading.statement, len(reading.statement.prompt_ids)
+    for eviction in one.evictions:
+        own = digest_of(eviction.seen, eviction.sets, eviction.layers)
+        assert own == eviction.digest, f"{reading}: the digest of the set is {own}, the server states {eviction.digest}"
+    if not reading.answer.digests:
+        pytest.skip(f"{reading}: the server sends no digest before its answer")
+    sent = [digest for _, digest in reading.answer.digests]
+    stated = [eviction.digest for eviction in one.evictions]
+    assert sent == stated, f"{reading}: the digests that were sent are not those of the stated sets"
+    for (before, _), eviction in zip(reading.answer.digests, one.evictions, strict=True):
+        assert before <= eviction.seen - n + 1, (
+            f"{reading}: the digest of the eviction after {eviction.seen} tokens came after {before} answer tokens"
+        )
+
+
+RULES: Mapping[str, Callable[[Reading], Any]] = {
+    "size": check_size, "masking": check_masking, "eviction": check_eviction, "policy": check_policy,
+    "commitment": check_commitment,
+}
+"""What is checked of each answer, by the names of spec/witness.md."""

@@ -1,0 +1,125 @@
+"""Log-probabilities of an answer, and kept sets of a policy, as the judge of a server computes them."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conformance.cache_suite.oracle import Masked
+from conformance.witness.statement import Statement
+from models_integration import policy_from_name
+from models_integration.model.cache_argument import cache_name
+
+__all__ = ["POWER", "TOLERANCE", "WEIGHT_NOISE", "Event", "Reader", "apart", "events_of", "policy_sets", "with_noise"]
+
+TOLERANCE = {"float32": 2e-3, "bfloat16": 0.3}
+"""Largest difference of a log-probability from the witness's, by dtype of the server."""
+POWER = 10
+"""How many tolerances masking must change log-probabilities by, before a comparison can pass."""
+WEIGHT_NOISE = {"float32": 2.0**-21, "bfloat16": 2.0**-8}
+"""Relative change of weights that moves scores as much as the rounding of another engine does."""
+
+HeadSets = list[list[list[int]]]
+"""Kept positions, by full-attention layer and KV head."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One eviction: after `seen` tokens, only the tokens of `sets` are visible."""
+
+    seen: int
+    sets: HeadSets
+
+
+class Reader:
+    """A model that reads answers with masks in place of evictions.
+
+    Attributes:
+        layers: number of full-attention layers.
+        heads: number of KV heads of a layer.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._masked = {"kept": Masked(model)}
+        config = model.config.get_text_config(decoder=True)
+        self.layers = len(self._masked["kept"].visible)
+        self.heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+    def logprobs(self, ids: Sequence[int], n: int, events: Sequence[Event], rule: str = "kept") -> Tensor:
+        """Return the log-probability of each token after the first n, (len(ids) - n,).
+
+        Args:
+            ids: token ids of the prompt and the answer.
+            n: number of prompt tokens.
+            events: evictions in order. An eviction after the last token that is read has no effect.
+            rule: "kept", "renumbered" (each KV head counts its kept tokens from 0), or "slots": kept tokens keep the
+                positions of the text, and later tokens are counted by the number of stored tokens, which is a fault.
+        """
+        masked, read, logits = self._of_rule(rule), 0, []
+        masked.reset()
+        for event in [*events, Event(len(ids) - 1, [])]:
+            end = min(event.seen, len(ids) - 1)
+            if end > read:
+                logits.append(masked.read(torch.tensor([list(ids[read:end])]))[0])
+                read = end
+            if event.sets and read == event.seen:
+                masked.keep(event.sets)
+                masked.shift = event.seen - len(event.sets[0][0]) if rule == "slots" else 0
+        rows = torch.cat(logits)[n - 1 :].to(torch.float64).log_softmax(dim=-1)
+        return rows.gather(1, torch.tensor(list(ids[n:]))[:, None])[:, 0]
+
+    def _of_rule(self, rule: str) -> Masked:
+        """Return the model of a rule. Its weights are copied once for kept positions, and once for renumbered ones."""
+        key = "renumbered" if rule == "renumbered" else "kept"
+        if key not in self._masked:
+            self._masked[key] = Masked(self.model, renumbered=True)
+        return self._masked[key]
+
+
+def events_of(statement: Statement, layers: int, heads: int) -> list[Event]:
+    """Return the evictions of a statement by layer and KV head.
+
+    Raises:
+        MalformedStatement: if the statement does not fit the model.
+    """
+    return [Event(one.seen, one.positions(layers, heads)) for one in statement.evictions]
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference. NaN counts as infinite."""
+    worst = float((a - b).abs().max()) if len(a) else 0.0
+    return worst if worst == worst else float("inf")
+
+
+def policy_sets(model: PreTrainedModel, statement: Statement, seen: Sequence[int]) -> list[HeadSets]:
+    """Return the sets that a session of the stated policy stores after each of `seen` tokens of the request.
+
+    Raises:
+        SpecError: if kvspec does not know the policy, or if the budget is not valid.
+    """
+    policy = policy_from_name(statement.policy, statement.budget)
+    found, ids, n = [], torch.tensor([statement.ids]), len(statement.prompt_ids)
+    with torch.no_grad(), policy(model) as run:
+        model(input_ids=ids[:, :n])
+        for at in range(n, max(seen) + 1):
+            if at > n:
+                model(input_ids=ids[:, at - 1 : at], **{cache_name(model): run.cache})
+            if at in seen:
+                assert run.cache is not None
+                layers = run.cache.full_layers
+                found.append([[layer.head_positions(0, head).tolist() for head in range(layer.heads)]
+                              for layer in layers])
+    return found
+
+
+def with_noise(model: PreTrainedModel, noise: float, seed: int) -> PreTrainedModel:
+    """Return a copy of a model whose weights are changed at random by a relative `noise`."""
+    changed, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight.mul_(1 + noise * (2 * torch.rand(weight.shape, generator=generator) - 1))
+    return changed

@@ -1,0 +1,162 @@
+"""Ask a server for completions over OpenAI's protocol, and collect what it states about its evictions."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Any
+
+from conformance.witness.statement import MalformedStatement, Statement, parse_statement
+from spec.errors import SpecError
+
+__all__ = ["Answer", "Server"]
+
+
+@dataclass
+class Answer:
+    """What a server sent for one prompt.
+
+    Attributes:
+        prompt_ids: token ids that were sent.
+        answer_ids: token ids of the answer, or None if the server does not send ids.
+        logprobs: log-probability of each answer token, or None if the server does not send them.
+        stated: the JSON object of the statement, or None.
+        digests: digests that came before the answer's end, each with the number of answer tokens before it.
+        text: the answer's text.
+    """
+
+    prompt_ids: list[int]
+    answer_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+    stated: Mapping[str, Any] | None = None
+    digests: list[tuple[int, str]] = field(default_factory=list)
+    text: str = ""
+
+    def statement(self) -> Statement:
+        """Return the statement, checked by the rules of spec/witness.md.
+
+        Raises:
+            MalformedStatement: if the server states nothing, or a value that is not allowed.
+        """
+        if self.stated is None:
+            raise MalformedStatement("kvspec", None, "the answer has no statement (spec/witness.md)")
+        own = {"prompt_ids": self.prompt_ids, "answer_ids": self.answer_ids, "logprobs": self.logprobs}
+        return parse_statement(self.stated, {name: value for name, value in own.items() if value is not None})
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Add an event of a stream, or a whole answer."""
+        stated = event.get("kvspec") or (event.get("kv_transfer_params") or {}).get("kvspec")
+        if isinstance(stated, Mapping):
+            if "digests" in stated:
+                before = len(self.answer_ids or [])
+                self.digests += [(before, str(digest)) for digest in stated["digests"]]
+            else:
+                self.stated = stated
+        for choice in event.get("choices") or ():
+            self.text += choice.get("text") or ""
+            if (ids := choice.get("token_ids")) is not None:
+                self.answer_ids = (self.answer_ids or []) + list(ids)
+            if (logprobs := (choice.get("logprobs") or {}).get("token_logprobs")) is not None:
+                self.logprobs = (self.logprobs or []) + list(logprobs)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server.
+
+    Attributes:
+        url: address, such as http://127.0.0.1:8000 (with or without /v1).
+        model: name of the model, as the server lists it.
+        timeout: maximum number of seconds for one answer.
+    """
+
+    url: str
+    model: str
+    timeout: float = 300.0
+
+    @classmethod
+    def of(cls, url: str, model: str) -> "Server":
+        """Return the server at an address, which serves one model, or several of which one has the name of the weights.
+
+        Raises:
+            SpecError: if no server answers, or if none of several models has this name.
+        """
+        names = cls(url, model).models()
+        if len(names) != 1 and model not in names:
+            raise SpecError("model", model, f"must be a model of the server: {', '.join(names) or 'none'}")
+        return cls(url, model if model in names else names[0])
+
+    @property
+    def base(self) -> str:
+        """The address without /v1."""
+        return self.url.rstrip("/").removesuffix("/v1")
+
+    def models(self) -> list[str]:
+        """Return the names of the server's models.
+
+        Raises:
+            SpecError: if no server answers.
+        """
+        try:
+            listed = json.loads(self._open("/v1/models").read())
+        except (OSError, HTTPException, ValueError) as error:
+            raise SpecError("server", self.url, f"must answer GET /v1/models with JSON: {error}") from error
+        return [str(one.get("id")) for one in listed.get("data") or ()]
+
+    def version(self) -> str:
+        """Return what the server says at /version, or nothing."""
+        try:
+            return str(self._open("/version").read().decode(errors="replace"))
+        except (OSError, HTTPException):
+            return ""
+
+    def complete(self, ids: Sequence[int], tokens: int, stream: bool = False, seed: int = 0) -> Answer:
+        """Ask for exactly `tokens` tokens after a prompt of token ids, drawn at temperature 1.
+
+        A drawn answer has log-probabilities that depend on the whole prompt. A greedy answer of a small model soon
+        repeats itself with log-probabilities near 0, whatever was evicted.
+
+        Raises:
+            SpecError: if the server refuses the request or does not answer in time.
+        """
+        body = {
+            "model": self.model, "prompt": list(ids), "max_tokens": tokens, "temperature": 1.0, "seed": seed,
+            "logprobs": 1, "stream": stream, "ignore_eos": True, "return_token_ids": True,
+        }
+        answer = Answer(list(ids))
+        try:
+            with self._open("/v1/completions", body) as reply:
+                for event in _events(reply) if stream else [json.load(reply)]:
+                    answer.take(event)
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")[:300]
+            raise SpecError("server", self.url, f"answered {error.code} to {len(ids)} ids: {said}") from error
+        except (OSError, HTTPException, ValueError) as error:
+            raise SpecError("server", self.url, f"did not answer a prompt of {len(ids)} ids: {error}") from error
+        return answer
+
+    def complete_all(self, prompts: Sequence[Sequence[int]], tokens: int, seed: int = 0) -> list[Answer]:
+        """Ask for the answers of all prompts at once; every second answer is streamed."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            asked = [
+                pool.submit(self.complete, ids, tokens, bool(at % 2), seed + at) for at, ids in enumerate(prompts)
+            ]
+            return [one.result() for one in asked]
+
+    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.base + path, data, {"Content-Type": "application/json"})
+        return urllib.request.urlopen(request, timeout=self.timeout)
+
+
+def _events(reply: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the JSON objects of a stream of server-sent events, up to [DONE]."""
+    for line in reply:
+        text = line.decode().strip()
+        if text == "data: [DONE]":
+            return
+        if text.startswith("data:"):
+            yield json.loads(text.removeprefix("data:"))
