@@ -12,6 +12,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(scope="session")
+def at_once() -> dict[str, int]:
+    """How many requests the server runs at once, after that was measured."""
+    return {}
+
+
+@pytest.fixture(scope="session")
 def witness(request: pytest.FixtureRequest) -> Any:
     """The witness of --kvspec-server, with the weights of --kvspec-model."""
     import torch

@@ -39,6 +39,8 @@ LONG_ANSWER = 160
 """Answer tokens of a request for policies that evict while decoding."""
 LENGTHS = (2, 16, 31, 32, 33, 64, 65, 127, 128, 129, 257, 512, 601)
 """Prompt lengths: around the blocks of 16, 32, 64 and 128 tokens that servers store, and more than one chunk."""
+REQUESTS = 32
+"""Requests that are sent at once, to count how many of them the server runs."""
 READINGS = 4
 """Copies of the weights with noise, to find the tokens whose eviction rounding decides."""
 
@@ -47,7 +49,7 @@ def prompts_of(group: str, vocabulary: int, longest: int, seed: int) -> list[lis
     """Return the prompts of a group, as random token ids.
 
     Args:
-        group: "lengths", "shared prefixes", "at once" or "long answers".
+        group: "lengths", "shared prefixes", "recalled", "at once" or "long answers".
         vocabulary: number of token ids of the model.
         longest: largest number of tokens of a prompt.
         seed: random seed.
@@ -62,6 +64,9 @@ def prompts_of(group: str, vocabulary: int, longest: int, seed: int) -> list[lis
     if group == "shared prefixes":
         prefix = draw(300)
         return [(prefix + draw(n))[:longest] for n in (20, 33, 20, 1)]
+    if group == "recalled":  # a text that begins again at the end, which a model continues from what it remembers
+        texts = [draw(n) for n in (60, 120, 200)]
+        return [(text + draw(200) + text[: len(text) // 2])[-longest:] for text in texts]
     if group == "at once":
         return [draw(int(n)) for n in rng.integers(40, 500, 8)]
     assert group == "long answers"
@@ -77,6 +82,9 @@ class Reading:
 
     @cached_property
     def statement(self) -> Statement:
+        """What the server states; a server that states nothing is asked nothing but whether it evicts."""
+        if self.answer.stated is None:
+            pytest.skip(f"prompt of {len(self.answer.prompt_ids)} ids: the server states nothing (spec/witness.md)")
         return self.answer.statement()
 
     @cached_property
@@ -97,8 +105,8 @@ class Reading:
         return self._read([], "kept")
 
     def _read(self, events: Sequence[Event], rule: str) -> Tensor:
-        one = self.statement
-        return self.witness.reader.logprobs(one.ids, len(one.prompt_ids), events, rule)
+        one, reader = self.answer if self.answer.stated is None else self.statement, self.witness.reader
+        return reader.logprobs([*one.prompt_ids, *(one.answer_ids or ())], len(one.prompt_ids), events, rule)
 
     @property
     def has_power(self) -> bool:
@@ -139,6 +147,14 @@ class Witness:
                 answers = [self.server.complete(ids, tokens, bool(at % 2), at) for at, ids in enumerate(prompts)]
             self._readings[group] = [Reading(self, answer) for answer in answers]
         return self._readings[group]
+
+    def running_at_once(self) -> int:
+        """Return how many of 32 requests with long answers the server runs at once."""
+        config = self.model.config.get_text_config(decoder=True)
+        rng = np.random.default_rng(self.seed)
+        n = min(400, config.max_position_embeddings - LONG_ANSWER)
+        prompts = rng.integers(min(100, config.vocab_size // 2), config.vocab_size, (REQUESTS, n)).tolist()
+        return self.server.running_at_once(prompts, LONG_ANSWER)
 
     def noisy(self) -> list[PreTrainedModel]:
         """Return copies of the model with noise in the weights."""
@@ -214,6 +230,8 @@ def _flat(sets: HeadSets) -> list[list[int]]:
 
 def check_eviction(reading: Reading) -> None:
     """Rule 3: the answer is not that of the full cache."""
+    if reading.answer.stated is None:
+        return _check_some_eviction(reading)
     if not reading.events:
         pytest.skip(f"{reading}: nothing was evicted ({reading.statement.reason})")
     if not reading.has_power:
@@ -221,6 +239,22 @@ def check_eviction(reading: Reading) -> None:
     difference = apart(reading.full, reading.found)
     assert difference > reading.witness.tolerance, (
         f"{reading}: log-probabilities differ by {difference:.2g} from those of the full cache: nothing was evicted"
+    )
+
+
+def _check_some_eviction(reading: Reading) -> None:
+    """Tell "evicts" from "does not" without a statement, where the answer depends on tokens that policies evict."""
+    answer, witness = reading.answer, reading.witness
+    n, about = len(answer.prompt_ids), f"prompt of {len(answer.prompt_ids)} ids"
+    if answer.answer_ids is None or answer.logprobs is None:
+        pytest.skip(f"{about}: the server sends no token ids and log-probabilities of its answer")
+    middle = [position for position in range(n) if position < 4 or position >= n - n // 2]
+    half = [Event(n, [[middle] * witness.reader.heads] * witness.reader.layers)]
+    if apart(reading._read(half, "kept"), reading.full) < POWER * witness.tolerance:
+        pytest.skip(f"{about}: the answer does not depend on the tokens that policies evict")
+    difference = apart(reading.full, torch.tensor(answer.logprobs, dtype=torch.float64))
+    assert difference > witness.tolerance, (
+        f"{about}: log-probabilities differ by {difference:.2g} from those of the full cache: nothing was evicted"
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from conformance.server_suite.judge import RULES
 
-GROUPS = ("lengths", "shared prefixes", "at once", "long answers")
+GROUPS = ("lengths", "shared prefixes", "recalled", "at once", "long answers")
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -20,3 +20,9 @@ def test_an_answer_keeps_the_rule(witness: Any, rule: str, group: str) -> None:
             undecided.append(str(reason))
     if len(undecided) == len(readings):
         pytest.skip(f"{group}: no answer decides; {undecided[0]}")
+
+
+@pytest.mark.row()
+def test_how_many_requests_run_at_once(witness: Any, at_once: dict[str, int]) -> None:
+    """Measure, for the certificate; no number is right or wrong."""
+    at_once["requests"] = witness.running_at_once()

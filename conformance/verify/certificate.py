@@ -74,7 +74,7 @@ def certificate(request: Request, subject: Subject, verdicts: Verdicts) -> dict[
     precision = verdicts.precision if request.kind in (*ENGINES, "server") or request.method else None
     run = {"precision": precision, "seed": request.seed, "timeout": request.timeout, "model": request.model,
            "positions": request.positions, "methods": [str(method_of(text)) for text in request.method] or None,
-           "scores": verdicts.scored or None}
+           "scores": verdicts.scored or None, "at_once": verdicts.at_once or None}
     entries = entries_of(request.exceptions)
     return {
         "schema": SCHEMA, "kvspec": _installed(), "spec": SPEC_VERSION, "date": date.today().isoformat(),
@@ -184,7 +184,7 @@ _OF_A_ROW = {"verdict", "tests"}
 _OPTIONS = ("timeout", "precision", "seed", "model", "positions")
 
 # What another day, machine or version of Hypothesis may change without another verdict.
-_FREE = ("date", "device", "kvspec", "counts.examples")
+_FREE = ("date", "device", "kvspec", "counts.examples", "run.at_once")
 _FREE_OF_A_ROW = ("examples", "test", "input", "found", "repeat")
 
 

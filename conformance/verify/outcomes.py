@@ -147,6 +147,8 @@ class Verdicts:
     smallest: dict[str, Outcome] = field(default_factory=dict)
     scored: list[str] = field(default_factory=list)
     """The methods of which scores were compared beside kept sets."""
+    at_once: int = 0
+    """How many requests a server ran at once."""
     written_for: str = ""
     """The version of the specification that an engine names in its hello."""
 
@@ -243,7 +245,8 @@ def verdicts_of(lines: list[dict[str, Any]], exceptions: Iterable[str] = (), eng
         name, precision, offered, items, {one.vector: _verdict([one]) for one in outcomes if one.vector},
         sorted(set(exceptions) - needed), outcomes,
         {item: _smallest(about[item]) for item, verdict in items.items() if verdict == "fail"},
-        sorted({method for line in lines for method in line.get("scored", ())}), written_for,
+        sorted({method for line in lines for method in line.get("scored", ())}),
+        max((line.get("at_once", 0) for line in lines), default=0), written_for,
     )
 
 
@@ -311,6 +314,7 @@ def pytest_runtest_makereport(
     said = {
         "examples": 1 if drawn is None else sum(map(int, _PASSING.findall(drawn))),
         "name": getattr(judged, "name", ""), "scored": sorted(given.get("scored", ())),
+        "at_once": given.get("at_once", {}).get("requests", 0),
         "families": [family for family in FAMILIES if getattr(judged, family, None) is not None],
         "failure": failure(call.excinfo.value, names, params) if call.excinfo and report.outcome == "failed" else None,
     }

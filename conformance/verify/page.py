@@ -76,6 +76,8 @@ def summary(made: Mapping[str, Any]) -> Iterator[str]:
         yield from _failing(item, made["items"][item], shown)
     if len(made["failing"]) > _MOST:
         yield f"\n... and {len(made['failing']) - _MOST} more items"
+    if at_once := made["run"].get("at_once"):
+        yield f"  the server ran {at_once} of 32 requests at the same time (measured, without a verdict)"
     if made["undecided"]:
         yield f"\nnot decided, since a test was skipped or did not run: {', '.join(made['undecided'][:_MOST])}" + (
             " ..." if len(made["undecided"]) > _MOST else ""

@@ -1,6 +1,7 @@
 """Ask a server for completions over OpenAI's protocol, and collect what it states about its evictions."""
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ class Answer:
         stated: the JSON object of the statement, or None.
         digests: digests that came before the answer's end, each with the number of answer tokens before it.
         text: the answer's text.
+        times: when each event with answer tokens came, in seconds.
     """
 
     prompt_ids: list[int]
@@ -34,6 +36,7 @@ class Answer:
     stated: Mapping[str, Any] | None = None
     digests: list[tuple[int, str]] = field(default_factory=list)
     text: str = ""
+    times: list[float] = field(default_factory=list)
 
     def statement(self) -> Statement:
         """Return the statement, checked by the rules of spec/witness.md.
@@ -56,6 +59,7 @@ class Answer:
             else:
                 self.stated = stated
         for choice in event.get("choices") or ():
+            self.times.append(time.monotonic())
             self.text += choice.get("text") or ""
             if (ids := choice.get("token_ids")) is not None:
                 self.answer_ids = (self.answer_ids or []) + list(ids)
@@ -138,13 +142,25 @@ class Server:
             raise SpecError("server", self.url, f"did not answer a prompt of {len(ids)} ids: {error}") from error
         return answer
 
-    def complete_all(self, prompts: Sequence[Sequence[int]], tokens: int, seed: int = 0) -> list[Answer]:
-        """Ask for the answers of all prompts at once; every second answer is streamed."""
+    def complete_all(
+        self, prompts: Sequence[Sequence[int]], tokens: int, seed: int = 0, stream: bool | None = None,
+    ) -> list[Answer]:
+        """Ask for the answers of all prompts at once. By default, every second answer is streamed."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             asked = [
-                pool.submit(self.complete, ids, tokens, bool(at % 2), seed + at) for at, ids in enumerate(prompts)
+                pool.submit(self.complete, ids, tokens, bool(at % 2) if stream is None else stream, seed + at)
+                for at, ids in enumerate(prompts)
             ]
             return [one.result() for one in asked]
+
+    def running_at_once(self, prompts: Sequence[Sequence[int]], tokens: int) -> int:
+        """Return the largest number of answers that the server writes at the same time, if it gets all prompts at once.
+
+        This number shows whether evicted memory serves other requests. Log-probabilities cannot show that.
+        """
+        answers = self.complete_all(prompts, tokens, stream=True)
+        starts = [one.times[0] for one in answers if one.times]
+        return max((sum(one.times[0] <= at <= one.times[-1] for one in answers if one.times) for at in starts), default=0)
 
     def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

@@ -4,11 +4,14 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -99,7 +102,8 @@ class Evicting:
     budget: str = "0.4"
     fault: Fault = field(default_factory=Fault)
     before: Sets = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    states: bool = True
+    lock: Any = field(default_factory=threading.Lock)
 
     def answer(self, ids: Sequence[int], tokens: int, seed: int) -> Iterator[dict[str, Any]]:
         """Events of a stream; the last one has the statement."""
@@ -121,7 +125,7 @@ class Evicting:
         assert observed.logits is not None
         row, full = observed.logits[0, -1], observed.logits[0, -1]
         for at in range(tokens):
-            if at == 1 and not self.fault.late:
+            if at == 1 and self.states and not self.fault.late:
                 yield digests
             token = int(torch.multinomial(row.softmax(-1), 1, generator=generator))
             logprob = float((full if self.fault.full_logprobs else row).log_softmax(-1)[token])
@@ -132,7 +136,7 @@ class Evicting:
         if self.fault.late:
             yield digests
         eviction = {"seen": n, "sets": ranges, "layers": layers, "digest": digest_of(n, ranges, layers)}
-        yield {"kvspec": {
+        yield {} if not self.states else {"kvspec": {
             "witness": 1, "policy": self.policy, "budget": self.budget, "positions": "kept", "evictions": [eviction],
         }}
 
@@ -172,19 +176,23 @@ def serving(engine: Any) -> Iterator[str]:
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with engine.lock:
-                events = list(engine.answer(asked["prompt"], asked["max_tokens"], asked["seed"]))
-            if asked["stream"]:
-                self.send_response(200)
-                self.end_headers()
-                lines = [f"data: {json.dumps(event)}\n\n" for event in events]
-                self.wfile.write("".join([*lines, "data: [DONE]\n\n"]).encode())
-            else:
+                events = engine.answer(asked["prompt"], asked["max_tokens"], asked["seed"])
+                if asked["stream"]:
+                    return self.send_stream(events)
+                events = list(events)
                 choices = [event["choices"][0] for event in events if "choices" in event]
                 whole = {
                     "token_ids": [token for one in choices for token in one["token_ids"]],
                     "logprobs": {"token_logprobs": [x for one in choices for x in one["logprobs"]["token_logprobs"]]},
                 }
                 self.send_json({"choices": [whole], "kv_transfer_params": events[-1]})
+
+        def send_stream(self, events: Iterator[dict[str, Any]]) -> None:
+            self.send_response(200)
+            self.end_headers()
+            for text in (*map(json.dumps, events), "[DONE]"):
+                self.wfile.write(f"data: {text}\n\n".encode())
+                self.wfile.flush()
 
         def send_json(self, body: object) -> None:
             self.send_response(200)
@@ -240,6 +248,56 @@ def test_a_fault_is_told_by_name(model: PreTrainedModel, name: str) -> None:
         found = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
     said = [one for own in found.values() for one in own if one not in ("passed", "undecided")]
     assert any(words in one for one in said), said
+
+
+@pytest.mark.parametrize(("fault", "expected"), [(Fault(), "passed"), (FAULTS["no eviction"][0], "nothing was evicted")])
+def test_a_server_without_statements_is_asked_whether_it_evicts(
+    model: PreTrainedModel, fault: Fault, expected: str,
+) -> None:
+    with serving(Evicting(model, fault=fault, states=False)) as url:
+        found = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
+    assert {one for rule in ("size", "masking", "policy", "commitment") for one in found[rule]} == {"undecided"}
+    assert all(expected in one for one in found["eviction"]), found
+
+
+@dataclass
+class Slow:
+    """A server that runs three requests at once."""
+
+    lock: Any = field(default_factory=lambda: threading.Semaphore(3))
+
+    def answer(self, ids: Sequence[int], tokens: int, seed: int) -> Iterator[dict[str, Any]]:
+        for _ in range(tokens):
+            time.sleep(0.01)
+            yield {"choices": [{"text": "a"}]}
+
+
+def test_requests_that_run_at_once_are_counted() -> None:
+    with serving(Slow()) as url:
+        assert Server.of(url, "tiny").running_at_once([[1, 2]] * 9, 20) == 3
+
+
+def test_verify_judges_a_server(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "tiny")
+    with serving(Evicting(model)) as url:
+        command = [sys.executable, "-m", "conformance.verify", "--server", url, "--model", str(tmp_path / "tiny")]
+        chosen = ["--", "-k", "shared and (masking or size)"]
+        done = subprocess.run([*command, *chosen], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--server", "http://127.0.0.1:1"], "model = None: is needed with --server"),
+    (["--server", "http://127.0.0.1:1", "--model", "x"], "must answer GET /v1/models"),
+    (["--server", "http://127.0.0.1:1", "--model", "x", "--precision", "float64"], "must be one of float32, bfloat16"),
+])
+def test_what_cannot_be_judged_is_one_sentence(words: list[str], said: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "conformance.verify", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 EXAMPLES = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", (SPEC / "witness.md").read_text(), re.DOTALL)]
