@@ -29,7 +29,7 @@ def witness(request: pytest.FixtureRequest) -> Any:
 
     option = request.config.getoption
     folder = str(located(option("--kvspec-model")))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     server = Server.of(option("--kvspec-server"), option("--kvspec-model"))
     dtype, seed = option("--kvspec-precision") or "float32", int(option("--hypothesis-seed", None) or 0)
     return Witness(model, server, dtype, seed)

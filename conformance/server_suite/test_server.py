@@ -22,7 +22,7 @@ def test_an_answer_keeps_the_rule(witness: Any, rule: str, group: str) -> None:
         pytest.skip(f"{group}: no answer decides; {undecided[0]}")
 
 
-@pytest.mark.row()
+@pytest.mark.row
 def test_how_many_requests_run_at_once(witness: Any, at_once: dict[str, int]) -> None:
     """Measure, for the certificate; no number is right or wrong."""
     at_once["requests"] = witness.running_at_once()

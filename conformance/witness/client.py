@@ -159,8 +159,8 @@ class Server:
         This number shows whether evicted memory serves other requests. Log-probabilities cannot show that.
         """
         answers = self.complete_all(prompts, tokens, stream=True)
-        starts = [one.times[0] for one in answers if one.times]
-        return max((sum(one.times[0] <= at <= one.times[-1] for one in answers if one.times) for at in starts), default=0)
+        spans = [(one.times[0], one.times[-1]) for one in answers if one.times]
+        return max((sum(a <= at <= b for a, b in spans) for at, _ in spans), default=0)
 
     def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
@@ -178,14 +178,17 @@ def serving(engine: Any) -> Iterator[str]:
             with engine.lock:
                 events = engine.answer(asked["prompt"], asked["max_tokens"], asked["seed"])
                 if asked["stream"]:
-                    return self.send_stream(events)
-                events = list(events)
-                choices = [event["choices"][0] for event in events if "choices" in event]
-                whole = {
-                    "token_ids": [token for one in choices for token in one["token_ids"]],
-                    "logprobs": {"token_logprobs": [x for one in choices for x in one["logprobs"]["token_logprobs"]]},
-                }
-                self.send_json({"choices": [whole], "kv_transfer_params": events[-1]})
+                    self.send_stream(events)
+                else:
+                    self.send_whole(list(events))
+
+        def send_whole(self, events: list[dict[str, Any]]) -> None:
+            choices = [event["choices"][0] for event in events if "choices" in event]
+            whole = {
+                "token_ids": [token for one in choices for token in one["token_ids"]],
+                "logprobs": {"token_logprobs": [x for one in choices for x in one["logprobs"]["token_logprobs"]]},
+            }
+            self.send_json({"choices": [whole], "kv_transfer_params": events[-1]})
 
         def send_stream(self, events: Iterator[dict[str, Any]]) -> None:
             self.send_response(200)
@@ -214,7 +217,7 @@ def serving(engine: Any) -> Iterator[str]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     folder = save_tiny("llama", tmp_path_factory.mktemp("llama"))
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return loaded.eval()
+    return loaded
 
 
 def verdicts(witness: Witness, group: str) -> dict[str, list[str]]:
@@ -250,7 +253,9 @@ def test_a_fault_is_told_by_name(model: PreTrainedModel, name: str) -> None:
     assert any(words in one for one in said), said
 
 
-@pytest.mark.parametrize(("fault", "expected"), [(Fault(), "passed"), (FAULTS["no eviction"][0], "nothing was evicted")])
+@pytest.mark.parametrize(("fault", "expected"), [
+    (Fault(), "passed"), (FAULTS["no eviction"][0], "nothing was evicted"),
+])
 def test_a_server_without_statements_is_asked_whether_it_evicts(
     model: PreTrainedModel, fault: Fault, expected: str,
 ) -> None:
