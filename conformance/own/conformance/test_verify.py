@@ -360,7 +360,7 @@ NUMBER = 1
     ("--command 'a", "No closing quotation"), ("--backend numpy --quick --out {file}", "cannot be created as a folder"),
     ("--backend numpy --exceptions absent.toml", "No such file"), ("--backend numpy --exceptions {file}", "engines.py"),
     ("--check {file}", "must be a certificate"), ("--check {empty}", "must be a certificate of schema 2"),
-    ("--check c.toml --quick", "can be combined only with --seed, --yes and --out"),
+    ("--check c.toml --quick", "can be combined only with --seed, --yes, --force and --out"),
     ("--policy snapkv --yes", "can be given only with --check"),
     ("--backend numpy --seed -1", "must be 0 or more"), ("--backend numpy --timeout 1", "only with --command"),
     ("", "one of the arguments --backend --command --policy --cache --check is required"),
