@@ -13,7 +13,7 @@ from typing import Any
 from conformance.witness.statement import MalformedStatement, Statement, parse_statement
 from spec.errors import SpecError
 
-__all__ = ["Answer", "Server"]
+__all__ = ["Answer", "Server", "most_at_once"]
 
 
 @dataclass
@@ -158,14 +158,18 @@ class Server:
 
         This number shows whether evicted memory serves other requests. Log-probabilities cannot show that.
         """
-        answers = self.complete_all(prompts, tokens, stream=True)
-        spans = [(one.times[0], one.times[-1]) for one in answers if one.times]
-        return max((sum(a <= at <= b for a, b in spans) for at, _ in spans), default=0)
+        return most_at_once(self.complete_all(prompts, tokens, stream=True))
 
     def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.base + path, data, {"Content-Type": "application/json"})
         return urllib.request.urlopen(request, timeout=self.timeout)
+
+
+def most_at_once(answers: Sequence[Answer]) -> int:
+    """Return the largest number of answers of which tokens came before and after some moment."""
+    spans = [(one.times[0], one.times[-1]) for one in answers if one.times]
+    return max((sum(a <= at < b for a, b in spans) for at, _ in spans), default=0)
 
 
 def _events(reply: Any) -> Iterator[Mapping[str, Any]]:

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from conformance.cache_suite.judge import save_tiny
 from conformance.paths import DOCS, SPEC
 from conformance.server_suite.judge import RULES, Reading, Witness
-from conformance.witness.client import Server
+from conformance.witness.client import Answer, Server, most_at_once
 from conformance.witness.statement import MalformedStatement, digest_of, parse_statement
 from models_integration import compact, decide, observe, policy_from_name
 from models_integration.cache.continuation import Decision
@@ -265,21 +264,11 @@ def test_a_server_without_statements_is_asked_whether_it_evicts(
     assert all(expected in one for one in found["eviction"]), found
 
 
-@dataclass
-class Slow:
-    """A server that runs three requests at once."""
-
-    lock: Any = field(default_factory=lambda: threading.Semaphore(3))
-
-    def answer(self, ids: Sequence[int], tokens: int, seed: int) -> Iterator[dict[str, Any]]:
-        for _ in range(tokens):
-            time.sleep(0.01)
-            yield {"choices": [{"text": "a"}]}
-
-
 def test_requests_that_run_at_once_are_counted() -> None:
-    with serving(Slow()) as url:
-        assert Server.of(url, "tiny").running_at_once([[1, 2]] * 9, 20) == 3
+    spans = [(0, 4), (1, 2), (2, 6), (3, 5), (4, 9), (7, 8)]
+    answers = [Answer([], times=[float(at) for at in span]) for span in spans]
+    assert most_at_once(answers) == 3
+    assert most_at_once([Answer([])]) == 0
 
 
 def test_verify_judges_a_server(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -363,7 +363,7 @@ NUMBER = 1
     ("--check c.toml --quick", "can be combined only with --seed, --yes, --force and --out"),
     ("--policy snapkv --yes", "can be given only with --check"),
     ("--backend numpy --seed -1", "must be 0 or more"), ("--backend numpy --timeout 1", "only with --command"),
-    ("", "one of the arguments --backend --command --policy --cache --check is required"),
+    ("", "one of the arguments --backend --command --policy --cache --server --check is required"),
     ("--backend numpy -k x", "after --"),
     ("--backend numpy --profile weekly", "invalid choice: 'weekly'"), ("--backend numpy --seed x", "invalid int value"),
     ("--backend numpy", "TRITON_INTERPRET = '1'"), ("--policy absent:MINE", "No module named 'absent'"),
