@@ -164,6 +164,35 @@ def lm_eval(context: typer.Context) -> None:
     command(context.args)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model: a name or a folder that vLLM can load.")],
+    policy: Annotated[
+        str, typer.Option(help="Policy of requests that name no policy, such as snapkv or 'snapkv(W=16)'.")
+    ],
+    budget: Budget = "0.3",
+    allow_budget: Annotated[
+        str | None,
+        typer.Option(help="Smallest and largest share that a request may ask for, such as 0.2:1. Default: any budget."),
+    ] = None,
+    allow_policies: Annotated[
+        str | None, typer.Option(help="Policies that a request may ask for, separated by commas. Default: all.")
+    ] = None,
+    on_unserved: Annotated[
+        str, typer.Option(help="Answer to a policy that vLLM cannot serve: refuse (HTTP 400), or full (full cache).")
+    ] = "refuse",
+) -> None:
+    """Serve a model with vLLM, with tokens evicted from the cache. All options of `vllm serve` are accepted too.
+
+    A request chooses a different policy by "vllm_xargs": {"kvspec": "{\"policy\": \"knorm\", \"budget\": 0.5}"}.
+    """
+    from models_integration.cli.serve import run_serve, server_settings
+
+    settings = server_settings(policy, budget, allow_budget, allow_policies, on_unserved)
+    run_serve(model, settings, context.args)
+
+
 def verify_here(arguments: Sequence[str]) -> int:
     """Run `python -m conformance.verify` in the current folder, and return the exit code.
 

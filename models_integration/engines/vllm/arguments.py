@@ -95,7 +95,8 @@ class Settings:
             for name in self.allow_policies:
                 names.check_name(name, "allow_policies")
         if self.allow_budget is not None:
-            low, high = (parse_budget(one, "allow_budget") for one in self.allow_budget)
+            # As a bound, 1 is the whole prompt, and not one token.
+            low, high = (parse_budget("1.0" if one == "1" else one, "allow_budget") for one in self.allow_budget)
             if low.fraction is None or high.fraction is None or low.fraction > high.fraction:
                 raise SpecError("allow_budget", self.allow_budget, "must be two shares, such as 0.2:1.0")
             object.__setattr__(self, "bounds", (low.fraction, high.fraction))
