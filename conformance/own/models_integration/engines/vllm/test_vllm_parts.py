@@ -1,0 +1,161 @@
+"""Parts of the door to vLLM that need no vLLM: arguments, plans, pages, statements and decisions."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models_integration.cli.serve import run_serve, server_settings
+from models_integration.engines.vllm.arguments import Settings, parse_request
+from models_integration.engines.vllm.pages import LAYOUTS, Pages
+from models_integration.engines.vllm.plan import Plan
+from models_integration.engines.vllm.selection import Decider, LayerFacts
+from models_integration.engines.vllm.statement import decision, kept_positions
+from spec.errors import SpecError
+from spec.retention import Granularity
+
+pytestmark = pytest.mark.law("as-it-is-described")
+
+OPEN = Settings(on_unserved="full")
+DEFAULT = Settings({"policy": "snapkv", "budget": 0.3, "W": 16}, ("0.2", "1"), ("snapkv", "knorm"))
+
+
+def plan(n: int = 100, **asked: Any) -> Plan:
+    found = parse_request({"policy": "snapkv", "budget": 0.3, "W": 16, **asked}, OPEN)
+    assert found is not None
+    return Plan(found, n)
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("given", "told"), [
+    ({"policy": "nosuch", "budget": 0.3}, "policy"), ({"policy": "snapkv", "budget": 3.0}, "budget"),
+    ({"policy": "snapkv", "budget": 0.1}, "between 0.2 and 1.0"), ({"policy": "snapkv", "budget": 64}, "between"),
+    ({"policy": "tova", "budget": 0.5}, "allowed are snapkv, knorm"), ({"policy": "os:system"}, "built-in"),
+    ({"policy": "snapkv", "backend": "os:system"}, "server"), ({"policy": "snapkv", "W": "x"}, "snapkv"),
+    ({"policy": "snapkv", "calibration": "/etc/passwd"}, "server"), ({"policy": "knorm"}, "budget"), ("{", "JSON"),
+    ("[]", "object"), ({"policy": "snapkv", "windows": 3}, "constants"), ({"policy": 3, "budget": 0.3}, "built-in"),
+])
+def test_bad_arguments_are_one_sentence(given: Any, told: str) -> None:
+    with pytest.raises(SpecError, match=told):
+        parse_request(given, DEFAULT)
+
+
+def test_a_request_inherits_from_the_default() -> None:
+    default = parse_request(None, DEFAULT)
+    assert default is not None
+    assert (default.name, default.window, str(default.budget)) == ("snapkv", 16, "0.3")
+    own = parse_request('{"budget": 0.5}', DEFAULT)
+    assert own is not None
+    assert (own.name, own.window, str(own.budget)) == ("snapkv", 16, "0.5")
+    other = parse_request({"policy": "knorm", "budget": 0.5}, DEFAULT)
+    assert other is not None
+    assert (other.name, other.window) == ("knorm", 0)
+    assert parse_request({"policy": "fullcache"}, DEFAULT) is None
+    assert parse_request(None, OPEN) is None
+    assert Settings.read(DEFAULT.text()) == DEFAULT
+
+
+@pytest.mark.law("refused-before-anything-changes")
+@pytest.mark.parametrize(("name", "reason"), [
+    ("nestedkv", "some heads"), ("adakv", "some heads"), ("cake", "some"), ("pyramidkv", "some"),
+])
+def test_unequal_counts_are_refused_or_served_in_full(name: str, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        parse_request({"policy": name, "budget": 0.3}, Settings())
+    found = parse_request({"policy": name, "budget": 0.3}, OPEN)
+    assert found is not None
+    assert reason in str(found.unserved)
+
+
+def test_steps_end_at_each_decision() -> None:
+    one = plan()
+    assert (one.limit(0, 512), one.limit(60, 64), one.limit(100, 8)) == (100, 40, 8)
+    assert [at for at in range(130) if one.is_event(at)] == [100]
+    one.carry_out(100, 30)
+    assert (one.shift, one.slots(101), one.peak(110)) == (70, 31, 100)
+    assert (one.reusable_blocks(32), plan(policy="h2o-described").reusable_blocks(32)) == (2, 0)
+    one.restart()
+    assert (one.shift, one.slots(101)) == (0, 101)
+
+
+@given(n=st.integers(2, 90), budget=st.integers(20, 60), every=st.integers(1, 40), new=st.integers(1, 150))
+def test_replayed_decisions_are_those_of_the_first_pass(n: int, budget: int, every: int, new: int) -> None:
+    """A plan that was preempted after all tokens ends its steps at the same decisions, however many it may process."""
+    one = plan(n, policy="rkv", W=8, budget=budget, every=every)
+
+    def read(step: int) -> list[tuple[int, int]]:
+        done, found = 0, []
+        while done < n + new:
+            done += one.limit(done, min(step, n + new - done))
+            one.observed = max(one.observed, done)
+            if one.is_event(done):
+                one.carry_out(done, one.budget(done))
+                found.append((done, one.shift))
+        return found
+
+    first = read(1)
+    assert all(done in (n, *range(every, n + new + 1, every)) for done, _ in first)
+    one.restart()
+    assert read(64) == first
+
+
+@given(blocks=st.integers(2, 4), heads=st.integers(1, 3), size=st.sampled_from([16, 32]), seed=st.integers(0, 99))
+def test_every_layout_reads_what_it_writes(blocks: int, heads: int, size: int, seed: int) -> None:
+    d, random = 8, torch.Generator().manual_seed(seed)
+    table = torch.randperm(blocks, generator=random)
+    for backend in LAYOUTS:
+        pages = Pages(torch.zeros(blocks, heads, size, 2 * d), backend)
+        keys, values = (torch.randn(heads, blocks * size, d, generator=random) for _ in range(2))
+        pages.write(table, torch.arange(blocks * size), keys, values)
+        slots = torch.stack([torch.randperm(blocks * size, generator=random)[:7] for _ in range(heads)])
+        found = pages.read(table, slots)
+        for own, whole in zip(found, (keys, values), strict=True):
+            assert torch.equal(own, torch.stack([row[at] for row, at in zip(whole, slots, strict=True)]))
+    with pytest.raises(SpecError, match="attention_backend"):
+        Pages(torch.zeros(blocks, heads, size, 2 * d), "FLEX_ATTENTION")
+
+
+def test_statements_give_back_the_sets() -> None:
+    live = np.array([[0, 1, 5], [0, 3, 4], [0, 1, 5], [2, 3, 4]])
+    entry = decision(6, live, Granularity.HEAD, 2, 2, "")
+    assert len(entry["kept"]["sets"]) == 3
+    assert kept_positions(entry["kept"]) == [[[0, 1, 5], [0, 3, 4]], [[0, 1, 5], [2, 3, 4]]]
+    assert entry["digest"] != decision(6, live, Granularity.HEAD, 2, 2, "before")["digest"]
+
+
+def test_a_decision_is_made_once() -> None:
+    asked = parse_request({"policy": "tova", "budget": 16}, OPEN)
+    assert asked is not None
+    one = Decider(asked, asked.policy, 20, [LayerFacts(0.5, None, None)] * 2, 2)
+    random = torch.Generator().manual_seed(0)
+
+    def decide(seen: int, slots: int) -> Any:
+        for layer in one.watched:
+            one.queries[layer] = [torch.randn(1, 4, 8, generator=random)]
+        return one.decide(seen, slots, lambda _: (torch.randn(2, slots, 8, generator=random),) * 2, np.arange(20))
+
+    assert decide(20, 20)["kept_tokens"] == 16
+    kept = one.kept(20)
+    assert decide(20, 20) is None
+    assert one.kept(20) is kept
+    assert decide(21, 17)["kept_tokens"] == 16
+    with pytest.raises(AssertionError):
+        decide(23, 17)
+
+
+@pytest.mark.law("one-line-with-the-way-out")
+def test_the_command_refuses_before_vllm_starts() -> None:
+    for policy, budget, bounds, allowed, unserved, told in (
+        ("snapkv(W=16", "0.3", None, None, "refuse", "constants"), ("snapkv", "3.0", None, None, "refuse", "budget"),
+        ("snapkv", "0.3", "0.5:0.2", None, "refuse", "allow_budget"), ("adakv", "0.3", None, None, "refuse", "adakv"),
+        ("snapkv", "0.3", None, "snap", "refuse", "allow_policies"), ("snapkv", "0.3", None, None, "x", "on_unserved"),
+    ):
+        with pytest.raises(SpecError, match=told):
+            server_settings(policy, budget, bounds, allowed, unserved)
+    settings = server_settings("snapkv(W=16)", "0.3", "0.2:1", "snapkv, knorm", "full")
+    assert settings.default == {"policy": "snapkv", "budget": "0.3", "W": 16}
+    with pytest.raises(SpecError, match=r"vllm|--scheduler-cls"):
+        run_serve("model", settings, ["--scheduler-cls", "mine"])
