@@ -166,7 +166,7 @@ def lm_eval(context: typer.Context) -> None:
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
-    context: typer.Context,
+    The policy, the budget and the constants of a single request are JSON text in "vllm_xargs", under the key "kvspec".
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model: a name or a folder that vLLM can load.")],
     policy: Annotated[
         str, typer.Option(help="Policy of requests that name no policy, such as snapkv or 'snapkv(W=16)'.")
