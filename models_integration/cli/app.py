@@ -166,7 +166,7 @@ def lm_eval(context: typer.Context) -> None:
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
-    The policy, the budget and the constants of a single request are JSON text in "vllm_xargs", under the key "kvspec".
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model: a name or a folder that vLLM can load.")],
     policy: Annotated[
         str, typer.Option(help="Policy of requests that name no policy, such as snapkv or 'snapkv(W=16)'.")
@@ -185,7 +185,7 @@ def serve(
 ) -> None:
     """Serve a model with vLLM, with tokens evicted from the cache. All options of `vllm serve` are accepted too.
 
-    A request chooses a different policy by "vllm_xargs": {"kvspec": "{\"policy\": \"knorm\", \"budget\": 0.5}"}.
+    The policy, the budget and the constants of a single request are JSON text in "vllm_xargs", under the key "kvspec".
     """
     from models_integration.cli.serve import run_serve, server_settings
 

@@ -107,6 +107,7 @@ class _Evicting:
         self._manager.plans = self._plans
         self._requests = _Requests(Settings.read((self.vllm_config.additional_config or {}).get(KEY, {})))
         self._held: set[str] = set()
+        self._updating = False
         self.evicted = self.freed_blocks = 0
 
     @property
@@ -127,6 +128,8 @@ class _Evicting:
         self._requests.freed.add(request.request_id)
         found = self._vllm._free_request(request, *args, **kwargs)
         self._plans.pop(request.request_id, None)
+        if not self._updating:  # no output follows
+            self._requests.forget()
         return found
 
     def _store(self, request: Any) -> None:
@@ -209,7 +212,9 @@ class _Evicting:
             if request is not None and name in self._plans:
                 plan = self._plans[name]
                 plan.observed = max(plan.observed, request.num_computed_tokens)
+        self._updating = True
         found = self._vllm.update_from_output(scheduler_output, model_runner_output)
+        self._updating = False
         for outputs in found.values():
             for one in outputs.outputs:
                 self._state(one)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -57,6 +58,9 @@ class Engine:
             "kv_cache_memory_bytes": (blocks + 1) * BYTES, "max_num_seqs": 16, "disable_log_stats": True,
             "enable_prefix_caching": True, "additional_config": {"kvspec": settings or {}}, **options,
         })
+        # vLLM replaces Triton's kernels in all modules at each start; a second time fails at a function of llvmlite.
+        dispatcher: Any = import_module("vllm.triton_utils.dispatcher")
+        dispatcher.register_kernels = lambda overrides: None
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler, self.runner = core.scheduler, core.model_executor.driver_worker.worker.model_runner
         self.pool = self.scheduler.kv_cache_manager.block_pool
