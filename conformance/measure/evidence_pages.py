@@ -4,72 +4,42 @@ A page marks each table by `<!-- table NAME -->` and `<!-- end -->`; the text be
 and nothing else. Without `--write` it only says which tables of the pages differ from the rows.
 """
 
-import json
-import lzma
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from models_integration.studies.evidence.claims import Verdict, verdicts
-from models_integration.studies.evidence.kept import FULL
-from models_integration.studies.evidence.rules import PARTS, Claim, load_rules
-from models_integration.studies.evidence.run import merged
-from models_integration.studies.evidence.samples import ENDS, Samples
-from models_integration.studies.evidence.tables import lost_at
-from models_integration.studies.papers import COSTS, PAPERS, Paper, Part, Table, load_paper, rules_of_part
-from models_integration.studies.papers.injection import TEMPLATES
-from models_integration.studies.papers.injection_tables import (
-    LOCOMO,
-    InjectionTable,
-    filled_lines,
-    tables_of,
+from conformance.measure.evidence_papers import PAPER_TABLES
+from conformance.measure.evidence_rows import (
+    DELAYED,
+    FACT,
+    FACTS,
+    HOME,
+    KINDS,
+    NAMES,
+    NEEDLE,
+    PLACES,
+    PROSE,
+    ROOT,
+    samples_of,
 )
-from models_integration.studies.papers.tables import Measured, fill, shaped
-from models_integration.studies.report import format_p
+from models_integration.studies.answers import read_budget
+from models_integration.studies.evidence.claims import Verdict, compared, verdicts
+from models_integration.studies.evidence.kept import FULL
+from models_integration.studies.evidence.protocol import commits_with_rules
+from models_integration.studies.evidence.rules import PARTS, Claim, load_rules
+from models_integration.studies.evidence.samples import ENDS, Samples
+from models_integration.studies.evidence.splits import FEWEST, ORDER, SPLITS
+from models_integration.studies.evidence.tables import lost_at
+from models_integration.studies.report import SAME_CACHE, format_p
 from reference.statistics import mcnemar
 
-ROOT = Path(__file__).parents[2]
-HOME = ROOT / "docs" / "results" / "smollm2"
 PAGES = (ROOT / "README.md", HOME / "README.md", HOME / "erratum.md", HOME / "papers.md")
-
-FACTS = ("needle_in_prose", "keys_in_prose_2", "keys_in_prose_4")
-PAIRS, PROSE = ("key_value_short",), ("prose_continuation",)
-FACT = ("fact",)
-NEEDLE, DELAYED = ("needle",), ("delayed_association",)
-NAMES = {
-    "fullcache": "full cache", "evidence": "evidence, then random", "random": "random tokens in each head",
-    'crystalcache(k_heads=0, graph="zero", T_max=1)': "rarity alone", "nestedkv": "NestedKV",
-    "crystalcache(observed_layer=-1)": "CrystalCache, last layer observed",
-    "crystalcache(observed_layer=1)": "CrystalCache, second layer observed", "keydiff": "KeyDiff",
-    'crystalcache(graph="zero")': "CrystalCache without D", "knorm": "Knorm", "chunkkv": "ChunkKV",
-    "streamingllm": "StreamingLLM", "crystalcache": "CrystalCache", "expected-attention": "Expected Attention",
-    "adakv": "Ada-KV", "snapkv": "SnapKV", "pyramidkv": "PyramidKV", "kvzip": "KVzip", "kvzip-plus": "KVzip+",
-    "lagkv": "LagKV", "kvzip-uniform": "KVzip, the same number in each head", "vase@prompt": "VaSE",
-    "critical-adakv": "CriticalAdaKV", "cake": "CAKE", "criticalkv": "CriticalKV over SnapKV",
-    "morphkv@prompt": "MorphKV", "h2o@prompt": "H2O", "tova@prompt": "TOVA", "vatp@prompt": "VATP",
-    "kvzip-heads": "KVzip's full and streaming heads",
-    "random-shared": "random tokens, one set for all heads", "random-trunks": "random trunks",
-    "random-heads": "random heads",
-    "crystalcache(observed_layer=-3)": "CrystalCache, third-last layer observed",
-    'crystalcache(observed_layer=-3, graph="zero")': '`crystalcache(observed_layer=-3, graph="zero")`',
-    'crystalcache(observed_layer=-3, graph="zero", T_max=1)': "tokens, no D, third-last layer observed",
-    'crystalcache(observed_layer=-1, graph="zero")': "CrystalCache without D, last layer observed",
-    'crystalcache(observed_layer=-1, rarity="reciprocal")': "CrystalCache, reciprocal rarity, last layer observed",
-    'crystalcache(observed_layer=-1, impact="salience")': "CrystalCache without rarity, last layer observed",
-    "kvcrush": "KVCrush, blocks of 16", "snapkv(block=16)": "SnapKV in blocks of 16",
-}
-
-KINDS = {
-    PAIRS: "Pairs", PROSE: "Prose", DELAYED: "Delayed association",
-    (*NEEDLE, *DELAYED): "Needle and delayed association",
-}
-PLACES = {"after": "after", "in_prompt": "in the prompt", "paper": "as in the paper"}
 
 
 class Column(NamedTuple):
@@ -89,33 +59,25 @@ class Column(NamedTuple):
     def of(self, samples: Samples) -> Samples:
         """Select the samples of this column."""
         some = samples.where(task=self.tasks, placement=(self.placement,))
-        return Samples([row for row in some.rows if self.density in ("", row["metadata"].get("density"))])
+        return some.about("density", self.density) if self.density else some
 
 
 def _after(title: str, tasks: Sequence[str], budget: str = "0.3", answers: bool = True) -> Column:
     return Column(title, tasks, "after", budget, answers)
 
 
-@cache
-def rows_of(study: str) -> list[dict[str, Any]]:
-    """The rows of a study."""
-    with lzma.open(HOME / f"{study}.jsonl.xz") as file:
-        return [json.loads(line) for line in file]
-
-
-@cache
-def samples_of(study: str, part: str = "confirm") -> Samples:
-    """The rows of a study's part."""
-    return Samples([row for row in rows_of(study) if row["part"] == part])
-
-
 def figures(
     study: str, columns: Sequence[Column], part: str = "confirm", policies: Sequence[str] = (),
 ) -> list[list[str]]:
-    """Right answers and recovery of policies, each with its 95 % interval; by default of all policies, by answers."""
+    """Right answers and recovery of policies, each with its 95 % interval; by default of all policies, by answers.
+
+    The number of kept tokens is shown where `policies` are given. A policy that keeps more than the budget has no
+    figures.
+    """
     each = [column.of(samples_of(study, part)) for column in columns]
     head = ["policy"]
     for column, some in zip(columns, each, strict=True):
+        head += [f"{column.title}: tokens kept"] if policies else []
         head += [f"{column.title}: right answers of {len(some.rows)}"] if column.answers else []
         head += [f"{'' if column.answers else column.title + ': '}recovery"] if column.recovery else []
     lines = [head]
@@ -123,10 +85,38 @@ def figures(
         line = [NAMES[policy]]
         for column, some in zip(columns, each, strict=True):
             cell = ENDS[0] if policy == FULL else (policy, column.budget)
-            line += [_right(some, cell)] if column.answers else []
+            over, kept = exceeds(some, cell), f"{some.prompt_kept(cell):.0f}"
+            line += [kept] if policies else []
+            line += [over or _right(some, cell)] if column.answers else []
             if column.recovery:
-                line.append("1" if policy == FULL else str(some.recovery(cell)))
+                line.append("1" if policy == FULL else over or str(some.recovery(cell)))
         lines.append(line)
+    return lines
+
+
+def exceeds(some: Samples, cell: tuple[str, str]) -> str:
+    """Say that a policy keeps more tokens than its budget, or return "": such a cell is of another budget."""
+    rows, budget = some.having(cell).rows, read_budget(cell[1])
+    prompts = [int(row.get("prompt_tokens") or row["length"]) for row in rows]
+    if cell == ENDS[0] or not prompts:
+        return ""
+    wanted = float(np.mean([budget.tokens(tokens) for tokens in prompts]))
+    kept = some.prompt_kept(cell)
+    return f"keeps {kept:.0f}, not {wanted:.0f}" if kept > (1 + SAME_CACHE) * wanted else ""
+
+
+def split(study: str, column: Column) -> list[list[str]]:
+    """Right answers of each policy at each place of the fact and in each text that has at least ten samples."""
+    some = column.of(samples_of(study))
+    parts = [
+        (kind, name, part) for kind, value in SPLITS.items() for name in ORDER
+        if len((part := some.only([row for row in some.rows if value(row) == name])).rows) >= FEWEST
+    ]
+    lines = [["policy", *(f"{kind}: {name}, right of {len(part.rows)}" for kind, name, part in parts)]]
+    for policy in _ranked([some], [column]):
+        cell = ENDS[0] if policy == FULL else (policy, column.budget)
+        over = exceeds(some, cell)
+        lines.append([NAMES[policy], *(over or f"{part.of(cell, 'right').sum():.0f}" for _, _, part in parts)])
     return lines
 
 
@@ -153,12 +143,14 @@ def _right(some: Samples, cell: tuple[str, str]) -> str:
 
 def decided(study: str) -> list[list[str]]:
     """Every claim of a study with its difference, and the answers of the same samples."""
-    lines = [["claim", "claimed", "difference", "p (Holm)", "outcome", "kind", "right answers", "p (McNemar)"]]
+    head = ["claim", "claimed", "difference", "by place of the fact, by text", "p (Holm)", "outcome", "kind"]
+    lines = [[*head, "right answers", "p (McNemar)"]]
     dev, confirm = (samples_of(study, part) for part in PARTS)
-    for one in verdicts(load_rules(HOME / f"{study}.toml").claims, dev, confirm):
+    rules = load_rules(HOME / f"{study}.toml")
+    for one in verdicts(rules.claims, dev, confirm, commits_with_rules(rules, confirm.rows)):
         lines.append([
-            _sentence(one.claim), f"{one.claim.difference:g}", str(one.difference), one.corrected_text, _outcome(one),
-            one.kind, *_answers(one.claim, confirm),
+            _sentence(one.claim), f"{one.claim.difference:g}", str(one.difference), ", ".join(one.splits),
+            one.corrected_text, _outcome(one), one.kind, *_answers(one.claim, confirm),
         ])
     return lines
 
@@ -173,13 +165,14 @@ def _sentence(claim: Claim) -> str:
 
 def _outcome(one: Verdict) -> str:
     outcome = one.outcome if one.outcome == "holds" else f"**{one.outcome}**"
-    return f"{outcome} ({one.flag})" if one.flag else outcome
+    opposite = f"**opposite signs {one.opposite}**" if one.opposite else ""
+    return "; ".join(filter(None, [f"{outcome} ({one.flag})" if one.flag else outcome, opposite]))
 
 
 def _answers(claim: Claim, confirm: Samples) -> list[str]:
-    some = confirm.where(task=claim.tasks, placement=(claim.placement,))
     first, second = (
-        some.of(ENDS[0] if name == FULL else (name, claim.budget), "right") for name in (claim.first, claim.second)
+        side.of(ENDS[0] if name == FULL else (name, claim.budget), "right")
+        for side, name in zip(compared(claim, confirm), (claim.first, claim.second), strict=True)
     )
     if np.isnan(first).any():
         return ["", ""]
@@ -199,6 +192,21 @@ def answerable() -> list[list[str]]:
             worth = some.worth()
             gained = f"{worth.value:.1f} [{worth.low:.1f}, {worth.high:.1f}]"
             lines.append([task, str(length), str(len(some.rows)), *said, gained])
+    return lines
+
+
+def templates() -> list[list[str]]:
+    """Right answers of the paper's tasks by the template of the fact."""
+    whole = samples_of("paper-tasks")
+    policies = (FULL, "crystalcache", 'crystalcache(observed_layer=-3, graph="zero")', "random-trunks", "snapkv")
+    lines = [["task", "template", "n", *(NAMES[policy] for policy in policies)]]
+    for task in (*NEEDLE, *DELAYED):
+        rows = whole.where(task=(task,)).rows
+        for template in sorted({row["metadata"]["template"] for row in rows}):
+            some = whole.where(task=(task,)).about("template", template)
+            cells = [ENDS[0] if policy == FULL else (policy, "0.3") for policy in policies]
+            right = [f"{some.of(cell, 'right').sum():.0f}" for cell in cells]
+            lines.append([task.replace("_", " "), template, str(len(some.rows)), *right])
     return lines
 
 
@@ -255,41 +263,9 @@ def whole_blocks() -> list[list[str]]:
     return lines
 
 
-def paper_table(name: str, paper: Paper, table: Table) -> list[list[str]]:
-    """A table of a paper from the rows of `kvspec paper NAME --model smollm2 --quick`."""
-    parts = [part for part in paper.parts if part.name in table.parts]
-    found = fill(table, paper, [_asked(name, paper, part) for part in parts])
-    head, lines = shaped(found)
-    head[0] += f" (n = {' to '.join(map(str, dict.fromkeys((found.n[0], found.n[-1]))))})"
-    return [head, *lines]
-
-
-def _asked(name: str, paper: Paper, part: Part) -> Measured:
-    """The rows of a part, with the cells that its rules name."""
-    rules = rules_of_part(paper, part, ["smollm2"], (), True)
-    assert rules is not None
-    rows, cells = rows_of(f"paper-{name}"), {(FULL, "1.0"), *product(rules.policies, rules.budgets)}
-    if part.kind == COSTS:
-        return Measured(rules, "smollm2", [row for row in rows if row["task"] == COSTS])
-    return Measured(rules, "smollm2", [
-        {**row, "cells": [cell for cell in row["cells"] if (cell["policy"], cell["budget"]) in cells]}
-        for row in merged(row for row in rows if row["task"] in rules.tasks)
-        if row["length"] in rules.lengths and row["seed"] in rules.seeds and row["index"] < rules.contexts
-    ])
-
-
-def injection_table(table: InjectionTable) -> list[list[str]]:
-    """A table of the paper on injection, from the rows of `kvspec paper injection --model smollm2 --quick`."""
-    found: dict[str, list[Any]] = {}
-    for row in rows_of("paper-injection"):
-        found.setdefault(row["session"], []).append(row)
-    n = len(next(iter(found.values())))
-    return [[f"{table.headings[0]} (n = {n})", *table.headings[1:]], *filled_lines(table, found)]
-
-
 FEW = (
     "fullcache", "kvzip", 'crystalcache(observed_layer=-3, graph="zero")', "nestedkv", "crystalcache", "streamingllm",
-    "chunkkv", "snapkv", "random",
+    "chunkkv", "snapkv", "random-trunks", "random",
 )
 FORM_COLUMNS = [_after(f"facts, {at}", FACT, at) for at in ("0.5", "0.3", "0.15")]
 PAPER_COLUMNS = [
@@ -317,9 +293,15 @@ STUDIES: dict[str, tuple[str, Sequence[Column], str]] = {
     "facts-2048-dev": ("facts-2048", FORM_COLUMNS[1:2], "dev"),
     "paper-tasks": ("paper-tasks", PAPER_COLUMNS, "confirm"),
     "paper-tasks-dev": ("paper-tasks", PAPER_COLUMNS, "dev"),
-    "pairs": ("rules", (_after("pairs of letters, 0.3", PAIRS),), "confirm"),
 }
 """Tables of answers by name: the study, its columns and its part."""
+SPLIT = {
+    f"{study}-splits": (study, column) for study, column in {
+        "rules": COLUMNS[0], "methods": FACTS_AT[0], "advice": FACTS_AT[0], "facts": FORM_COLUMNS[1],
+        "facts-2048": FORM_COLUMNS[1], "paper-tasks": Column("both tasks", (*NEEDLE, *DELAYED), "paper", "0.3"),
+    }.items()
+}
+"""Tables of answers by place of the fact and by text."""
 CLAIMS = {"claims": "rules"} | {
     f"{study}-claims": study for study in ("methods", "heads", "advice", "facts", "facts-2048", "paper-tasks")
 }
@@ -330,23 +312,25 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "stages": parts_of_crystalcache, "layers": observed_layers, "blocks": whole_blocks, "answerable": answerable,
     "depths": depths, **{name: partial(figures, *study) for name, study in STUDIES.items()},
     **{name: partial(decided, study) for name, study in CLAIMS.items()},
+    **{name: partial(split, *asked) for name, asked in SPLIT.items()}, "paper-templates": templates,
 }
-PAPER_TABLES = {
-    f"{name}-{table.name}": partial(paper_table, name, paper, table) for name in PAPERS
-    for paper in (load_paper(name),) for table in paper.tables
-    if table.parts and not any(part.needs_files for part in paper.parts if part.name in table.parts)
-} | {f"injection-{table.name}": partial(injection_table, table) for table in tables_of(TEMPLATES["markers"])
-       if table.name != LOCOMO}
-TABLES |= {
-    name: make for name, make in PAPER_TABLES.items() if (HOME / f"paper-{name.partition('-')[0]}.jsonl.xz").exists()
-}
+TABLES |= PAPER_TABLES
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def answers_nothing(lines: Sequence[Sequence[str]]) -> bool:
+    """Whether the row of the full cache has shares of right answers, and all of them are zero."""
+    full = [line for line in lines if line[0] in ("fullcache", NAMES[FULL])]
+    shares = [cell for line in full for cell in line[1:] if re.match(r"(\d+: )?\d\.\d\d \[", cell)]
+    return bool(shares) and all(re.match(r"(0: )?0\.00 \[", cell) for cell in shares)
 
 
 @cache
 def markdown(name: str) -> str:
-    """A table as Markdown."""
+    """A table as Markdown, or a sentence if the full cache answers nothing."""
     head, *lines = TABLES[name]()
+    if answers_nothing(lines):
+        return "The full cache answers none of the samples, so the table is not printed.\n"
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *lines))
 
 

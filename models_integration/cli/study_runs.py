@@ -13,9 +13,10 @@ from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import calibration_of, check_counts, check_folder
 from models_integration.cli.options import names_of
 from models_integration.session.method import Method
+from models_integration.studies.evidence.audit import audit
 from models_integration.studies.evidence.kept import CONTROL_BOUNDS, FULL
 from models_integration.studies.evidence.page import study_sections
-from models_integration.studies.evidence.protocol import audit, check_controls, check_order, registered
+from models_integration.studies.evidence.protocol import check_controls, check_order, registered
 from models_integration.studies.evidence.rules import ALL, AT_PROMPT, PARTS, Rules, load_rules, rules_of, rules_text
 from models_integration.studies.evidence.run import (
     ONE_STUDY,
@@ -246,14 +247,23 @@ def finish(results: Path, failed: bool, stopped: bool) -> None:
         raise typer.Exit(STOPPED if stopped else 1)
 
 
-def print_audit(folder: Path) -> None:
-    """Print for each study of a folder whether the git history has the rules before the results.
+def print_audit(folder: Path) -> bool:
+    """Print for each study of a folder whether the git history has the rules before the results, and defects.
+
+    Returns:
+        True if a study has a defect that the file of known limits does not list.
 
     Raises:
         SpecError: as in `audit`.
     """
-    lines = [[one.study, one.rules[:8], one.rows[:8], one.finding] for one in audit(folder)]
+    found = audit(folder)
+    lines = [[one.study, one.rules[:8], one.rows[:8], one.finding] for one in found]
     Console().print(table_of("Rules before rows", ["study", "rules", "rows", "finding"], lines, texts=4))
+    for one in found:
+        for kind, defects in (("FAILED", one.failures), ("known", one.known)):
+            for defect in defects:
+                print(f"{kind}: {one.study}: {defect}")
+    return any(one.failures for one in found)
 
 
 def _files_of(rules: Rules, file: Path | None) -> list[Path]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -82,7 +83,8 @@ class Subject:
             config.layer_types = config.layer_types[:layers]
         model, own = type(self.model)(config), self.model.state_dict()
         model.load_state_dict({name: own[name] for name in model.state_dict()}, assign=True)
-        return replace(self, model=model.to(self.model.device).eval())
+        nn.Module.eval(model)  # the annotation of transformers lacks a return type
+        return replace(self, model=model)
 
     def check_positions(self, argument: str, tokens: int, behind: int = 0) -> None:
         """Check that the model has positions for `tokens` tokens of text and `behind` tokens of question and answer.

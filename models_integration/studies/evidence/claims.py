@@ -1,7 +1,7 @@
 """Evaluation of the claims of a study."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -10,12 +10,13 @@ import numpy as np
 from models_integration.studies.evidence.kept import BLIND, EVIDENCE, FULL
 from models_integration.studies.evidence.rules import KEPT, Claim
 from models_integration.studies.evidence.samples import ENDS, FLOOR, Samples
+from models_integration.studies.evidence.splits import differences, opposite, split_text
 from models_integration.studies.report import NOTHING, RESAMPLES, SAME_CACHE, SIGNIFICANT, Estimate, format_p
 from models_integration.studies.results import Row
 from reference.statistics import Interval, holm, mcnemar, mcnemar_power, ratio_bootstrap, sign_flip
 from spec.arrays import Float64, Vector
 
-__all__ = ["GATE", "Verdict", "compared", "gate", "verdicts"]
+__all__ = ["GATE", "Verdict", "compared", "gate", "opposite_signs", "verdicts"]
 
 GATE: tuple[tuple[str, str, float], ...] = ((FULL, ">=", FLOOR), (BLIND, "<=", 0.05), (EVIDENCE, ">=", 0.9))
 """Required fractions of right dev answers of the controls. Otherwise a task supports no claim."""
@@ -34,12 +35,15 @@ class Verdict:
         difference: estimated difference of `first` minus `second`.
         p: two-sided p value, or None if nothing is decided. Accuracies use McNemar's exact test. Recoveries use the
             exact sign-flip test over contexts, or the bootstrap above 16 contexts. Non-inferiority uses the bootstrap.
+            If samples are clustered by template, all of them use the sign-flip test over at most 16 templates.
         corrected: p value after Holm's correction over all decided claims of the file.
         power: power to find the claimed difference at Bonferroni's level, computed from the variance of dev samples.
         flag: reason why nothing is decided, or "".
         bound: True if p is the smallest value that the bootstrap can give. The true p is then at most this value.
         dev_contexts: number of dev contexts from which the power is computed.
-        registered: True if every confirming row has the commit of the rules.
+        registered: True if every confirming row names a commit with these rules.
+        splits: differences of the two policies for each place of the fact, and for each text.
+        opposite: entry of `splits` with opposite signs, or "".
     """
 
     claim: Claim
@@ -51,10 +55,12 @@ class Verdict:
     bound: bool = False
     dev_contexts: int = 0
     registered: bool = False
+    splits: tuple[str, ...] = ()
+    opposite: str = ""
 
     @property
     def kind(self) -> str:
-        """Exploratory if a row does not name the commit of its rules. Otherwise confirmatory if the power is at least
+        """Exploratory if a row does not name a commit with its rules. Otherwise confirmatory if the power is at least
         0.8 and rests on at least 30 dev contexts, or else screening."""
         if not self.registered:
             return "exploratory"
@@ -79,25 +85,40 @@ class Verdict:
         return "" if self.corrected is None else format_p(self.corrected, self.bound)
 
 
-def verdicts(claims: Sequence[Claim], dev: Samples, confirm: Samples) -> list[Verdict]:
-    """Return the results of all claims of a study, in the order of the file."""
+def verdicts(
+    claims: Sequence[Claim], dev: Samples, confirm: Samples, commits: Collection[str] = (),
+) -> list[Verdict]:
+    """Return the results of all claims of a study, in the order of the file.
+
+    Args:
+        claims: claims of the rules file.
+        dev: dev samples.
+        confirm: confirming samples.
+        commits: commits that contain the rules of the samples, from `commits_with_rules`.
+    """
     level = SIGNIFICANT / max(1, len(claims))
-    found = [_verdict(claim, dev, confirm, level) for claim in claims]
+    found = [_verdict(claim, dev, confirm, level, commits) for claim in claims]
     corrected = holm({one.claim.name: one.p for one in found if one.p is not None})
     return [replace(one, corrected=corrected.get(one.claim.name)) for one in found]
 
 
-def _verdict(claim: Claim, dev: Samples, confirm: Samples, level: float) -> Verdict:
+def _verdict(
+    claim: Claim, dev: Samples, confirm: Samples, level: float, commits: Collection[str],
+) -> Verdict:
     (some, other), tried = compared(claim, confirm), compared(claim, dev)
     first, second = _cells_of(claim)
-    registered = bool(some.rows) and all(row.get("commit") for row in (*some.rows, *other.rows))
+    registered = bool(some.rows) and all(row.get("commit") in commits for row in (*some.rows, *other.rows))
     undecided = Verdict(claim, NOTHING, None, None, 0.0, "", registered=registered)
     if flag := _undecided(claim, some, other, dev, registered):
         return replace(undecided, flag=flag)
     above, below = _pairs(claim, some, other)
-    contexts = len({row["context"] for row in tried[0].rows}) if claim.clusters else tried[0].contexts
+    contexts = len({row["context"] for row in tried[0].rows}) if some.by else tried[0].contexts
     power = _power(claim, tried, some, level)
-    found = replace(undecided, difference=some.ratio(above, below), power=power, dev_contexts=contexts)
+    parts = differences(some, above, below)
+    found = replace(
+        undecided, difference=some.ratio(above, below), power=power, dev_contexts=contexts, opposite=opposite(parts),
+        splits=tuple(split_text(kind, own) for kind, own in parts.items() if len(own) > 1),
+    )
     kept = some.prompt_kept(first), other.prompt_kept(second)
     if claim.second != FULL and abs(kept[0] - kept[1]) > SAME_CACHE * min(kept):
         return replace(found, flag=f"prompt tokens kept: {kept[0]:.1f} and {kept[1]:.1f}")
@@ -121,15 +142,23 @@ def _undecided(claim: Claim, some: Samples, other: Samples, dev: Samples, regist
     return gate(claim, dev) if registered else ""
 
 
+def opposite_signs(claim: Claim, confirm: Samples) -> str:
+    """Return the splits of a claim's samples that have opposite signs, or "" if there are none."""
+    some, other = compared(claim, confirm)
+    if _undecided(claim, some, other, confirm, registered=False) or not some.rows:
+        return ""
+    return opposite(differences(some, *_pairs(claim, some, other)))
+
+
 def _p(
     claim: Claim, some: Samples, above: Float64[Vector, " n"], below: Float64[Vector, " n"],
 ) -> tuple[float, bool]:
     """Return the p value, and whether it is the smallest value of the bootstrap."""
-    if claim.measure == "accuracy" and claim.difference > 0 and not claim.clusters:
+    if claim.measure == "accuracy" and claim.difference > 0 and not some.by:
         return mcnemar(int((above < 0).sum()), int((above > 0).sum())), False
     margin = min(claim.difference, 0.0)
     beyond = above - margin * below
-    if some.contexts <= _EXACT_CONTEXTS and (claim.difference > 0 or claim.clusters):
+    if some.contexts <= _EXACT_CONTEXTS and (claim.difference > 0 or some.by):
         p = sign_flip(np.bincount(some.clusters, weights=beyond).astype(np.float64))
         return (1.0 if margin and beyond.sum() <= 0 else p), False
     p = _two_sided(ratio_bootstrap(beyond, below, some.clusters, some.drawn()), margin < 0)
@@ -167,7 +196,8 @@ def _cells_of(claim: Claim) -> tuple[tuple[str, str], tuple[str, str]]:
 
 def compared(claim: Claim, samples: Samples) -> tuple[Samples, Samples]:
     """Return the samples of a claim's two policies, in the same order. The two are equal without `second_tasks`."""
-    some = samples.clustered(claim.clusters).where(placement=(claim.placement,))
+    some = samples.clustered(claim.clusters) if claim.clusters else samples
+    some = some.where(placement=(claim.placement,))
     sides = [some.where(task=tasks) for tasks in (claim.tasks, claim.second_tasks or claim.tasks)]
     first, second = (side.able() if claim.measure == "accuracy" else side for side in sides)
     if not claim.second_tasks:
@@ -202,7 +232,7 @@ def _power(claim: Claim, dev: tuple[Samples, Samples], confirm: Samples, level: 
     if len(some.rows) < 2:
         return 0.0
     above, below = _pairs(claim, *dev)
-    if claim.measure == "accuracy" and not claim.clusters:
+    if claim.measure == "accuracy" and not some.by:
         discordance = max(float((above != 0).mean()), abs(claim.difference))
         return mcnemar_power(len(confirm.rows), discordance, abs(claim.difference), level)
     rest = np.bincount(some.clusters, weights=above - above.sum() / below.sum() * below)

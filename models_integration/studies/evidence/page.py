@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isnan
 from typing import NamedTuple
 
-from models_integration.studies.evidence.claims import verdicts
+from models_integration.studies.evidence.claims import compared, verdicts
 from models_integration.studies.evidence.kept import BLIND, EVERY_CONTROL, EVIDENCE, FULL
+from models_integration.studies.evidence.protocol import commits_with_rules
 from models_integration.studies.evidence.rules import PARTS, Rules
 from models_integration.studies.evidence.run import merged
 from models_integration.studies.evidence.samples import Samples
@@ -143,15 +144,16 @@ def _claims(rules: Rules | None, dev: Samples, confirm: Samples) -> Iterator[Htm
         yield note(f"None of the {len(rules.claims)} claims is decided yet.", "verdict")
         return
     lines, outcomes = [], list[str]()
-    for one in verdicts(rules.claims, dev, confirm):
+    for one in verdicts(rules.claims, dev, confirm, commits_with_rules(rules, confirm.rows)):
         claim, p = one.claim, one.corrected_text
         about = f"{claim.first} over {claim.second}: {claim.measure} at {claim.budget}, n = {one.difference.n}"
-        some = confirm.where(task=claim.tasks, placement=(claim.placement,))
-        if pair := some.pairs((claim.first, claim.budget), (claim.second, claim.budget)):
+        some, other = compared(claim, confirm)
+        if some is other and (pair := some.pairs((claim.first, claim.budget), (claim.second, claim.budget))):
             about += f"; only the first is right: {pair.won}, only the second: {pair.lost} (p {format_p(pair.p)})"
-        outcome = strong(one.outcome) + note(one.flag, "small")
+        opposite = f"opposite signs {one.opposite}" if one.opposite else ""
+        outcome = strong(one.outcome) + note(one.flag, "small") + note(opposite, "warning")
         outcomes.append(f"{one.outcome} ({one.kind})")
-        sentence = strong(claim.name) + note(about, "small")
+        sentence = strong(claim.name) + note("; ".join([about, *one.splits]), "small")
         lines.append(([sentence, outcome, one.kind, p, f"{one.power:.2f}"], one.difference, claim.difference))
     held = sum(outcome.startswith("holds ") for outcome in outcomes)
     yield note(f"{held} of {len(lines)} claims hold", "verdict")
@@ -163,8 +165,9 @@ def _claims(rules: Rules | None, dev: Samples, confirm: Samples) -> Iterator[Htm
         f" numbers of kept prompt tokens differ by more than {SAME_CACHE:.0%}."
     )
     yield note(
-        "A claim is exploratory if a result does not name the commit of the rules. A claim is confirmatory if at least"
-        " 30 dev contexts give a power of at least 0.8 for the claimed size. All other claims are screening claims."
+        "A claim is exploratory if a result does not name a commit that contains the rules. A claim is confirmatory if"
+        " at least 30 dev contexts give a power of at least 0.8 for the claimed size. All other claims are screening"
+        " claims."
     )
     caption = "Paired differences, first policy minus second. An arrow marks a value beyond the axis"
     yield forest(caption, ["claim", "outcome", "kind", "p (Holm)", "power"], lines)

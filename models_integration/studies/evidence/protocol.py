@@ -1,22 +1,22 @@
 """Order of work for confirmatory claims: first the rules are committed, then dev rows, then confirming rows."""
 
 import hashlib
-import json
-import lzma
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from models_integration.studies.evidence.kept import RANDOMS, control_of
-from models_integration.studies.evidence.rules import Rules, load_rules
+from models_integration.studies.evidence.rules import Rules
 from models_integration.studies.results import Row
 from models_integration.tasks.needle import CONFIRM, DEV
 from spec.errors import SpecError
 from spec.policy import Policy
 
-__all__ = ["Audit", "audit", "check_controls", "check_order", "processor", "registered"]
+__all__ = [
+    "check_controls", "check_order", "commits_with_rules", "git_output", "is_before", "processor", "registered",
+    "text_at",
+]
 
 
 def registered(rules: Rules, path: Path) -> str:
@@ -26,11 +26,34 @@ def registered(rules: Rules, path: Path) -> str:
         SpecError: if a file is not in git, or has changed since the last commit.
     """
     for file in (path, *([path.parent / rules.calibration] if rules.calibration else [])):
-        tracked = _git(file.parent, "ls-files", "--error-unmatch", "--", file.name)
-        if tracked is None or _git(file.parent, "status", "--porcelain", "--", file.name) != "":
+        tracked = git_output(file.parent, "ls-files", "--error-unmatch", "--", file.name)
+        if tracked is None or git_output(file.parent, "status", "--porcelain", "--", file.name) != "":
             reason = "has uncommitted changes: commit rules file and calibration before you run confirming samples"
             raise SpecError("rules", str(file), reason)
-    return _git(path.parent, "rev-parse", "HEAD") or ""
+    return git_output(path.parent, "rev-parse", "HEAD") or ""
+
+
+def commits_with_rules(rules: Rules, rows: Iterable[Row]) -> frozenset[str]:
+    """Return the commits of rows that are ancestors of the present commit and contain the rules of these rows."""
+    named = {(str(row["commit"]), str(row["rules"])) for row in rows if row.get("commit")}
+    if not rules.source:
+        return frozenset()
+    return frozenset(commit for commit, digest in named if _has_rules(Path(rules.source), rules.digest, commit, digest))
+
+
+def _has_rules(path: Path, present: str, commit: str, digest: str) -> bool:
+    """Return True if a commit is an ancestor of the present one, and its rules file is the one of a row's digest.
+
+    Args:
+        path: rules file.
+        present: digest of the present rules, with the user's modules.
+        commit: commit that a row names.
+        digest: digest of the row's rules.
+    """
+    if not is_before(path, commit, "HEAD"):
+        return False
+    text = text_at(path, commit)
+    return hashlib.sha256(text).hexdigest() == digest or (present == digest and text == path.read_bytes())
 
 
 def check_order(rules: Rules, rows: Iterable[Row], parts: Sequence[str]) -> None:
@@ -72,85 +95,18 @@ def processor() -> str:
     return next(names, platform.machine())
 
 
-@dataclass(frozen=True)
-class Audit:
-    """Result of the check of a study's git history.
-
-    Attributes:
-        study: path of the rules file, relative to the folder.
-        rules: first commit with the rules of the rows, or "".
-        rows: first commit with the rows, or "" if the rows are not committed.
-        finding: text that says whether the claims are confirmatory.
-    """
-
-    study: str
-    rules: str
-    rows: str
-    finding: str
-
-
-def audit(folder: Path) -> list[Audit]:
-    """Check all studies below a folder. A study has rules in NAME.toml and rows in NAME.jsonl.xz.
-
-    Raises:
-        SpecError: if the folder has no study, or is not in a git repository.
-    """
-    if _git(folder, "rev-parse", "HEAD") is None:
-        raise SpecError("audit", str(folder), "must be a folder in a git repository")
-    files = [path for path in sorted(folder.rglob("*.toml")) if path.with_suffix(".jsonl.xz").exists()]
-    found = [_audited(path, folder) for path in files]
-    if not found:
-        raise SpecError(
-            "audit", str(folder), "must have a rules file NAME.toml in the folder of the results NAME.jsonl.xz"
-        )
-    return found
-
-
-def _audited(path: Path, folder: Path) -> Audit:
-    results = path.with_suffix(".jsonl.xz")
-    with lzma.open(results, "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    digests, commits = {row["rules"] for row in rows}, {row.get("commit") for row in rows if row["part"] == CONFIRM}
-    first_rows = next(iter(_history(results)), "")
-    first_rules = next((commit for commit in _history(path) if _digest_at(path, commit) in digests), "")
-    finding = _finding(path, first_rules, first_rows, commits)
-    return Audit(str(path.relative_to(folder)), first_rules, first_rows, finding)
-
-
-def _finding(path: Path, rules: str, rows: str, commits: set[str | None]) -> str:
-    if not load_rules(path).claims:
-        return "no claims"
-    if not rules:
-        return "exploratory: no commit has the rules of these rows"
-    if not rows:
-        return "open: the rows are not committed"
-    if rules == rows or not _before(path, rules, rows):
-        return "exploratory: rules and rows are of one commit"
-    if None in commits:
-        return "rules before rows; rows of before 0.4 do not name their commit"
-    if any(not _before(path, str(commit), rows) or not _before(path, rules, str(commit)) for commit in commits):
-        return "exploratory: a row names a commit without these rules"
-    return "rules before rows, by the commit of every row"
-
-
-def _history(path: Path) -> list[str]:
-    """Return the commits that changed a file, oldest first."""
-    return (_git(path.parent, "log", "--reverse", "--format=%H", "--", path.name) or "").split()
-
-
-def _digest_at(path: Path, commit: str) -> str:
-    """Return the digest of a version of a rules file, if all policies and tasks are built into kvspec."""
+def text_at(path: Path, commit: str) -> bytes:
+    """Return a version of a file, or nothing if the commit has no such file."""
     command = ["git", "show", f"{commit}:./{path.name}"]
-    shown = subprocess.run(command, cwd=path.parent, capture_output=True, check=False)
-    return hashlib.sha256(shown.stdout).hexdigest()
+    return subprocess.run(command, cwd=path.parent, capture_output=True, check=False).stdout
 
 
-def _before(path: Path, first: str, second: str) -> bool:
+def is_before(path: Path, first: str, second: str) -> bool:
     """Return True if the first commit equals the second commit or is an ancestor of it."""
-    return _git(path.parent, "merge-base", "--is-ancestor", first, second) is not None
+    return git_output(path.parent, "merge-base", "--is-ancestor", first, second) is not None
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def git_output(folder: Path, *arguments: str) -> str | None:
     """Return the output of git, or None if git fails or is not installed."""
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)

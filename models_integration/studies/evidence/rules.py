@@ -121,6 +121,7 @@ class Rules:
         bare: True if no chat template is used. Otherwise the tokenizer's chat template is used, if there is one.
         controls: controls to run. Default: CONTROLS, and the random controls for the policies' units.
         commit: commit with the rules, for rows that confirm claims, or "".
+        source: path of the rules file, or "" without a file.
         answer_tokens: largest number of answer tokens, if smaller than in the task. 0 means the number of the task.
         answers: False if only the kept tokens are measured. No question is read, and the model runs only the layers
             that the policies use.
@@ -146,6 +147,7 @@ class Rules:
     bare: bool = False
     controls: tuple[str, ...] = CONTROLS
     commit: str = ""
+    source: str = ""
     answer_tokens: int = 0
     answers: bool = True
 
@@ -251,7 +253,7 @@ def load_rules(path: Path) -> Rules:
         text = path.read_bytes().decode()
     except (OSError, ValueError) as error:
         raise SpecError("rules", str(path), f"must be a TOML file: {error}") from error
-    return _read(text, str(path))
+    return replace(_read(text, str(path)), source=str(path))
 
 
 def rules_text(**study: Any) -> str:

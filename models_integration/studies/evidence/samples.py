@@ -44,7 +44,7 @@ class Samples:
     """
 
     def __init__(self, rows: Sequence[Row], clusters: str = "") -> None:
-        self.rows, self._by = rows, clusters
+        self.rows, self.by = rows, clusters
         self._cells = [
             {(cell["policy"], cell["budget"]): cell for cell in row["cells"] if cell["policy"] not in CONTROL_BOUNDS}
             for row in rows
@@ -68,7 +68,7 @@ class Samples:
 
     def only(self, rows: Sequence[Row]) -> "Samples":
         """Return these rows with the same clusters."""
-        return Samples(rows, self._by)
+        return Samples(rows, self.by)
 
     def clustered(self, clusters: str) -> "Samples":
         """Return the same rows with clusters "" (contexts) or "template"."""
@@ -167,7 +167,8 @@ class Samples:
 
     def kept_share(self, cell: tuple[str, str]) -> Float64[Vector, " n"]:
         """Return `kept` as a fraction of each sample's evidence tokens."""
-        return self.kept(cell) / np.array([row["evidence_tokens"] for row in self.rows])
+        shares: Vector = self.kept(cell) / np.array([row["evidence_tokens"] for row in self.rows])
+        return shares
 
     def with_evidence(self) -> "Samples":
         """Return the samples with evidence."""

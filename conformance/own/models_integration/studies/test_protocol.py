@@ -7,6 +7,7 @@ pytest.importorskip("transformers", reason="studies drive transformers models")
 import hashlib
 import json
 import lzma
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -24,10 +25,11 @@ from models_integration.cli.app import app
 from models_integration.pocket import ASSETS, load_pocket_tokenizer
 from models_integration.policies.calibration import calibrate
 from models_integration.policies.values import repeat_template
+from models_integration.studies.evidence.audit import KNOWN, audit
 from models_integration.studies.evidence.claims import gate
 from models_integration.studies.evidence.kept import read_prompt
 from models_integration.studies.evidence.measure import measure
-from models_integration.studies.evidence.protocol import audit, registered
+from models_integration.studies.evidence.protocol import commits_with_rules, registered
 from models_integration.studies.evidence.rules import load_rules
 from models_integration.studies.evidence.run import Cell
 from models_integration.studies.evidence.samples import Samples
@@ -112,9 +114,82 @@ def test_the_audit_reads_the_history(tmp_path: Path) -> None:
         "forged": "exploratory: a row names a commit without these rules",
         "other": "exploratory: no commit has the rules of these rows",
     }
+    assert {name for name, one in found.items() if one.failures} == {"forged"}
+    assert found["forged"].failures == ("false commit: a row names a commit without these rules",)
     printed = CliRunner().invoke(app, ["study", "--audit", str(tmp_path)])
-    assert printed.exit_code == 0
+    assert printed.exit_code == 1
     assert first[:8] in printed.output
+    (tmp_path / KNOWN).write_text(f"forged = {list(found['forged'].failures)}\n", encoding="utf-8")
+    assert CliRunner().invoke(app, ["study", "--audit", str(tmp_path)]).exit_code == 0
+
+
+def test_a_commit_must_be_an_ancestor_with_the_rules(tmp_path: Path) -> None:
+    """Any text once passed as a commit."""
+    path = rules_file(tmp_path)
+    before = commit_all(tmp_path)
+    path.write_text(f"{RULES}# changed\n", encoding="utf-8")
+    after = commit_all(tmp_path)
+    rules = load_rules(path)
+    digest = hashlib.sha256(RULES.encode()).hexdigest()
+    named = [{"rules": rules.digest, "commit": commit} for commit in (before, after, "0" * 40, "any text", "", None)]
+    assert commits_with_rules(rules, named) == {after}
+    assert commits_with_rules(rules, [{"rules": digest, "commit": before}]) == {before}
+    assert commits_with_rules(replace(rules, source=""), named) == frozenset()
+    subprocess.run(["git", "reset", "-q", "--hard", before], cwd=tmp_path, check=True)
+    assert commits_with_rules(load_rules(path), named) == frozenset()  # `after` is no ancestor any more
+
+
+def planted(folder: Path, rows: list[Row]) -> tuple[str, ...]:
+    """Defects of a study whose rules were committed before its rows."""
+    path = rules_file(folder, RULES.replace("[study]", CLAIM, 1))
+    commit, digest = commit_all(folder), load_rules(path).digest
+    write_rows(path.with_suffix(".jsonl.xz"), *({**row, "rules": digest, "commit": commit} for row in rows))
+    commit_all(folder)
+    (found,) = audit(folder)
+    assert found.finding == "rules before rows, by the commit of every row"
+    return found.failures
+
+
+CLAIM = '''[[claim]]
+name = "one over two"
+first = "evidence"
+second = "streamingllm"
+budget = "0.3"
+placement = "after"
+tasks = ["needle_in_prose"]
+measure = "kept"
+difference = 0.1
+
+[study]'''
+
+
+def kept_rows(first: list[tuple[float, int]], groups: tuple[str, str] = ("a", "b")) -> list[Row]:
+    """A dev row, and for each depth ten confirming rows of which `evidence` keeps so many of four tokens."""
+    rows = [(0.5, 2, "dev", groups[0]), *((depth, kept, "confirm", groups[1]) for depth, kept in first * 10)]
+    return [
+        {
+            "part": part, "task": "needle_in_prose", "length": 64, "placement": "after", "index": at, "question": 0,
+            "context": f"{part}{at}", "sample": str(at), "metadata": {"depth": depth, "group": f"{group}{at % 5}"},
+            "evidence_tokens": 4, "cells": [
+                {"policy": "evidence", "budget": "0.3", "right": None, "kept": 20, "evidence_kept": kept},
+                {"policy": "streamingllm", "budget": "0.3", "right": None, "kept": 20, "evidence_kept": 2},
+            ],
+        } for at, (depth, kept, part, group) in enumerate(rows)
+    ]
+
+
+def test_the_audit_fails_for_a_claim_that_pools_opposite_signs(tmp_path: Path) -> None:
+    (failure,) = planted(tmp_path, kept_rows([(0.0, 4), (0.5, 1)]))
+    assert failure == "pooled claim: one over two; opposite signs by place (start +0.50, middle -0.25)"
+
+
+def test_the_audit_fails_for_text_in_both_parts(tmp_path: Path) -> None:
+    (failure,) = planted(tmp_path, kept_rows([(0.0, 4), (0.5, 3)], groups=("a", "a")))
+    assert failure == "shared text: 4 of 20 confirming samples share text with dev samples"
+
+
+def test_the_audit_passes_a_study_without_defects(tmp_path: Path) -> None:
+    assert planted(tmp_path, kept_rows([(0.0, 4), (0.5, 3)])) == ()
 
 
 def test_a_folder_outside_git_has_no_audit(tmp_path: Path) -> None:
@@ -133,6 +208,17 @@ def gated(**right: int) -> Samples:
             ],
         } for at in range(10)
     ])
+
+
+def test_the_gate_holds_per_template() -> None:
+    """A template that the full cache cannot answer neither counts nor hides in the accuracy of its task."""
+    rows = [
+        {**row, "metadata": {"template": name}, "cells": [{**row["cells"][0], "right": float(name == "easy")}]}
+        for name in ("easy", "easy", "easy", "hard") for row in gated(fullcache=10).rows
+    ]
+    counted = Samples(rows).able().rows
+    assert len(counted) == 30
+    assert {row["metadata"]["template"] for row in counted} == {"easy"}
 
 
 @pytest.mark.parametrize(("right", "failed"), [

@@ -1,5 +1,6 @@
 """The results file and leases: shared by processes, usable after a kill at any moment, whatever the clocks say."""
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="the study drives transformers models")
@@ -7,6 +8,7 @@ pytest.importorskip("transformers", reason="the study drives transformers models
 import json
 import logging
 import lzma
+import re
 import resource
 import signal
 import time
@@ -18,7 +20,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from types import SimpleNamespace
 
-from conformance.measure import evidence_pages
+from conformance.measure import evidence_pages, evidence_rows
 from conformance.own.processes import started
 from models_integration.studies import results
 from models_integration.studies.evidence.rules import load_rules
@@ -204,7 +206,7 @@ def test_a_row_of_a_holder_that_died_before_it_let_go_is_not_made_again(
 
 @cache
 def rows_of(study: str) -> list[Row]:
-    with lzma.open(evidence_pages.HOME / f"{study}.jsonl.xz") as file:
+    with lzma.open(evidence_rows.HOME / f"{study}.jsonl.xz") as file:
         return [json.loads(line) for line in file]
 
 
@@ -213,9 +215,18 @@ def right(study: str, placement: str, policy: str, budget: str) -> int:
     return sum(
         bool(cell["right"]) for row in rows_of(study)
         if (row["part"], row["placement"]) == ("confirm", placement)
-        and row["task"] in (*evidence_pages.FACTS, *evidence_pages.FACT)
+        and row["task"] in (*evidence_rows.FACTS, *evidence_rows.FACT)
         for cell in row["cells"] if (cell["policy"], cell["budget"]) == (policy, budget)
     )
+
+
+def tokens(study: str, policy: str, budget: str) -> float:
+    """Mean number of kept tokens of the confirming samples, counted in the file."""
+    kept = [
+        float(np.mean(cell["kept"])) for row in rows_of(study) if row["part"] == "confirm" for cell in row["cells"]
+        if (cell["policy"], cell["budget"]) == (policy, budget)
+    ]
+    return float(np.mean(kept))
 
 
 @pytest.mark.law("figures-are-counted-right")
@@ -223,7 +234,7 @@ def test_every_table_is_that_of_the_rows(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(evidence_pages.stale()) == []
     page = tmp_path / "README.md"
     readme = evidence_pages.PAGES[0].read_text(encoding="utf-8")
-    page.write_text(readme.replace("| CrystalCache | 53: ", "| CrystalCache | 54: "), encoding="utf-8")
+    page.write_text(readme.replace("| CrystalCache | 308 | 53: ", "| CrystalCache | 308 | 54: "), encoding="utf-8")
     monkeypatch.setattr(evidence_pages, "ROOT", tmp_path)
     assert "README.md: table few" in evidence_pages.stale([page])
 
@@ -232,16 +243,33 @@ def test_every_table_is_that_of_the_rows(tmp_path: Path, monkeypatch: pytest.Mon
 def test_right_answers_of_the_readme_are_those_of_the_file() -> None:
     readme = evidence_pages.PAGES[0].read_text(encoding="utf-8").splitlines()
     for policy in ("nestedkv", "kvzip", 'crystalcache(observed_layer=-3, graph="zero")', "crystalcache", "random"):
-        line = next(line for line in readme if line.startswith(f"| {evidence_pages.NAMES[policy]} | "))
-        counted = [right("facts", "after", policy, budget) for budget in ("0.3", "0.15")]
-        assert [int(cell.split(":")[0]) for cell in line.split(" | ")[1:]] == counted, policy
+        line = next(line for line in readme if line.startswith(f"| {evidence_rows.NAMES[policy]} | "))
+        counted = [str(right("facts", "after", policy, budget)) for budget in ("0.3", "0.15")]
+        kept = [tokens("facts", policy, budget) for budget in ("0.3", "0.15")]
+        if kept[1] > 155:  # of 154
+            counted[1] = f"keeps {kept[1]:.0f}, not 154"
+        shown = [cell.strip(" |").split(":")[0] for cell in line.split(" | ")[1:]]
+        assert shown == [f"{kept[0]:.0f}", counted[0], f"{kept[1]:.0f}", counted[1]], policy
+
+
+@pytest.mark.law("figures-are-counted-right")
+@pytest.mark.parametrize("study", ["rules", "facts", "paper-tasks"])
+def test_difference_and_counts_of_a_claim_are_of_the_same_samples(study: str) -> None:
+    """A row once had a difference over 84 samples beside counts over 243."""
+    head, *lines = evidence_pages.decided(study)
+    said = [dict(zip(head, line, strict=True)) for line in lines]
+    by_answers = [one for one in said if one["claim"].endswith("by answers")]
+    assert by_answers
+    for one in by_answers:
+        first, second, n = map(int, re.findall(r"\d+", one["right answers"]))
+        assert float(one["difference"].split()[0]) == pytest.approx((first - second) / n, abs=0.0051), one["claim"]
 
 
 @pytest.mark.law("figures-are-counted-right")
 @pytest.mark.parametrize("study", ["blocks", "h2o", "heads"])
 def test_committed_rows_are_rows_of_the_engine(study: str) -> None:
     """Each is a sample of its own, with the cells of its rules, and counts as any other does."""
-    rules = load_rules(evidence_pages.HOME / f"{study}.toml")
+    rules = load_rules(evidence_rows.HOME / f"{study}.toml")
     rows = rows_of(study)
     assert {row["rules"] for row in rows} == {rules.digest}
     assert len({study_unit(row) for row in rows}) == len(merged(rows)) == len(rows)
@@ -260,14 +288,50 @@ def test_figures_in_sentences_are_those_of_the_rows() -> None:
     assert f"{nested} and {other} of 243" in erratum
     heads, nested = (right("advice", "after", name, "0.3") for name in ("kvzip-heads", "nestedkv"))
     assert f"{heads} and {nested} of 82 answers" in erratum
-    guide = (evidence_pages.ROOT / "docs" / "guide" / "choose.md").read_text(encoding="utf-8")
-    policies = ("kvzip", 'crystalcache(observed_layer=-3, graph="zero")', "nestedkv", "crystalcache")
+    guide = (evidence_rows.ROOT / "docs" / "guide" / "choose.md").read_text(encoding="utf-8")
+    policies = ("kvzip", 'crystalcache(observed_layer=-3, graph="zero")', "nestedkv", "crystalcache", "random-trunks")
     for study, size, budget in (("facts", "1 024", "0.3"), ("facts", "1 024", "0.15"), ("facts-2048", "2 048", "0.3")):
         n = sum(row["part"] == "confirm" for row in rows_of(study))
-        of_policies = [right(study, "after", one, budget) for one in policies]
+        most = 1.01 * float(budget) * int(size.replace(" ", ""))
+        over = [tokens(study, one, budget) > most for one in policies]
+        of_policies = [
+            "over budget" if more else right(study, "after", one, budget)
+            for one, more in zip(policies, over, strict=True)
+        ]
         counts = [n, right(study, "after", "fullcache", "1.0"), *of_policies]
         assert f"| text of {size} tokens, budget {budget} | {' | '.join(map(str, counts))} |" in guide
     cells = ("chunkkv", "0.3"), ("snapkv", "0.3"), ("fullcache", "1.0")
     chunks, snap, full = (right("rules", "in_prompt", *cell) for cell in cells)
     said = f"{chunks} right answers with ChunkKV, {snap} right answers with SnapKV, and {full} right answers with the"
     assert f"The model gave {said} full cache." in " ".join(guide.split())
+
+
+def at_place(policy: str, low: float, high: float) -> tuple[int, int]:
+    """Right answers about facts at these depths of the study in three texts, and the number of samples."""
+    rows = [
+        row for row in rows_of("facts") if row["part"] == "confirm" and low <= row["metadata"]["depth"] < high
+    ]
+    return sum(_is_right(row, policy) for row in rows), len(rows)
+
+
+def of_text(policy: str, text: str) -> tuple[int, int]:
+    """As `at_place`, for one kind of text."""
+    rows = [row for row in rows_of("facts") if row["part"] == "confirm" and row["metadata"]["text"] == text]
+    return sum(_is_right(row, policy) for row in rows), len(rows)
+
+
+def _is_right(row: Row, policy: str) -> bool:
+    return any(cell["right"] for cell in row["cells"] if (cell["policy"], cell["budget"]) == (policy, "0.3"))
+
+
+@pytest.mark.law("figures-are-counted-right")
+def test_advice_names_place_and_text_with_the_figures_of_the_rows() -> None:
+    best, nested = 'crystalcache(observed_layer=-3, graph="zero")', "nestedkv"
+    pages = [evidence_pages.PAGES[0], evidence_rows.ROOT / "docs" / "guide" / "choose.md"]
+    for page in (" ".join(path.read_text(encoding="utf-8").split()) for path in pages):
+        for text in ("prose", "records", "code"):
+            (one, n), (two, _) = of_text(best, text), of_text(nested, text)
+            assert f"{one} and {two} of {n}" in page, text
+        for name, low, high in (("first tenth", 0.0, 0.1), ("between 0.1 and 0.8", 0.1, 0.8)):
+            (paper, n), (drawn, _) = at_place("crystalcache", low, high), at_place("random-trunks", low, high)
+            assert f"{paper} and {drawn} of {n} facts" in page, name

@@ -276,7 +276,7 @@ def test_claims_by_hand() -> None:
     assert accuracy.power == pytest.approx(mcnemar_power(6, 0.5, 0.3, 0.025))
     assert accuracy.kind == "exploratory"  # no row names the commit of its rules
     registered = Samples([{**row, "commit": "c"} for row in confirm.rows])
-    assert {one.kind for one in verdicts([claim("accuracy"), claim("recovery")], dev, registered)} == {"screening"}
+    assert {one.kind for one in verdicts([claim("accuracy"), claim("recovery")], dev, registered, "c")} == {"screening"}
     assert recovery.difference.value == pytest.approx(sum(a - b for _, a, b, *_ in VALUES) / 52)
     # Each of the five contexts gains, so only the opposite signs of all give as large a sum.
     assert recovery.p == 2 / 2**5
@@ -289,7 +289,7 @@ def test_claims_by_hand() -> None:
     easy = replace(easy, registered=True)
     assert (easy.power > 0.8, easy.kind) == (True, "screening")  # five dev contexts are too few
     assert replace(easy, dev_contexts=30).kind == "confirmatory"
-    assert verdicts([claim("recovery")], Samples([]), registered)[0].kind == "screening"
+    assert verdicts([claim("recovery")], Samples([]), registered, "c")[0].kind == "screening"
 
 
 def power_by_hand(difference: float) -> float:
