@@ -17,15 +17,17 @@ from conformance.strategies.scale_attention import Shape, laddered
 from conformance.suite.conftest import INTERPRETERS
 from conformance.suite.test_calls import STAGES, parts, stage_of
 from conformance.suite.test_policy_stages import best, kept
-from conformance.suite.test_scale_policies import SOFT, keys, nestedkv_radius
+from conformance.suite.test_scale_policies import SOFT, keys, nestedkv_radius, signatures
 from conformance.tolerances import UNIT_ROUNDOFF, attention_error, expected_error, received_radius
-from spec.backend import Backend, CrystalStages, NestedKVStages, PolicyStages
+from spec.backend import Backend, CrystalStages, DiversityStages, NestedKVStages, PolicyStages
 from spec.parameters import PAPER, CrystalCacheParameters
 
-N, LAST = 300, 70
-"""Tokens of a prompt, and its last queries: more than 64, of which half precision loses sums."""
-HEADS = [(32, 8, 64), (9, 3, 64), (28, 4, 128), (8, 1, 128), (64, 8, 64), (15, 5, 64)]
-"""Query heads, KV heads and width: groups of 4, 3, 7, 8, 8 and 3."""
+SHAPES = [
+    (32, 8, 64, 300), (9, 3, 64, 512), (28, 4, 128, 300), (8, 1, 128, 256), (64, 8, 64, 128), (15, 5, 64, 384),
+]
+"""Query heads, KV heads, width and tokens: groups of 4, 3, 7, 8, 8 and 3; whole blocks of tokens and others."""
+LAST = 70
+"""Queries that are the last of a prompt: more than 64, of which half precision loses sums."""
 CAPS = [None, 30.0, 50.0]
 REPEATS = 2_100
 FEWER = {
@@ -37,28 +39,28 @@ FEWER = {
 large = pytest.mark.usefixtures("compiled")
 
 
-def attention_input(H: int, H_kv: int, d: int, queries: int = LAST) -> tuple[Any, Any]:
-    """Queries of the last tokens (H, queries, d), and keys (H_kv, N, d), in float32."""
+def attention_input(H: int, H_kv: int, d: int, n: int, queries: int) -> tuple[Any, Any]:
+    """Queries of the last tokens (H, queries, d), and keys (H_kv, n, d), in float32."""
     numbers = Numbers(H + d)
-    shapes = ((H, queries, d), (H_kv, N, d))
-    q, k = ((numbers.fractions(h * n * d).reshape(h, n, d) - 0.5).astype(np.float32) for h, n, d in shapes)
+    shapes = ((H, queries, d), (H_kv, n, d))
+    q, k = ((numbers.fractions(h * m * d).reshape(h, m, d) - 0.5).astype(np.float32) for h, m, d in shapes)
     return q, k
 
 
 @large
 @pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS")
 @pytest.mark.parametrize("softcap", CAPS)
-@pytest.mark.parametrize(("H", "H_kv", "d"), HEADS)
+@pytest.mark.parametrize(("H", "H_kv", "d", "n"), SHAPES)
 def test_attention_that_keys_receive(
-    policy_stages: PolicyStages, precision: str, H: int, H_kv: int, d: int, softcap: float | None,
+    policy_stages: PolicyStages, precision: str, H: int, H_kv: int, d: int, n: int, softcap: float | None,
 ) -> None:
     """The sum and the largest of each key's weights, within their certified radius; capped models with sinks."""
-    q, k = attention_input(H, H_kv, d)
+    q, k = attention_input(H, H_kv, d, n, LAST)
     scaling, norms = 8 * d**-0.5, np.linspace(1.0, 3.0, LAST)
     sinks = None if softcap is None else np.linspace(-1.0, 1.0, H)
     A, error = oracle.attended(q, k, scaling, softcap, sinks), attention_error(q, k, scaling, softcap, precision, sinks)
     received = policy_stages.received_attention(q, k, scaling, softcap, sinks)
-    for head, (got, rows) in enumerate(zip(received, A.reshape(H_kv, -1, N), strict=True)):
+    for head, (got, rows) in enumerate(zip(received, A.reshape(H_kv, -1, n), strict=True)):
         radius = received_radius(rows, np.tile(error, H // H_kv), precision)
         assert radius.max() < 0.005 * rows.sum(axis=0).max(), "the inputs leave nothing certain"
         off = np.abs(got - rows.sum(axis=0)) - radius
@@ -72,24 +74,26 @@ def test_attention_that_keys_receive(
 
 @large
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")
-@pytest.mark.parametrize(("H", "H_kv", "d"), HEADS)
-def test_attention_that_is_expected(policy_stages: PolicyStages, precision: str, H: int, H_kv: int, d: int) -> None:
-    q, k = attention_input(H, H_kv, d, N)
+@pytest.mark.parametrize(("H", "H_kv", "d", "n"), SHAPES)
+def test_attention_that_is_expected(
+    policy_stages: PolicyStages, precision: str, H: int, H_kv: int, d: int, n: int,
+) -> None:
+    q, k = attention_input(H, H_kv, d, n, n)
     v = k[:, ::-1] + np.float32(0.25)
-    inv_freq, at = 10_000.0 ** (-np.arange(d // 2) / (d // 2)), np.arange(N)
-    want, mass = oracle.expected(q, k, v, at, at + N, inv_freq, 1.25, 4 / d)
-    error = expected_error(mass, N, d, N, precision)
+    inv_freq, at = 10_000.0 ** (-np.arange(d // 2) / (d // 2)), np.arange(n)
+    want, mass = oracle.expected(q, k, v, at, at + n, inv_freq, 1.25, 4 / d)
+    error = expected_error(mass, n, d, n, precision)
     assert error < 0.05, "the inputs leave nothing certain"
-    found = policy_stages.expected_attention(q, k, v, at, at + N, inv_freq, 1.25, 4 / d)
+    found = policy_stages.expected_attention(q, k, v, at, at + n, inv_freq, 1.25, 4 / d)
     assert (np.abs(found - want) <= error * want).all()
 
 
 @large
 @pytest.mark.spec("CC-COATTENTION", "CC-ATTENTION", "CC-SALIENCE", "CC-INTRA", "CC-CROSS")
-@pytest.mark.parametrize(("H", "H_kv", "d"), HEADS)
-def test_the_first_stage(stages: CrystalStages, precision: str, H: int, H_kv: int, d: int) -> None:
+@pytest.mark.parametrize(("H", "H_kv", "d", "n"), SHAPES)
+def test_the_first_stage(stages: CrystalStages, precision: str, H: int, H_kv: int, d: int, n: int) -> None:
     p: CrystalCacheParameters = CrystalCacheParameters(**{**vars(PAPER), "C": 128})
-    inputs = laddered(Shape("models", H, H_kv, d, N, p))
+    inputs = laddered(Shape("models", H, H_kv, d, n, p))
     found, want = inputs.run(stages), scale_checks.boxed(inputs, precision)
     assert not list(scale_checks.salience(found.salience, want, p, precision, strict=False))
     for name in ("intra", "cross"):
@@ -100,22 +104,32 @@ def test_the_first_stage(stages: CrystalStages, precision: str, H: int, H_kv: in
 
 @large
 @pytest.mark.spec("NK-SCORE")
-@pytest.mark.parametrize(("H_kv", "d"), [(8, 64), (8, 128), (1, 128), (3, 64)])
-def test_nestedkv(nestedkv_stages: NestedKVStages, precision: str, H_kv: int, d: int) -> None:
-    k = keys(H_kv, N, d)
+@pytest.mark.parametrize(("H_kv", "d", "n"), [(8, 64, 300), (8, 128, 128), (1, 128, 512), (3, 64, 384), (2, 64, 1_024)])
+def test_nestedkv(nestedkv_stages: NestedKVStages, precision: str, H_kv: int, d: int, n: int) -> None:
+    k = keys(H_kv, n, d)
     for head, (own, got) in enumerate(zip(k, nestedkv_stages.anomaly_score(k, SOFT), strict=True)):
         want = oracle.nestedkv(own, SOFT)
         off = np.abs(got - want.score)
         assert off.max() <= nestedkv_radius(want, k.shape, SOFT, precision), f"KV head {head}, token {off.argmax()}"
 
 
+@pytest.mark.spec("DV-GREEDY")
+@pytest.mark.parametrize(("n", "d", "k"), [(128, 64, 32), (512, 128, 128), (300, 128, 90)])
+def test_diverse_tokens(selector: DiversityStages, n: int, d: int, k: int) -> None:
+    """Copies among the signatures, and scores that tie."""
+    numbers = Numbers(n + d)
+    V, s = signatures(n, d, n // 4, numbers), numbers.integers(0, 9, n) / 9
+    retained = np.arange(n) >= n - 16
+    assert np.array_equal(selector.diverse(s, V, retained, k, 0.5), oracle.diverse(s, V, retained, k, 0.5))
+
+
 @pytest.mark.spec("PO-TOP-UNITS")
 def test_the_best_tokens_of_each_layer_and_head(policy_stages: PolicyStages) -> None:
     """32 layers of 8 KV heads, of which each keeps another number."""
-    numbers, groups = Numbers(7), 32 * 8
-    scores = numbers.integers(0, 40, groups * N).reshape(groups, N) / 40
-    shares, pinned = numbers.integers(0, N + 1, groups), np.zeros((groups, N), dtype=np.bool_)
-    pinned[:, N - 32 :] = True
+    numbers, groups, n = Numbers(7), 32 * 8, 256
+    scores = numbers.integers(0, 40, groups * n).reshape(groups, n) / 40
+    shares, pinned = numbers.integers(0, n + 1, groups), np.zeros((groups, n), dtype=np.bool_)
+    pinned[:, n - 32 :] = True
     assert kept(policy_stages, scores, shares, pinned) == best(scores, shares, pinned)
 
 

@@ -57,6 +57,16 @@ class FourKVHeads(Over):
         return self._right.anomaly_score(k, p)[np.minimum(np.arange(len(k)), 3)]
 
 
+class WholeBlocks(Over):
+    """The last key of a whole block has the score of the one before."""
+
+    def anomaly_score(self, k: Any, p: Any, /) -> Any:
+        found = self._right.anomaly_score(k, p)
+        if k.shape[1] % 128 == 0:
+            found[:, -1] = found[:, -2]
+        return found
+
+
 class Narrow(Over):
     """Channels after the 64th are not read."""
 
@@ -82,11 +92,12 @@ FOUND: dict[str, tuple[Callable[..., None], Any]] = {
         partial(scale.test_scores_of_thousands_of_keys, precision="float32", shape=(2, 33_100, 16), p=SOFT),
         ShortPrompts(BACKEND.nestedkv),
     ),
-    "sums in float16": (partial(ATTENTION, H=32, H_kv=8, d=64), HalfSums(BACKEND.policies)),
-    "groups of three": (partial(ATTENTION, H=9, H_kv=3, d=64), GroupsOfPowersOfTwo(BACKEND.policies)),
-    "four KV heads": (partial(NESTEDKV, H_kv=8, d=64), FourKVHeads(BACKEND.nestedkv)),
+    "sums in float16": (partial(ATTENTION, H=32, H_kv=8, d=64, n=300), HalfSums(BACKEND.policies)),
+    "groups of three": (partial(ATTENTION, H=9, H_kv=3, d=64, n=300), GroupsOfPowersOfTwo(BACKEND.policies)),
+    "four KV heads": (partial(NESTEDKV, H_kv=8, d=64, n=300), FourKVHeads(BACKEND.nestedkv)),
+    "whole blocks": (partial(NESTEDKV, H_kv=1, d=128, n=512), WholeBlocks(BACKEND.nestedkv)),
     "narrow values": (
-        partial(quick.test_attention_that_is_expected, precision="float32", H=8, H_kv=1, d=128),
+        partial(quick.test_attention_that_is_expected, precision="float32", H=8, H_kv=1, d=128, n=256),
         Narrow(BACKEND.policies),
     ),
 }
