@@ -79,13 +79,17 @@ class Masked:
         self.cache, self.seen = DynamicCache(config=config) if own is None else own(), 0
         self.visible = {layer: torch.zeros(1, 0, dtype=torch.bool) for layer in full_layers(self.model)}
 
-    def read(self, ids: Tensor, **images: Tensor) -> Tensor:
+    def read(self, ids: Tensor, last: int = 0, **images: Tensor) -> Tensor:
         """Logits of the next tokens (1, q), which then belong to the past, and the images that come with them.
+
+        With `last`, a model that can gives the logits of the last tokens alone: a large vocabulary fills a memory.
 
         Raises:
             RuntimeError: where some full-attention layer did not attend, so that nothing was masked there.
         """
         given = _given(self.model, self.cache)
+        if last and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            given["logits_to_keep"] = last
         if _accepts_positions(self.model):
             # Some families count from 0 in each forward without them.
             positions = torch.arange(self.seen, self.seen + ids.shape[1])[None] - self.padding - self.shift

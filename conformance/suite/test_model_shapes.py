@@ -72,6 +72,18 @@ def test_attention_that_keys_receive(
         assert (got <= (weights * (1 + bound)[:, None]).max(axis=0)).all()
 
 
+@pytest.mark.spec("PO-OBSERVED-ATTENTION", "PO-KVZIP", "PO-KVZIP-PLUS")
+@pytest.mark.parametrize("d", [64, 128])
+def test_keys_are_not_rounded_to_float16(policy_stages: PolicyStages, precision: str, d: int) -> None:
+    """The second logit is larger by 1, and equal to the first for keys in float16 or bfloat16."""
+    q, k = np.zeros((32, 1, d), np.float32), np.zeros((8, 2, d), np.float32)
+    q[:, :, -1], k[:, :, -1] = 4096.0, [1.0, 1.0 + 2.0**-12]
+    want, error = np.exp([-1.0, 0.0]) / (1 + np.exp(-1.0)), attention_error(q, k, 1.0, None, precision)[0]
+    assert error < 0.2
+    assert (np.abs(policy_stages.received_attention(q, k, 1.0, None) - 4 * want) <= 4 * error * want).all()
+    assert (np.abs(policy_stages.largest_attention(q, k, np.ones(1), 1.0, None) - want) <= error * want).all()
+
+
 @large
 @pytest.mark.spec("PO-EXPECTED-ATTENTION")
 @pytest.mark.parametrize(("H", "H_kv", "d", "n"), SHAPES)

@@ -229,7 +229,7 @@ def test_received_attention_of_thousands(
 @pytest.mark.spec("PO-KVZIP", "PO-KVZIP-PLUS")
 @pytest.mark.parametrize(("H", "H_kv", "m", "n", "d", "softcap"), [
     (9, 3, 700, 1_300, 64, None), (4, 2, 300, 300, 257, None), (8, 1, 400, 400, 64, 2.0), (6, 2, 129, 1_200, 64, None),
-    (40, 20, 65, 65, 16, None), (34, 2, 1, 3_000, 128, None),
+    (40, 20, 65, 65, 16, None), (34, 2, 1, 3_000, 128, None), (2, 1, 2_100, 2_100, 32, None),
 ])
 def test_largest_attention_of_thousands(
     policy_stages: PolicyStages, precision: str, H: int, H_kv: int, m: int, n: int, d: int, softcap: float | None,
