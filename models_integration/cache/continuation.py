@@ -136,6 +136,6 @@ class Decision:
     continuation: Continuation = Continuation()
     """State of the policy for the cache after the compaction, with a row for each prompt."""
     over_budget: int = 0
-    """Number of tokens kept beyond the budget in all prompts, because the protected tokens alone exceed the budget."""
+    """Number of kept tokens of each set, minus the budget that the user gave (see `Session.over_budget`)."""
     padding: Tensor | None = None
     """Number of padding columns on the left of each prompt, (rows,), if a first prompt is padded."""

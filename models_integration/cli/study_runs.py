@@ -310,7 +310,7 @@ class Work:
         check_controls(rules, {name: method.policy for name, method in self.policies.items()})
         self.items: list[Item] = list(items(rules, self.subject, _parts(running)))
         lengths = dict.fromkeys(item.context_length for item in self.items)
-        self.warnings = list(check_budgets(rules, self.policies, lengths))
+        self.warnings = list(dict.fromkeys(check_budgets(rules, self.policies, lengths)))
         self.failed = False
 
     def measure(self, console: Console) -> bool:

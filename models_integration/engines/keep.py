@@ -24,11 +24,12 @@ from models_integration.policies.methods import Published, RetentionPolicy
 from models_integration.session.method import Method, decide
 from models_integration.session.observed import ObservedSegment
 from reference.crystalcache.observed_layer import observed_layer
+from reference.policies.kept import KeptTokens, count_kept
 from reference.policies.names import constants_of_model
 from spec.errors import SpecError
 from spec.retention import Granularity, Retention
 
-__all__ = ["keep"]
+__all__ = ["keep", "keep_and_count"]
 
 _NAME = "kvspec_first_layer"
 
@@ -50,6 +51,17 @@ def keep(folder: Path, policy: RetentionPolicy, token_ids: Sequence[int], dtype:
         SpecError: if the policy reads more than the first layer, if the folder has no such files, or if an id is
             outside the vocabulary.
     """
+    return keep_and_count(folder, policy, token_ids, dtype)[0]
+
+
+def keep_and_count(
+    folder: Path, policy: RetentionPolicy, token_ids: Sequence[int], dtype: str | None = None,
+) -> tuple[Retention, KeptTokens]:
+    """Return the result of `keep`, and the numbers of kept tokens beside the budget.
+
+    Raises:
+        SpecError: as in `keep`.
+    """
     files, config = _files(folder), AutoConfig.from_pretrained(folder)
     check_positions(config, "token_ids", len(token_ids))
     full = [index for index, kind in enumerate(layer_types(config)) if kind == FULL]
@@ -70,7 +82,8 @@ def keep(folder: Path, policy: RetentionPolicy, token_ids: Sequence[int], dtype:
     if observed.layers:
         _prepare(model, files)
         observed.attended(*_asked(architecture.decoder, config, ids))
-    return decide(method, observed).retentions[0]
+    (retention,) = decide(method, observed).retentions
+    return retention, count_kept(method.policy, method.budget, retention)
 
 
 def _checked(policy: RetentionPolicy, model: PreTrainedModel, full: Sequence[int]) -> Method:

@@ -36,7 +36,7 @@ from spec.policy import Needs
 
 __all__ = [
     "BUSY", "Architecture", "attention_modules", "check_free", "check_positions", "decoder_inputs", "decoder_of",
-    "decoders_of", "describe", "device_of", "restored_rotation", "unwrapped",
+    "decoders_of", "describe", "device_of", "position_range", "restored_rotation", "unwrapped",
 ]
 
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -212,20 +212,26 @@ def check_free(model: PreTrainedModel) -> None:
         raise SpecError("model", type(model).__name__, "is already inside `with policy(model)`: end that block first")
 
 
-def check_positions(config: PretrainedConfig, argument: str, tokens: int, behind: int = 0) -> None:
-    """Check that the model's range of positions includes `tokens` tokens, and `behind` more tokens (question, answer).
+def position_range(config: PretrainedConfig) -> int:
+    """Return the number of positions of the model, or 0 if the config does not state the number.
 
     RoPE scaling extends the original range by the factor `factor`.
-
-    Raises:
-        SpecError: if the range is too short. The message contains the largest possible number of tokens.
     """
     text = config.get_text_config(decoder=True)
     stated = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or {}
     each = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
     reach = [(one.get("original_max_position_embeddings") or stated or 0) * (one.get("factor") or 1) for one in each]
-    most = int(max([stated or 0, *reach]))
+    return int(max([stated or 0, *reach]))
+
+
+def check_positions(config: PretrainedConfig, argument: str, tokens: int, behind: int = 0) -> None:
+    """Check that the model's range of positions includes `tokens` tokens, and `behind` more tokens (question, answer).
+
+    Raises:
+        SpecError: if the range is too short. The message contains the largest possible number of tokens.
+    """
+    most = position_range(config)
     if 0 < most < tokens + behind:
         more = f" and {behind} of question and answer" if behind else ""
         bound = f"tokens{more} are more than the {most} positions of the model; give at most {max(0, most - behind)}"

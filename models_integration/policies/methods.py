@@ -4,7 +4,7 @@ import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from inspect import signature
 from os import PathLike
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from models_integration.session.session import Session
 from reference.backend import BACKEND as REFERENCE
 from reference.calibration import Calibration, load_calibration
 from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
+from reference.policies.kept import floor_reason
 from reference.policies.names import check_name, with_twins
 from spec.backend import Backend, resolve
 from spec.budget import Budget, parse_budget
@@ -41,12 +42,17 @@ __all__ = [
 ]
 
 
-def _parse(budget: float | int | str | Budget) -> Budget:
-    """Parse a budget. If the budget is the integer 1, warn that 1.0 may be meant."""
-    share = parse_budget(budget)
-    if share.count == 1 and not isinstance(budget, Budget):
-        warn(f"budget={budget!r} keeps one token; write budget=1.0 to keep the whole prompt", stacklevel=3)
-    return share
+def _warn_small(budget: float | int | str | Budget, policy: Policy) -> None:
+    """Warn if a number of tokens is 1 or less than the policy always keeps, because a fraction may be meant.
+
+    A `Budget` object and a fraction give no warning: nobody writes `Budget(count=30)` for 30 %.
+    """
+    count = None if isinstance(budget, Budget) else parse_budget(budget).count
+    if count == 1:
+        warn(f"budget={budget!r} keeps one token; write budget=1.0 to keep the whole prompt", stacklevel=4)
+    elif count is not None and count < policy.floor:
+        share = f"; write budget={count / 100:g} to keep {count} % of the prompt" if count <= 100 else ""
+        warn(f"budget={budget!r} is a number of tokens, but {floor_reason(policy)}{share}", stacklevel=4)
 
 
 class RetentionPolicy(ABC):
@@ -96,7 +102,8 @@ class CustomPolicy(RetentionPolicy):
     method: Method
 
     def __init__(self, policy: Policy, budget: float | int | str | Budget = 0.5, backend: str = "numpy") -> None:
-        self._be(method_of(policy, _parse(budget), backend))
+        _warn_small(budget, policy)
+        self._be(method_of(policy, parse_budget(budget), backend))
 
     def _be(self, method: Method) -> None:
         object.__setattr__(self, "method", method)
@@ -141,7 +148,7 @@ class CrystalCache(CustomPolicy):
         parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "auto", *, decode: bool = False,
         stream: bool = False, breath_protection: BreathProtection = "sink+recent",
     ) -> None:
-        share = _parse(budget)
+        share = parse_budget(budget)
         if sentence_ends is None:
             raise SpecError(
                 "sentence_ends", None, "is needed; kvspec.sentence_ends(tokenizer) makes the set"
@@ -156,8 +163,10 @@ class CrystalCache(CustomPolicy):
         chosen = fastest("crystal", *breath) if backend == "auto" else resolve(backend)
         if breath:
             chosen.require_breath()
+        policy = crystalcache(ends, parameters, chosen)
+        _warn_small(budget, policy)
         self._be(CrystalMethod(
-            crystalcache(ends, parameters, chosen), share, chosen.name, chosen, decode, sentence_ends=ends,
+            policy, share, chosen.name, chosen, decode, sentence_ends=ends,
             parameters=parameters, stream=stream,
         ))
 
@@ -225,6 +234,8 @@ class Published(RetentionPolicy):
     budget: Budget
     constants: Mapping[str, Any]
     identity: ModelIdentity | None = None
+    unwarned: float | int | str | Budget = field(default=1.0, repr=False, compare=False)
+    """Budget as the user gave it, if only the policy on a model can tell whether the budget is too small."""
 
     def __init__(self, name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> None:
         if name in _CLASSES:
@@ -235,10 +246,12 @@ class Published(RetentionPolicy):
         check_penalty(constants.get("diversity", 0.0), "diversity")
         if "backend" in constants_of(name) and constants.get("backend", "auto") == "auto":
             constants["backend"] = _fastest(name)
-        if not names.constants_of_model(name):
-            names.make_policy(name, constants)
-        for field, given in (("name", name), ("budget", _parse(budget)), ("constants", constants)):
-            object.__setattr__(self, field, given)
+        share, later = parse_budget(budget), bool(names.constants_of_model(name))
+        if not later:
+            _warn_small(budget, names.make_policy(name, constants))
+        stored = ("name", name), ("budget", share), ("constants", constants), ("unwarned", budget if later else share)
+        for own, given in stored:
+            object.__setattr__(self, own, given)
 
     def knowing(self, identity: ModelIdentity) -> "Published":
         """Return a copy of the policy. The copy compares the calibration with `identity` instead of the model."""
@@ -257,6 +270,7 @@ class Published(RetentionPolicy):
         reads_tensors = engine.takes is not None and not names.families_of(self.name)  # KVzip+ runs on the host
         learned = _learned(self.name, model, self.identity, reads_tensors)
         policy = names.make_policy(self.name, {**learned, **self.constants})
+        _warn_small(self.unwarned, policy)
         used = names.families_of(self.name) or with_twins(policy, engine) is not policy
         return method_of(policy, self.budget, engine.name if used else "numpy", engine)
 

@@ -13,8 +13,8 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.session.observed import ObservedSegment
 from reference.backend import BACKEND as REFERENCE
 from reference.policies import advance, advance_turn, retain, retain_turn, start
-from reference.policies.budgets import tokens_of
 from reference.policies.cadences import join, take_up
+from reference.policies.kept import excess_tokens
 from spec.backend import Backend
 from spec.budget import Budget
 from spec.errors import SpecError
@@ -113,9 +113,8 @@ class Method:
         """Update the state after tokens (rows, n) were appended to the cache without eviction."""
 
     def over_budget(self, retentions: Sequence[Retention]) -> int:
-        """Return the number of tokens kept beyond the budget in all prompts."""
-        over = (len(one.positions) - tokens_of(self.policy, self.budget, one.seen) * one.groups for one in retentions)
-        return sum(max(0, tokens) for tokens in over)
+        """Return the mean number of kept tokens of a set minus the budget of the user, in the prompt with the most."""
+        return max(excess_tokens(self.budget, one) for one in retentions)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from models_integration.attention.capture import observing
 from models_integration.attention.handover import check_handover
 from models_integration.cache.retained_cache import RetainedCache, failing_whole
-from models_integration.model.architecture import decoder_inputs, describe, unwrapped
+from models_integration.model.architecture import decoder_inputs, describe, position_range, unwrapped
 from models_integration.model.cache_argument import cache_name, with_one_cache
 from models_integration.session.hooks import NO_CALL, Hold, call_under_way
 from models_integration.session.inputs import (
@@ -35,6 +36,7 @@ from models_integration.session.inputs import (
 from models_integration.session.method import Method
 from models_integration.session.segment import Forward, Segment, end_step, reading, step
 from models_integration.session.streams import Stream
+from reference.policies.kept import KeptTokens, count_kept
 from spec.arrays import IntVector
 from spec.errors import SpecError
 from spec.retention import Retention
@@ -74,8 +76,10 @@ class Session:
         timings: seconds for each step of the last eviction, by name: capture, decision, compaction, and rehearsal (only
             for KVzip).
         bytes_freed: bytes of keys and values that the session has freed so far.
-        over_budget: number of kept tokens minus the budget, at least 0. Above 0 only if the tokens that the policy
-            always keeps exceed the budget.
+        kept_tokens: for each prompt of the batch, the numbers of kept tokens beside the budget, and the reason if the
+            policy keeps more tokens than the budget. `print(run.kept_tokens[0])` prints one line.
+        over_budget: number of kept tokens minus the budget that you gave, at least 0. If layers or heads keep different
+            numbers of tokens, the mean of all sets counts, rounded up. In a batch, the prompt with the most counts.
 
     Raises:
         SpecError: if kvspec does not support the model.
@@ -98,6 +102,8 @@ class Session:
         self._cache_name = cache_name(self._architecture.decoder)
         self._call = NO_CALL
         self._block = ""
+        self._positions = position_range(self._architecture.config)
+        """Number of positions of the model. 0 if the number is unknown, and after a warning about the number."""
         self._stream = Stream(method.segment_tokens, method.decode)
         self._wrong: Tensor | None = None
         """Tensor on the device: True if an input of a decode step was wrong. Read once per segment to avoid waits."""
@@ -131,9 +137,16 @@ class Session:
             raise SpecError("kept", f"{len(self.retentions)} prompts", reason)
         return self.retentions[0].kept if self.retentions else None
 
+    @property
+    def kept_tokens(self) -> tuple[KeptTokens, ...]:
+        """Numbers of kept tokens of each prompt, beside the budget. Before a prompt, the tuple is empty."""
+        return tuple(count_kept(self._method.policy, self._method.budget, one) for one in self.retentions)
+
     def __repr__(self) -> str:
-        policy, numbers = self._method.policy.name, f"seen={self.seen}, stored={self.stored:g}"
-        return f"Session({policy!r}, budget={self._method.budget}, {numbers}, bytes_freed={self.bytes_freed})"
+        method, numbers = self._method, f"seen={self.seen}, stored={self.stored:g}, bytes_freed={self.bytes_freed}"
+        rows = self.kept_tokens
+        kept = f"kept='{max(rows, key=lambda row: row.over_budget)}', " if rows else ""
+        return f"Session({method.policy.name!r}, budget={method.budget}, {kept}{numbers})"
 
     def __enter__(self) -> "Session":
         if self._hold.begun:
@@ -184,6 +197,8 @@ class Session:
             cache.check_history()
         forward = self._forward_of(decoder, cache, arguments)
         self._forward, cache, watcher = forward, forward.cache, forward.watcher
+        if self._positions:
+            self._warn_positions(cache.get_seq_length() + forward.arguments["input_ids"].shape[1])
         forward.freed_before = cache.bytes_freed
         if watcher is not None or not cache.uniform:
             layers = () if watcher is None else watcher.layers
@@ -192,6 +207,16 @@ class Session:
         if self._architecture.wraps:
             others = {name: value for name, value in others.items() if not tells_text(name, value)}
         return (), {**accepted(forward.defaults, self._inputs), **others, self._cache_name: cache}
+
+    def _warn_positions(self, end: int) -> None:
+        """Warn once if the text is longer than the number of positions of the model."""
+        if end > self._positions:
+            warn(
+                f"the text has {end} tokens, but {self._architecture.name} was trained for {self._positions}"
+                " positions, and eviction does not renumber positions: answers can be wrong. Set RoPE scaling in the"
+                " config (`rope_parameters`), use a model with more positions, or begin a new session", stacklevel=2
+            )
+            self._positions = 0
 
     def _begin_call(self, decoder: nn.Module) -> None:
         """Store the call of generate that contains the forward pass, if any."""

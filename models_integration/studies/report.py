@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +28,9 @@ from spec.errors import SpecError
 from spec.tables import result_table
 
 __all__ = [
-    "NOTHING", "RESAMPLES", "SAME_CACHE", "SEED", "SIGNIFICANT", "TABLES", "Estimate", "Pairs", "control_cells",
-    "control_table", "failed_controls", "fits", "fitting_tables", "format_p", "mean_of", "pairs_of", "progress_bar",
+    "NOTHING", "RESAMPLES", "SAME_CACHE", "SEED", "SIGNIFICANT", "TABLES", "Estimate", "Pairs", "budget_tokens",
+    "control_cells", "control_table", "failed_controls", "fits", "fitting_tables", "format_p", "mean_of", "pairs_of",
+    "progress_bar",
     "say", "share_of", "summary", "summary_tables", "table_of", "title_of", "verdict", "write_table",
 ]
 
@@ -240,7 +242,7 @@ def _counted(own: Sequence[tuple[Row, Row]]) -> Row:
     policy, budget, control = first["policy"], first["budget"], first["policy"] in CONTROL_BOUNDS
     B = control_tokens(budget, row["length"]) if control else read_budget(budget).tokens(row["length"])
     kept = [math.ceil(float(np.mean(cell["kept"]))) for _, cell in own]
-    allowed = [B if control else _tokens(budget, each) for each, _ in own]
+    allowed = [B if control else budget_tokens(budget, each) for each, _ in own]
     right = float(sum(cell["right"] for _, cell in own))
     return {
         **{name: row[name] for name in _ABOUT}, "policy": policy, "budget_requested": budget,
@@ -251,7 +253,7 @@ def _counted(own: Sequence[tuple[Row, Row]]) -> Row:
     }
 
 
-def _tokens(budget: str, row: Row) -> int:
+def budget_tokens(budget: str, row: Row) -> int:
     """Return B of a sample's prompt, which can include the question. Rows before version 0.4 have no better data."""
     return read_budget(budget).tokens(int(row.get("prompt_tokens") or row["length"]))
 
@@ -260,7 +262,8 @@ def summary_tables(rows: Sequence[Row], width: int) -> list[Table]:
     """Return tables of accuracy by policy and budget, for each model, length, placement and seed.
 
 
-    If the terminal is too narrow, there is one table per task, and the numbers of tokens are left out.
+    If the terminal is too narrow, there is one table per task. If a table per task is too wide, the numbers of tokens
+    are shown only for policies that exceed their budget.
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
@@ -284,8 +287,12 @@ def _tables_of(rows: Sequence[Row], width: int, more: str) -> list[Table]:
         about = f"{title_of(task)}: share of right answers, {n} samples, with 95 % interval{more}"
         headings, lines = _cells([row for row in rows if row["task"] == task], "right answers")
         wide = table_of(about, headings, lines)
-        few = [[line[0], line[1], line[3].partition(" ")[0]] for line in lines]
-        found.append(wide if fits(wide, width) else table_of(about, ["policy", "budget", "right answers"], few))
+        short = [[*line[:3], line[3].partition(" ")[0]] for line in lines]
+        # A line has a fifth cell if a policy exceeds its budget.
+        few = [[one[0], f"{one[1]} ({one[2]})" if any(line[4:]) else one[1], one[3]]
+               for one, line in zip(short, lines, strict=True)]
+        forms = wide, table_of(about, headings[:4], short), table_of(about, ["policy", "budget", "right answers"], few)
+        found.append(next((form for form in forms if fits(form, width)), forms[-1]))
     return found
 
 
@@ -300,11 +307,11 @@ def _cells(rows: Sequence[Row], only: str = "") -> tuple[list[str], list[list[st
     )
     for policy, budget in cells:
         mine = {row["task"]: row for row in rows if (row["policy"], row["budget_requested"]) == (policy, budget)}
-        kept = sum(row["mean_kept"] for row in mine.values()) / len(mine)
+        kept, asked = (fmean(row[name] for row in mine.values()) for name in ("mean_kept", "budget"))
         over = max(row["over_budget"] for row in mine.values())
         scores = [str(_share(mine[task])) if task in mine else "" for task in tasks]
-        lines.append([policy, budget, f"{kept:.0f}", *scores, f"{over:.0f}" if over else ""])
-    headings = ["policy", "budget", "prompt tokens kept", *(only or title_of(task) for task in tasks)]
+        lines.append([policy, budget, f"{kept:.0f} of {asked:.0f}", *scores, f"{over:.0f}" if over else ""])
+    headings = ["policy", "budget", "tokens kept, of budget", *(only or title_of(task) for task in tasks)]
     if any(line[-1] for line in lines):
         return [*headings, "over budget"], lines
     return headings, [line[:-1] for line in lines]

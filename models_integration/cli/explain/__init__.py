@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import calibration_of, read_prompt
 from models_integration.policies.methods import prefill, spelled
+from models_integration.session.session import Session
 from models_integration.studies.evidence.rules import check_budget
 from models_integration.studies.page import style
 from models_integration.studies.report import say
@@ -125,22 +126,24 @@ def run_explain(
     if len(ids) > TOKENS_MOST:
         raise SpecError("PROMPT", f"{len(ids)} tokens", f"must have at most {TOKENS_MOST} tokens")
     subject.check_positions("PROMPT", len(ids))
-    result = _retention(subject, "crystalcache", budget, ids)
+    run = _session(subject, "crystalcache", budget, ids)
+    (result,), (counts,) = run.retentions, run.kept_tokens
     assert isinstance(result, CrystalRetention)
-    compared = [(other, _retention(subject, other, budget, ids)) for other in others]
-    said = f"CrystalCache with budget {budget} on the model {subject.label}, backend {subject.backend}."
+    compared = [(other, _session(subject, other, budget, ids).retentions[0]) for other in others]
+    said = (
+        f"CrystalCache with budget {budget} on the model {subject.label}, backend {subject.backend}. Kept: {counts}."
+    )
     shown = record(result, torch.tensor(ids).numpy(), PAPER)
     page = explain_html(shown, texts_of(subject.tokenizer, ids), prompt.name, said, *compared)
     publish_readable(out, page.encode())
     say(
-        f"{out}: {len(result.kept)} of {len(ids)} tokens kept (budget {result.budget}), {len(result.ratio)} trunks,"
-        f" {len(page) / 1024:.0f} KiB"
+        f"{out}: kept {counts}; {len(result.ratio)} trunks, {len(page) / 1024:.0f} KiB"
     )
 
 
-def _retention(subject: Subject, policy: str, budget: str, ids: list[int]) -> Retention:
+def _session(subject: Subject, policy: str, budget: str, ids: list[int]) -> Session:
     given = torch.tensor([ids], device=subject.model.device)
-    return prefill(subject.model, subject.policy(policy, budget), given).run.retentions[0]
+    return prefill(subject.model, subject.policy(policy, budget), given).run
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:

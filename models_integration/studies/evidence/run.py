@@ -39,6 +39,7 @@ from models_integration.tasks.context import Ground, Prose, read_prose
 from models_integration.tasks.in_prose import most_contexts
 from models_integration.tasks.questions import OWN
 from models_integration.tasks.registry import FILE, SENTENCES, TEXTS, Task, resolve_task
+from reference.policies.kept import floor_reason
 from spec import SPEC_VERSION
 from spec.errors import SpecError
 from spec.policy import SEGMENT_END
@@ -209,7 +210,7 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
 
 
 def check_budgets(rules: Rules, policies: Mapping[str, Method], lengths: Iterable[int]) -> Iterator[str]:
-    """Check that budgets are different, and not below the floor of a policy (a smaller budget would be raised).
+    """Check that budgets are different.
 
     Args:
         rules: rules of the run.
@@ -217,7 +218,7 @@ def check_budgets(rules: Rules, policies: Mapping[str, Method], lengths: Iterabl
         lengths: lengths of the contexts, in tokens.
 
     Yields:
-        A warning for each smaller budget, if the rules have claims. Such rules are run unchanged.
+        A warning for each budget below the floor of a policy. Such a policy keeps more tokens, as in a session.
 
     Raises:
         SpecError: if the check fails.
@@ -226,15 +227,13 @@ def check_budgets(rules: Rules, policies: Mapping[str, Method], lengths: Iterabl
         seen = dict[int, str]()
         for budget in rules.budgets:
             tokens = read_budget(budget).tokens(length)
-            for name, method in policies.items():
+            for method in policies.values():
                 floor = min(method.policy.floor, length)
                 if tokens < floor:
-                    less = f"is {tokens} of {length} tokens, and {name} keeps at least {floor}"
-                    if not rules.claims:
-                        raise SpecError(
-                            "budgets", budget, f"{less}: use a budget of at least {floor}, or a longer text (--length)"
-                        )
-                    yield f"budget {budget} {less}: the report marks the result, and makes no comparison"
+                    yield (
+                        f"budget {budget} is {tokens} of {length} tokens, but {floor_reason(method.policy)}: the tables"
+                        " show the tokens kept, and the report makes no comparison"
+                    )
             other = seen.setdefault(min(tokens, length), budget)
             if other != budget:
                 same = f"is {min(tokens, length)} of {length} tokens, as is budget {other}: leave out one of the two"

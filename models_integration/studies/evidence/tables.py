@@ -16,7 +16,7 @@ from models_integration.studies.evidence.kept import BLIND, EVERY_CONTROL, EVIDE
 from models_integration.studies.evidence.rules import AT_PROMPT, Stage
 from models_integration.studies.evidence.samples import ENDS, FLOOR, Samples
 from models_integration.studies.page import Curve, Html, forest, grid, note, panel, plots, section, shaded, table
-from models_integration.studies.report import SAME_CACHE, SIGNIFICANT, format_p, title_of
+from models_integration.studies.report import SAME_CACHE, SIGNIFICANT, budget_tokens, format_p, title_of
 from models_integration.studies.results import Row
 from reference.statistics import holm
 from spec.arrays import Int64, IntVector
@@ -71,10 +71,24 @@ def off_budget(samples: Samples) -> dict[tuple[str, str], float]:
 
 def flagged(samples: Samples) -> str:
     """Return a note about cells that are not compared."""
-    lines = [[*cell, f"{samples.prompt_kept(cell):.1f}", f"{part:+.1%}"] for cell, part in off_budget(samples).items()]
+    lines = [[*cell, _kept(samples, cell), f"{part:+.1%}"] for cell, part in off_budget(samples).items()]
     caption = f"Kept prompt tokens more than {SAME_CACHE:.0%} off the median. These policies are never called best"
-    headings = ["policy", "budget", "prompt tokens kept", "off the median by"]
+    headings = ["policy", "budget", "prompt tokens kept, of budget", "off the median by"]
     return table(caption, headings, lines) if lines else note("None.")
+
+
+def _kept(samples: Samples, cell: tuple[str, str]) -> str:
+    """Return the mean of the kept prompt tokens with the smallest and the largest set, and the mean budget."""
+    policy, budget = cell
+    own = [(row, one) for row in samples.rows for one in row["cells"] if (one["policy"], one["budget"]) == cell]
+    sizes = [int(size) for _, one in own for size in np.ravel(one["kept"])]
+    if not sizes:
+        return ""
+    mean, least, most = f"{samples.prompt_kept(cell):.1f}", min(sizes), max(sizes)
+    text = mean if least == most else f"{mean} ({least} to {most})"
+    if policy in (FULL, BLIND):
+        return text
+    return f"{text} of {fmean(budget_tokens(budget, row) for row, _ in own):.1f}"
 
 
 def controls(samples: Samples) -> str:
@@ -129,11 +143,11 @@ def sizes(samples: Samples) -> str:
         mean, peak = (some.of(cell, name).mean() / 1e6 for name in ("mean_bytes", "peak_bytes"))
         others = [_figure(some.of(cell, name).mean(), 3) for name in ("divergence", "lost_attention")]
         figures = [_figure(samples.share(cell)), f"{mean:.2f}", f"{peak:.2f}", *others]
-        answers = [samples.accuracy(cell), f"{some.prompt_kept(cell):.1f}", _right_and_unlikely(samples, cell)]
+        answers = [samples.accuracy(cell), _kept(some, cell), _right_and_unlikely(samples, cell)]
         lines.append([*cell, *figures, len(some.rows), *answers])
     headings = [
         "policy", "budget", "share of the full cache", "mean MB", "peak MB", "KL, nats", "attention lost", "n",
-        "accuracy", "prompt tokens kept", "right, but unlikely",
+        "accuracy", "prompt tokens kept, of budget", "right, but unlikely",
     ]
     caption = (
         "Cache size while answering, divergence from the full cache, attention to evicted keys, and right answers."

@@ -221,7 +221,8 @@ def test_what_a_policy_keeps_is_put_and_answered(keys: list[str], tmp_path: Path
     error = refused("put", str(tmp_path / "0.txt"), "--policy", "triattention", *here)
     assert "calibration" in str(error)
     file = str(tmp_path / "c.npz")
-    made = CliRunner().invoke(app, ["calibrate", str(tmp_path / "0.txt"), "--tokens", "8", "--out", file])
+    (tmp_path / "long.txt").write_text(FACTS[0] * 40, encoding="utf-8")
+    made = CliRunner().invoke(app, ["calibrate", str(tmp_path / "long.txt"), "--tokens", "256", "--out", file])
     assert made.exit_code == 0, made.output
     again = archived("put", str(tmp_path / "0.txt"), "--policy", "triattention", "--calibration", file, *here)
     assert again.strip() not in (kept, *keys)

@@ -118,7 +118,7 @@ def test_what_kvspec_made_is_made_again(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = [tmp_path / f"made.{kind}" for kind in ("csv", "svg", "tex", "png", "pdf")]
     asked = ["compare", "--length", "200", "--samples", "1", "--tasks", "needle", "--budgets", "0.9", "--policies",
-             "knorm", "--table", str(files[0]), "--figure", str(files[1]), "--out", str(tmp_path)]
+             "knorm", "--backend", "numpy", "--table", str(files[0]), "--figure", str(files[1]), "--out", str(tmp_path)]
     for _ in range(2):
         assert CliRunner().invoke(app, asked).exit_code in (0, 1)
     rows = load_rows(tmp_path / "study.jsonl")
@@ -129,9 +129,10 @@ def test_what_kvspec_made_is_made_again(tmp_path: Path) -> None:
     (tmp_path / "study.jsonl").unlink()
     check_results("out", tmp_path, ["report.html"])
     (tmp_path / "text.txt").write_text("One sentence. Another sentence. " * 60, encoding="utf-8")
-    for command, name in (("explain", "page.html"), ("calibrate", "c.npz")):
+    for command, name, more in (("explain", "page.html", ["--backend", "numpy"]), ("calibrate", "c.npz", [])):
         for _ in range(2):
-            made = CliRunner().invoke(app, [command, str(tmp_path / "text.txt"), "--out", str(tmp_path / name)])
+            line = [command, str(tmp_path / "text.txt"), "--out", str(tmp_path / name), *more]
+            made = CliRunner().invoke(app, line)
             assert made.exit_code == 0, made.output
 
 

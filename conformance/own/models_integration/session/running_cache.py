@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
+from math import ceil
 from random import Random
 from typing import Any
 
@@ -334,13 +335,12 @@ class Judge:
         self.check_within(life.sets, before)
         if policy != "stream" and run.retentions:
             method = POLICIES[policy].on(self.model)
-            over = run.over_budget
-            self.met("more is protected than the budget has" if over else "the budget holds")
+            self.met("more is protected than the budget has" if run.over_budget else "the budget holds")
+            over = []
             for found, sets, row in zip(run.retentions, life.sets, life.rows, strict=True):
                 assert spread(found, *life.heads) == sets, "the session says that it kept other tokens than are stored"
-                B = max(method.policy.floor, method.budget.tokens(len(row.tokens)))
-                over -= max(0, len(found.positions) - B * found.groups)
-            assert over >= 0, "more is stored than the budget, and the session does not say so"
+                over.append(ceil(len(found.positions) / found.groups) - method.budget.tokens(len(row.tokens)))
+            assert run.over_budget == max(0, *over), "the session does not say by how much the budget is exceeded"
         evicted = any(len(own) < len(life.rows[0].tokens) for own in flat(life.sets))
         self.met("a segment that evicts" if evicted else "a segment that evicts nothing")
         for layer in life.cache.full_layers:

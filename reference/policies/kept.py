@@ -1,0 +1,90 @@
+"""Numbers of kept tokens beside the budget, and the reason why a policy keeps more tokens than the budget."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reference.policies.protections import SinkAndRecent
+from spec.budget import Budget
+from spec.policy import Policy, Protection
+from spec.records import CrystalRetention
+from spec.retention import Retention
+
+__all__ = ["KeptTokens", "count_kept", "excess_tokens", "floor_reason"]
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """Numbers of tokens that a policy keeps of one sequence, beside the budget.
+
+        print(run.kept_tokens[0])   # 32 of 100 tokens, budget 20: snapkv always keeps the last 32 tokens
+
+    Attributes:
+        seen: number of tokens of the sequence.
+        least: number of tokens in the smallest set of kept tokens.
+        most: number of tokens in the largest set of kept tokens.
+        mean: mean number of tokens in a set of kept tokens.
+        budget: budget in tokens for each set, as the user gave the budget.
+        floor: number of tokens that the policy keeps of this sequence at any budget.
+        reason: sentence about the tokens above the budget. Empty if the mean does not exceed the budget.
+    """
+
+    seen: int
+    least: int
+    most: int
+    mean: float
+    budget: int
+    floor: int
+    reason: str
+
+    @property
+    def over_budget(self) -> int:
+        """Mean number of kept tokens minus the budget, rounded up, and at least 0."""
+        return max(0, int(np.ceil(self.mean)) - self.budget)
+
+    def __str__(self) -> str:
+        sizes = f"{self.most}" if self.least == self.most else f"{self.least} to {self.most} (mean {self.mean:.1f})"
+        return f"{sizes} of {self.seen} tokens, budget {self.budget}{': ' if self.reason else ''}{self.reason}"
+
+
+def count_kept(policy: Policy, budget: Budget, retention: Retention) -> KeptTokens:
+    """Count the kept tokens of one sequence, and compare the numbers with the budget that the user gave."""
+    sizes, asked = np.diff(retention.offsets), budget.tokens(retention.seen)
+    floor = min(policy.floor, retention.seen)
+    if isinstance(retention, CrystalRetention):
+        floor = int(retention.trunks.sizes[retention.protected].sum())
+    over = excess_tokens(budget, retention) > 0
+    reason = _reason(policy, retention, asked, floor) if over else ""
+    return KeptTokens(retention.seen, int(sizes.min()), int(sizes.max()), float(sizes.mean()), asked, floor, reason)
+
+
+def excess_tokens(budget: Budget, retention: Retention) -> int:
+    """Return the mean number of kept tokens of a set minus the budget that the user gave, rounded up, at least 0."""
+    return max(0, -(-len(retention.positions) // retention.groups) - budget.tokens(retention.seen))
+
+
+def floor_reason(policy: Policy) -> str:
+    """Return a sentence about the tokens that a policy keeps at any budget."""
+    protected = _protected(policy.protection)
+    if protected and policy.floor <= policy.protection.size:
+        return f"{policy.name} always keeps {protected} tokens"
+    return f"{policy.name} always keeps at least {policy.floor} tokens"
+
+
+def _reason(policy: Policy, retention: Retention, asked: int, floor: int) -> str:
+    protected = _protected(policy.protection)
+    if isinstance(retention, CrystalRetention) and floor > policy.floor:
+        return f"{policy.name} always keeps the whole trunks of {protected} tokens, here {floor} tokens"
+    if asked < policy.floor:
+        return floor_reason(policy)
+    return f"{policy.name} does not promise an exact budget"
+
+
+def _protected(protection: Protection) -> str:
+    """Return the protected tokens in words, such as "the first 4 and the last 128"."""
+    if not isinstance(protection, SinkAndRecent):
+        return ""
+    parts = [
+        f"the {end} {count}" for end, count in (("first", protection.sink), ("last", protection.recent)) if count
+    ]
+    return " and ".join(parts)
