@@ -14,8 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import kvspec
-from conformance.own.models_integration.session.families import build
-from conformance.own.models_integration.session.sessions import greedy, prompt
+from conformance.own.models_integration.session.families import build, greedy, prompt
 from models_integration.cli.app import app
 from models_integration.pocket import load_pocket
 from models_integration.policies.methods import CrystalCache, CustomPolicy, StreamingLLM, policy_from_name, prefill
@@ -120,26 +119,24 @@ def test_a_fraction_and_a_plain_budget_are_not_warned_of(budget: float | str | B
 @pytest.mark.law("as-it-is-described")
 def test_a_text_beyond_the_positions_is_warned_of_once() -> None:
     """In a prompt, in steps, in a later turn; and not up to the last position."""
-    model = build("llama", max_position_embeddings=48)
+    model = build("llama")
+    model.config.max_position_embeddings = 48
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with StreamingLLM(20)(model), torch.no_grad():
-            model.generate(prompt(40), max_new_tokens=9, min_new_tokens=9, do_sample=False)
+            greedy(model, prompt(40), 9)
     with warnings.catch_warnings(record=True) as caught, StreamingLLM(20)(model) as run:
         warnings.simplefilter("always")
-        ids = greedy(model, prompt(40), 20)
-        assert run.cache is not None
-        model.generate(torch.cat([ids, prompt(30)], dim=1), past_key_values=run.cache, max_new_tokens=3)
+        answer = greedy(model, prompt(40), 20)
+        greedy(model, torch.cat([prompt(40), answer, prompt(30)], dim=1), 3, past_key_values=run.cache)
     ours = [str(one.message) for one in caught if "eviction does not renumber" in str(one.message)]
     assert len(ours) == 1
     assert re.match(r"the text has 49 tokens, but llama was trained for 48 positions", ours[0], re.IGNORECASE)
     assert "rope_parameters" in ours[0]
-    longer = build("llama", max_position_embeddings=48, rope_parameters={
-        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 48,
-    })
-    with warnings.catch_warnings(), StreamingLLM(20)(longer), torch.no_grad():
+    model.config.rope_parameters = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 48}
+    with warnings.catch_warnings(), StreamingLLM(20)(model), torch.no_grad():
         warnings.simplefilter("error")
-        longer(input_ids=prompt(100))
+        model(input_ids=prompt(100))
 
 
 @pytest.mark.law("one-line-with-the-way-out")
