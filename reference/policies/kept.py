@@ -75,9 +75,10 @@ def _reason(policy: Policy, retention: Retention, asked: int, floor: int) -> str
     protected = _protected(policy.protection)
     if isinstance(retention, CrystalRetention) and floor > policy.floor:
         return f"{policy.name} always keeps the whole trunks of {protected} tokens, here {floor} tokens"
-    if asked < policy.floor:
-        return floor_reason(policy)
-    return f"{policy.name} does not promise an exact budget"
+    inexact = "does not promise an exact budget"
+    if asked >= policy.floor:
+        return f"{policy.name} {inexact}"
+    return floor_reason(policy) + (f", and {inexact}" if len(retention.positions) > floor * retention.groups else "")
 
 
 def _protected(protection: Protection) -> str:
