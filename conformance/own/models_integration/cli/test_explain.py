@@ -292,7 +292,7 @@ def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert result.exit_code == 0, result.output
     data = data_of(out.read_text(encoding="utf-8"))
     assert "".join(data["tokens_text"]).endswith(text.read_text(encoding="utf-8"))
-    assert f"{len(data['kept'])} of {len(data['token_ids'])} tokens kept" in result.output
+    assert f"kept {len(data['kept'])} of {len(data['token_ids'])} tokens, budget " in result.output
     assert data["beside"]["name"] == "snapkv"
     assert 1 < data["beside"]["groups"] < sum(data["beside"]["counts"])
     monkeypatch.setattr(explain_page, "TOKENS_MOST", 100)
