@@ -143,7 +143,7 @@ def test_a_budget_of_one_token_asks_for_the_whole_prompt(budget: int | str) -> N
     for make in (StreamingLLM, lambda one: policy_from_name("snapkv", one), lambda one: CrystalCache(one, ENDS, TINY)):
         with pytest.warns(UserWarning, match=r"keeps one token; write budget=1.0 to keep the whole prompt"):
             make(budget)
-    StreamingLLM(1.0), StreamingLLM(Budget(count=1)), StreamingLLM(2)
+    StreamingLLM(1.0), StreamingLLM(Budget(count=1)), StreamingLLM(4)
 
 
 @pytest.mark.law("refused-before-anything-changes")

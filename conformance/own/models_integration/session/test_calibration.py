@@ -103,7 +103,7 @@ def test_a_file_serves_its_own_model_and_rotation_only(name: str, tmp_path: Path
 @pytest.mark.spec("TA-CALIBRATION")
 def test_the_command_makes_and_converts_files_that_compare_takes(tmp_path: Path) -> None:
     text, theirs, file, out = (tmp_path / name for name in ("text.txt", "stats.pt", "mine.npz", "results"))
-    text.write_text("The chair thanked the members. The special magic number is 1516.", encoding="utf-8")
+    text.write_text("The chair thanked the members. The special magic number is 1516. " * 20, encoding="utf-8")
     runner = CliRunner()
     for source, made in ((text, file), (text, theirs), (theirs, file)):
         said = runner.invoke(app, ["calibrate", str(source), "--out", str(made)])
