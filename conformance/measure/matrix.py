@@ -10,7 +10,7 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -110,8 +110,14 @@ def measured(name: str, methods: list[str]) -> dict[str, Cell]:
         words = [*IMPLEMENTATIONS[name].options, "--as", ",".join(methods), "--quick", "--seed", "0", "--out", folder]
         request = parsed(words)
         _, verdicts = run(request, prepared(request), "log.txt")
-    outcomes = {one.test.partition("[")[2].rstrip("]"): one for one in verdicts.outcomes}
-    return {method: cell_of(method, outcomes[method]) for method in methods}
+    outcomes = {method: [one for one in verdicts.outcomes if one.test.endswith(f"[{method}]")] for method in methods}
+    return {method: cell_of(method, worst(outcomes[method])) for method in methods}
+
+
+def worst(outcomes: Sequence[Outcome]) -> Outcome:
+    """The outcome of a method's tests that decides its cell: a failure, else a test that did not run."""
+    states = ("failed", NOT_RUN)
+    return min(outcomes, key=lambda one: states.index(one.state) if one.state in states else len(states))
 
 
 def cell_of(method: str, outcome: Outcome) -> Cell:

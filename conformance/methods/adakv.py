@@ -4,25 +4,37 @@ from fractions import Fraction
 
 from conformance.methods.brute import KERNEL, SAFEGUARD, Brute, W, newest, shared
 from conformance.methods.policies import (
+    GROUPS,
+    MASKS,
+    PLACES,
     Layer,
     Score,
     adaptive_shares,
     groups,
     last_rows,
+    over_group,
     padded,
     pool,
     window,
 )
-from conformance.oracles.boxes import fsum
+from conformance.oracles.boxes import column_sums, over
+
+SLIPS = {"order": ("the group, then pool", "pool, then the group"), "group": GROUPS, "place": PLACES, "mask": MASKS}
 
 
-def adakv(layer: Layer, W: int, kernel: int, pooling: str = "max") -> list[Score]:
+def adakv(
+    layer: Layer, W: int, kernel: int, pooling: str = "max", order: str = SLIPS["order"][0], group: str = GROUPS[0],
+    place: str = PLACES[0], mask: str = MASKS[0],
+) -> list[Score]:
     """Mean over the window and the group, then pool."""
-    n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W), []
-    for group in groups(layer):
-        number = len(group) * len(rows[0])
-        mean = [fsum(q[i] for h in group for q in rows[h]) / number for i in range(past)]
-        found.append(padded(pool(mean, kernel, pooling), n))
+    n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W, mask), []
+    for heads in groups(layer):
+        means = [over(column_sums(rows[h])[:past], len(rows[h])) for h in heads]
+        if order == SLIPS["order"][0]:
+            row = pool(over_group(means, group), kernel, pooling, place)
+        else:
+            row = over_group([pool(own, kernel, pooling, place) for own in means], group)
+        found.append(padded(row, n))
     return found
 
 
@@ -30,5 +42,6 @@ BRUTES = [
     Brute(
         "PO-ADAKV", "adakv", shared(adakv, adaptive_shares),
         {"W": W, "kernel": KERNEL, "safeguard": SAFEGUARD}, W, newest,
-        published={"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}, readings={"pooling": ("max", "average")}),
+        published={"W": 32, "kernel": 7, "safeguard": Fraction(1, 5)}, readings={"pooling": ("max", "average")},
+        slips=SLIPS),
 ]

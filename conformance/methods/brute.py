@@ -48,6 +48,10 @@ class Brute:
     published: Mapping[str, Any] = field(default_factory=dict)
     readings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Arguments of `kept` beside the constants: ours first, then those of other published codes."""
+    slips: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """More arguments of `kept`: the right value first, then known errors, which no published code has."""
+    most: int = 10**6
+    """Tokens times query heads of all layers, in an input of a model's size: more would take minutes."""
     least: int = 1
     """Tokens of an input: of fewer, rounding decides."""
     scored: bool = True
@@ -156,7 +160,7 @@ def _score_of_head(
 ) -> oracle.Score:
     """Of the live tokens of KV head g, after the token `at`."""
     own = oracle.with_heads(layer, oracle.groups(layer)[g])
-    cached = {name: [[layer[name][g][i] for i in live]] for name in ("k", "v") if layer[name] is not None}
+    cached = {name: [oracle.at_places(layer[name][g], live)] for name in ("k", "v") if layer[name] is not None}
     return score({**own, "q": [rows[: at + 1] for rows in own["q"]], **cached}, **constants)[0]
 
 

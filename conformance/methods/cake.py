@@ -6,22 +6,23 @@ from typing import Any
 
 from conformance.methods.brute import KERNEL, Brute, W, newest, plain
 from conformance.methods.policies import Layer, Score, groups, last_rows, padded, pool, top, whole, window
-from conformance.oracles.boxes import Box, fsum, largest, log
+from conformance.oracles.box import Box
+from conformance.oracles.boxes import column_sums, each, fsum, largest, log, minus, over, plus, positive, squares, times
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 
-def variance(xs: Sequence[Any]) -> Any:
-    """With divisor one less than their number; of one number 0."""
-    mean = fsum(xs) / len(xs)
-    return fsum((x - mean) ** 2 for x in xs) / max(1, len(xs) - 1)
+def variances(rows: Sequence[Any]) -> Any:
+    """Of each column, with divisor one less than the number of rows; of one row 0."""
+    mean = over(column_sums(rows), len(rows))
+    return over(column_sums([squares(minus(row, mean)) for row in rows]), max(1, len(rows) - 1))
 
 
 def preference(layer: Layer, W: int, tau1: float, tau2: float) -> Any:
     """Entropy of every row before the window, variance of every key over the window's queries."""
     past, rows = window(layer, W), last_rows(layer, W)
-    weights = [x for head in rows for row in head for x in row[:past] if x > 0]
-    entropy = fsum(-x * log(x) for x in weights)
-    shift = fsum(variance([row[i] for row in head]) for head in rows for i in range(past))
+    weights = [positive(row[:past]) for head in rows for row in head]
+    entropy = -fsum(fsum(times(row, each(log, row))) for row in weights)
+    shift = fsum(fsum(variances([row[:past] for row in head])) for head in rows)
     return largest([0.0, entropy]) ** (1 / tau1) * shift ** (1 / tau2)
 
 
@@ -31,8 +32,9 @@ def scores(layer: Layer, W: int, kernel: int, gamma: float) -> list[Score]:
     for group in groups(layer):
         pooled = []
         for h in group:
-            columns = [[row[i] for row in rows[h]] for i in range(past)]
-            pooled.append(pool([fsum(c) / len(c) + gamma * variance(c) for c in columns], kernel, "average"))
+            before = [row[:past] for row in rows[h]]
+            mean = over(column_sums(before), len(before))
+            pooled.append(pool(plus(mean, times(variances(before), gamma)), kernel, "average"))
         found.append(padded([fsum(p[i] for p in pooled) / len(group) for i in range(past)], n))
     return found
 

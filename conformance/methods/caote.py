@@ -3,33 +3,57 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from conformance.methods.brute import Brute, stepwise
-from conformance.methods.policies import DECODE, Layer, Row, Score, groups, last_rows
-from conformance.oracles.boxes import fsum, sqrt
+from conformance.methods.policies import DECODE, Layer, Row, Score, at_places, groups, last_rows
+from conformance.oracles.boxes import Row as BoxRow
+from conformance.oracles.boxes import (
+    column_sums,
+    columns,
+    dot,
+    dots,
+    fsum,
+    leaves,
+    minus,
+    over,
+    row,
+    sqrt,
+    squares,
+    stacked,
+    times,
+)
 
 
 def caote_error(alpha: Row, values: Sequence[Row]) -> list[float]:
     """The change of the output when one token goes and the others are renormalised, done literally."""
     errors = []
-    whole = [fsum(a * v[c] for a, v in zip(alpha, values, strict=True)) for c in range(len(values[0]))]
+    by_channel = list(map(row, columns(values)))
+    whole = row([dot(alpha, channel) for channel in by_channel])
+    if isinstance(values[0], BoxRow):  # many tokens: what goes is taken off the whole, once each
+        rests = [total - a for total in [fsum(alpha)] for a in alpha]
+        without = [over(minus(whole, times(v, a)), rest) for v, a, rest in zip(values, alpha, rests, strict=True)]
+        return [sqrt(fsum(squares(minus(whole, other)))) for other in without]
     for j in range(len(alpha)):
         others = [i for i in range(len(alpha)) if i != j]
-        rest = fsum(alpha[i] for i in others)
+        weights, channels = at_places(alpha, others), [at_places(channel, others) for channel in by_channel]
+        rest = fsum(weights)
         if rest == 0:
             errors.append(math.inf)
             continue
-        without = [fsum(alpha[i] / rest * values[i][c] for i in others) for c in range(len(whole))]
-        errors.append(sqrt(fsum((a - b) ** 2 for a, b in zip(whole, without, strict=True))))
+        without = row(list(dots(over(weights, rest), stacked(channels))))
+        errors.append(sqrt(fsum(squares(minus(whole, without)))))
     return errors
 
 
 def caote(layer: Layer) -> list[Score]:
     rows, n, found = last_rows(layer, 1), len(layer["k"][0]), list[Score]()
     for values, group in zip(layer["v"], groups(layer), strict=True):
-        alpha = [fsum(rows[h][0][i] for h in group) / len(group) for i in range(n)]
+        alpha = row(list(over(column_sums([rows[h][0] for h in group]), len(group))))
         # The sinks stand for one more token, whose value is zero.
         beside = [1.0 - fsum(alpha)] if layer.get("sinks") else []
-        errors = caote_error([*alpha, *beside], [*values, *([0.0] * len(values[0]) for _ in beside)])
+        nothing = [row(leaves(np.zeros(len(values[0])))) for _ in beside]
+        errors = caote_error(row([*alpha, *beside]), [*values, *nothing])
         found.append(list(errors[:n]))
     return found
 

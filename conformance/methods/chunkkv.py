@@ -2,6 +2,7 @@
 
 from conformance.methods.brute import C_CHUNK, Brute, W, newest, plain
 from conformance.methods.policies import Score, accumulated, chunk_selection, last_rows, window
+from conformance.oracles.boxes import column_sums
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 
@@ -11,7 +12,7 @@ def chunkkv(inputs: Inputs, B: int, c: int, W: int, N_reuse: int = 1, totals: st
     for at in range(len(inputs.layers)):
         layer = plain(inputs.layers[at - at % N_reuse])
         past, rows = window(layer, W), last_rows(layer, W)
-        members: Score = [sum(q[i] for head in rows for q in head) for i in range(past)]
+        members: Score = list(column_sums([q for head in rows for q in head]))[:past]
         found.append(chunk_selection([*members, *[None] * (inputs.n - past)], c, B, totals))
     return found
 
@@ -19,7 +20,7 @@ def chunkkv(inputs: Inputs, B: int, c: int, W: int, N_reuse: int = 1, totals: st
 def described(inputs: Inputs, B: int, c: int) -> Kept:
     """By the attention of all queries, without a window."""
     rows = [accumulated(plain(view)) for view in inputs.layers]
-    members = [[sum(r for r in column if r is not None) for column in zip(*layer, strict=True)] for layer in rows]
+    members = [list(column_sums(layer)) for layer in rows]
     return [chunk_selection(layer, c, B) for layer in members]
 
 

@@ -16,7 +16,7 @@ from conformance.methods.policies import (
     top,
     window,
 )
-from conformance.oracles.boxes import dot, fsum, largest, leaves
+from conformance.oracles.boxes import column_sums, columns, dots, fsum, largest, leaves
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 
@@ -36,7 +36,7 @@ def defensive(layer: Layer, W_o: Sequence[Sequence[Row]], W: int, kernel: int, B
             worst = [largest([a, b * share]) for a, b in zip(worst, pooled, strict=True)]
         floor = fsum(worst) / past
         scores.append([largest([x, floor]) for x in worst])
-        mean = [fsum(q[i] for h in group for q in rows[h]) for i in range(past)]
+        mean = list(column_sums([q[:past] for h in group for q in rows[h]]))
         whole, covered, chosen = fsum(mean), 0.0, []
         for i in sorted(range(past), key=lambda i: (-mean[i], i)):
             covered += mean[i] / whole
@@ -44,11 +44,9 @@ def defensive(layer: Layer, W_o: Sequence[Sequence[Row]], W: int, kernel: int, B
                 break
             chosen.append(i)
         firsts.append(chosen[: max(0, B - W)])
+        outputs = [columns(W_o[h]) for h in group]
         sizes.append([
-            fsum(
-                fsum(abs(dot(layer["v"][g][i], [r[c] for r in W_o[h]])) for c in range(len(W_o[h][0])))
-                for h in group
-            ) / len(group) for i in range(past)
+            fsum(fsum(map(abs, dots(layer["v"][g][i], own))) for own in outputs) / len(group) for i in range(past)
         ])
     for g, row in enumerate(scores):
         scores[g] = [x * (sizes[g][i] / fsum(size[i] for size in sizes)) for i, x in enumerate(row)]
@@ -69,5 +67,5 @@ def kept(inputs: Inputs, B: int, W: int, kernel: int) -> Kept:
 
 BRUTES = [
     Brute("PO-DEFENSIVEKV", "defensivekv", kept, {"W": W, "kernel": KERNEL}, W, newest,
-          published={"W": 32, "kernel": 5}),
+          published={"W": 32, "kernel": 5}, most=4_500),
 ]

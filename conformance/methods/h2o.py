@@ -16,7 +16,8 @@ from conformance.methods.policies import (
     window,
     with_heads,
 )
-from conformance.oracles.boxes import Answer, fsum
+from conformance.oracles.boxes import column_sums
+from conformance.oracles.choices import Answer
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 
@@ -40,7 +41,7 @@ def of_head(layer: Layer, steps: int, B: int, sums: str, recent: str, decode: st
     got: dict[int, Any] = dict(enumerate(accumulated(there)[0]))
 
     def score(at: int, live: list[int]) -> Score:
-        given = [fsum(column) for column in zip(*seen_by(layer, at, live), strict=True)]
+        given = column_sums(seen_by(layer, at, live))
         got.update({p: got[p] + x if p in got else x for p, x in zip(live, given, strict=True)})
         return unheld(got, live, B, sums, recent)
 

@@ -3,16 +3,16 @@
 
 from conformance.methods.brute import Brute, by_layer
 from conformance.methods.policies import Layer, Score
-from conformance.oracles.boxes import dot, fsum, sqrt
+from conformance.oracles.boxes import column_sums, directions, dot, dots, over, sqrt, stacked
 
 
 def keydiff(layer: Layer, anchors: str = "directions") -> list[Score]:
     found: list[Score] = []
     for head in layer["k"]:
-        unit = [[x / sqrt(dot(key, key)) for x in key] for key in head]
-        anchor = [fsum(column) / len(unit) for column in zip(*(head if anchors == "keys" else unit), strict=True)]
+        unit = directions(head)
+        anchor = over(column_sums(head if anchors == "keys" else unit), len(unit))
         length = sqrt(dot(anchor, anchor))
-        found.append([-(dot(key, anchor) / length if length else 0.0) for key in unit])
+        found.append([-(x / length if length else 0.0) for x in dots(anchor, stacked(unit))])
     return found
 
 

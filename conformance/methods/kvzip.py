@@ -8,8 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.methods.brute import REHEARSED, SINK, Brute, W, both_ends, rehearsed
-from conformance.methods.policies import Layer, Row, Score, capped, normalise, sink_of, top, won
-from conformance.oracles.boxes import dot, fsum, largest, leaves, sqrt
+from conformance.methods.policies import Layer, Row, Score, logits_of, normalise, sink_of, top, won
+from conformance.oracles.boxes import (
+    column_extremes,
+    columns,
+    dot,
+    dots,
+    fsum,
+    joined,
+    largest,
+    leaves,
+    over,
+    row,
+    sqrt,
+    times,
+)
 from conformance.strategies.policy_inputs import Inputs, Kept, repeats
 from spec.policy import Rehearsal
 
@@ -18,21 +31,19 @@ def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None
     """Per KV head the most that any query of a repeat gives to each key of its chunk; with W_o as KVzip+ weighs it."""
     found: list[Score] = [[None] * len(keys) for keys in layer["k"]]
     for part in layer["repeats"]:
-        G = len(part["q"]) // len(layer["k"])
-        for h, queries in enumerate(part["q"]):
-            cached, own = layer["k"][h // G], part["k"][h // G]
-            for at, query in enumerate(queries):
-                keys = [*cached[:N_sink], *cached[part["start"] : part["stop"]], *own[: at + 1]]
-                logits = [capped(layer["scaling"] * dot(query, key), layer) for key in keys]
-                row = normalise(logits, sink_of(layer, [h]))
-                for i in range(part["start"], part["stop"]):
-                    weight = row[N_sink + i - part["start"]]
-                    if W_o is not None:
-                        value = layer["v"][h // G][i]
-                        output = [dot(value, column) for column in zip(*W_o[h], strict=True)]
-                        weight *= sqrt(dot(output, output)) / part["norms"][at]
-                    best = found[h // G][i]
-                    found[h // G][i] = weight if best is None else largest([best, weight])
+        G, start, stop = len(part["q"]) // len(layer["k"]), part["start"], part["stop"]
+        for g, cached in enumerate(layer["k"]):
+            given = []
+            for h in range(g * G, (g + 1) * G):
+                sizes = None if W_o is None else row([
+                    sqrt(dot(output, output)) for value in layer["v"][g][start:stop]
+                    for output in [dots(value, columns(W_o[h]))]
+                ])
+                for at, query in enumerate(part["q"][h]):
+                    keys = joined(cached[:N_sink], cached[start:stop], part["k"][g][: at + 1])
+                    A = normalise(logits_of(layer, query, keys), sink_of(layer, [h]))[N_sink : N_sink + stop - start]
+                    given.append(A if sizes is None else times(row(A), over(sizes, part["norms"][at])))
+            found[g][start:stop] = column_extremes(largest, given)
     return found
 
 
@@ -104,16 +115,19 @@ def sinks_and_newest(head_scores: Sequence[float], n: int, B: int, N_sink: int, 
     ]
 
 
+MOST = 4_500
 PUBLISHED = {"template": None, "N_sink": 4, "N_recent": 0, "chunk": 2000, "overlap": 8}
 BRUTES = [
-    Brute("PO-KVZIP", "kvzip", kept(global_shares), REHEARSED, SINK + W, both_ends, published=PUBLISHED),
+    Brute("PO-KVZIP", "kvzip", kept(global_shares), REHEARSED, SINK + W, both_ends, published=PUBLISHED, most=MOST),
     Brute(
         "PO-KVZIP", "kvzip-uniform", kept(lambda rows, B: [B] * len(rows)), REHEARSED, SINK + W, both_ends,
         published=PUBLISHED,
+        most=MOST,
     ),
     Brute(
         "PO-KVZIP-PLUS", "kvzip-plus", kept(global_shares, plus=True), REHEARSED, SINK + W, both_ends,
         published=PUBLISHED,
+        most=MOST,
     ),
     Brute(
         "PO-KVZIP-HEADS", "kvzip-heads", streaming_heads, {"N_sink": SINK, "N_recent": W}, SINK + W, both_ends,

@@ -4,18 +4,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from conformance.methods.brute import LAG, SINK, Brute, by_layer, sinks
-from conformance.methods.policies import Layer, Row, Score, normalise
-from conformance.oracles.boxes import Box, fsum, largest, least, places, sqrt
+from conformance.methods.policies import Layer, Row, Score, at_places, normalise
+from conformance.oracles.box import Box
+from conformance.oracles.boxes import columns, extended, fsum, largest, least, minus, over, row, sqrt, squares
+from conformance.oracles.choices import places
 
 
-def lagkv_information(rows: Sequence[Row], reference: Sequence[Row]) -> list[float]:
+def lagkv_information(rows: Sequence[Row], reference: Sequence[Row]) -> Row:
     """Of one partition under the next: min-max by its channels, deviation over channels, softmax over tokens."""
-    low, high = ([f(column) for column in zip(*reference, strict=True)] for f in (least, largest))
+    low, high = ([f(column) for column in columns(reference)] for f in (least, largest))
+    wide = [c for c, (a, b) in enumerate(zip(low, high, strict=True)) if a != b]
+    start, width = row([low[c] for c in wide]), row([high[c] - low[c] for c in wide])
     spreads = []
-    for row in rows:
-        scaled = [0.0 if a == b else (x - a) / (b - a) for x, a, b in zip(row, low, high, strict=True)]
+    for own in rows:
+        scaled = extended(over(minus(row(at_places(own, wide)), start), width), len(own))
         mean = fsum(scaled) / len(scaled)
-        spreads.append(sqrt(fsum((x - mean) ** 2 for x in scaled) / (len(scaled) - 1)))
+        spreads.append(sqrt(fsum(squares(minus(scaled, mean))) / (len(scaled) - 1)))
     return normalise(spreads)
 
 

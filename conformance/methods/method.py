@@ -17,15 +17,18 @@ from typing import Any
 import numpy as np
 
 from conformance.engine.methods import DECODED, FAMILY, arguments_of, method_ops
-from conformance.engine.process import Engine, ask_method
+from conformance.engine.process import Engine, ask_method, backend_of
 from conformance.methods import brutes
 from conformance.methods.brute import Brute
-from conformance.oracles.boxes import DOUBLE, Answer, Undecided, fits, rounding
+from conformance.methods.crystalcache import BRUTE as CRYSTALCACHE
+from conformance.oracles.box import DOUBLE, Undecided, rounding
+from conformance.oracles.choices import Answer, fits
 from conformance.strategies.policy_inputs import (
     Inputs,
     Kept,
     decided,
     drawn,
+    in_chunks,
     observation,
     of_model,
     with_sinks,
@@ -42,10 +45,10 @@ from reference.policies.names import (
 )
 from spec.backend import resolve
 from spec.errors import SpecError
-from spec.policy import Policy
+from spec.policy import Policy, Rehearsal
 
 Decide = Callable[[Inputs, int], Kept]
-METHODS: Mapping[str, Brute] = {one.name: one for one in brutes()}
+METHODS: Mapping[str, Brute] = {one.name: one for one in (*brutes(), CRYSTALCACHE)}
 METHOD_ITEMS = frozenset(one.item for one in METHODS.values())
 TIES = {"ties": ("lower", "any")}
 """Which of two equal scores stays: the lower position, or either of them."""
@@ -58,7 +61,9 @@ ALTERNATIVES: Mapping[str, Sequence[Any]] = {
     "gamma": (0.0, 1.0, 200.0), "N_future": (128, 512), "N_recent": (128, 256),
 }
 """Values of constants in published codes, which are tried where an answer is another one."""
-EXTENTS = {"W": 1, "N_sink": 1, "N_recent": 1, "lag": 3, "c": 1, "block": 1}
+MODEL_CHUNK, MODEL_STEPS = 150, 2
+"""Tokens of a repeated chunk, and decoded tokens, of an input of a model's size."""
+EXTENTS = {"W": 1, "W_recent": 1, "N_sink": 1, "N_recent": 1, "lag": 3, "c": 1, "block": 1}
 """Constants that are a number of tokens, and how many times as many an input needs before they tell."""
 
 
@@ -99,12 +104,28 @@ class Method:
 
     @property
     def _reads_attention(self) -> bool:
-        return "sinks" in method_ops()[f"{FAMILY}.{self.name}"].arguments
+        return self.name == CRYSTALCACHE.name or "sinks" in method_ops()[f"{FAMILY}.{self.name}"].arguments
 
     def add_sinks(self, inputs: Inputs, seed: int) -> Inputs:
         """Add sinks for a third of the seeds, if the method reads sinks."""
         reads = self._reads_attention and self.given.get("sinks") != "none"
         return with_sinks(inputs, seed) if reads else inputs
+
+    @property
+    def decides_in_turns(self) -> bool:
+        """Whether a later turn shows all that the method reads: the last queries, and no records of its own."""
+        policy = self.reference(drawn(0))
+        needs = policy.scorer.needs
+        return needs.query_rows is not None and needs.rehearsal is None and policy.cadence.every is None
+
+    def adapted(self, inputs: Inputs) -> Inputs:
+        """Inputs of a model with what this method reads alone: no sinks, chunks that are repeated, decoded tokens."""
+        if not self._reads_attention or self.given.get("sinks") == "none":
+            inputs = without_sinks(inputs)
+        if "chunk" in self.constants:
+            inputs = in_chunks(inputs, Rehearsal(**{**self.constants, "chunk": MODEL_CHUNK}))
+        exact = inputs.layers[0].k.dtype == np.float64  # in float32 rounding would decide a step, and all that follow
+        return replace(inputs, steps=MODEL_STEPS if self.name in DECODED and exact else 0)
 
     def __str__(self) -> str:
         """As `--as` takes it: every constant, and the readings that were given."""
@@ -121,15 +142,15 @@ class Method:
         policy = self.reference(inputs)
         return max(1, policy.floor, int(policy.protection(inputs.n).sum()))
 
-    def wanted(self, inputs: Inputs, B: int, unit: float = DOUBLE) -> Kept:
-        """The kept sets that the equation admits of an arithmetic of this unit.
+    def wanted(self, inputs: Inputs, B: int, unit: float = DOUBLE, **slips: str) -> Kept:
+        """The kept sets that the equation admits of an arithmetic of this unit, or an equation with known errors.
 
         Raises:
             Undecided: where rounding decides what the last choice depends on.
         """
-        with rounding(unit, self.given.get("ties", "lower") == "lower"):
+        with rounding(unit, slips.pop("ties", self.given.get("ties", "lower"))):
             inputs = without_sinks(inputs) if self.given.get("sinks") == "none" else inputs
-            return self.brute.kept(inputs, B, **self.constants, **self.readings)
+            return self.brute.kept(inputs, B, **self.constants, **self.readings, **slips)
 
     def changed(self, **given: Any) -> "Method":
         """The same with other constants or readings."""
@@ -151,6 +172,8 @@ def asked(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
     Raises:
         SpecError, EngineFailure: as `ask_method`.
     """
+    if method.name == CRYSTALCACHE.name:  # its stages are operations, and it is none
+        return _by_stages(engine, method, inputs, B)
     policy = method.reference(inputs)
     values = {**of_model(method.name, inputs), **method.constants, "steps": inputs.steps}
     found = ask_method(engine, method.name, arguments_of(method.name, observation(policy, inputs), B, values))
@@ -158,6 +181,20 @@ def asked(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
     for answer, scores in zip(kept, () if found.scores is None else found.scores.tolist(), strict=False):
         answer.scores = scores
     return list(kept)
+
+
+def _by_stages(engine: Engine, method: Method, inputs: Inputs, B: int) -> Kept:
+    """What CrystalCache keeps with the stages of an engine.
+
+    Raises:
+        SpecError: if the engine does not offer them.
+    """
+    stages = backend_of(engine)
+    if stages.crystal is None:
+        reason = f"is not offered by the engine {engine.hello.name}, which has no stages of family crystal"
+        raise SpecError("as", method.name, reason)
+    constants = {**of_model(method.name, inputs), **method.constants, BACKEND: stages}
+    return decided(make_policy(method.name, constants), inputs, B)
 
 
 @cache
@@ -230,8 +267,8 @@ def span_of(method: Method) -> int:
     """Tokens of the longest window or block, of sinks and recent tokens together, or of two partitions."""
     own = vars(method.constants["parameters"]) if "parameters" in method.constants else {}
     there = {**own, **method.constants}
-    if "N_recent" in there:
-        there["N_recent"] += there["N_sink"]
+    for recent in {"N_recent", "W_recent"} & there.keys():
+        there[recent] += there["N_sink"]
     return max([0, *(times * int(there[name]) for name, times in EXTENTS.items() if name in there)])
 
 
@@ -255,7 +292,7 @@ def explanations(
     values |= method.choices
     there = {**method.constants, **{name: choices[0] for name, choices in method.choices.items()}, **method.given}
     single = [(name, value) for name, choices in values.items() for value in choices if value != there[name]]
-    inputs = [*_telling(method), *([failing] if failing else [])]
+    inputs = [*telling(method), *([failing] if failing else [])]
     for number in (1, 2):
         found = [
             str(method.changed(**dict(change))) for change in combinations(single, number)
@@ -266,7 +303,7 @@ def explanations(
     return []
 
 
-def _telling(method: Method) -> Iterator[tuple[Inputs, int]]:
+def telling(method: Method) -> Iterator[tuple[Inputs, int]]:
     """Inputs of one layer on which other constants tell: short ones, and such that any window leaves tokens."""
     span = span_of(method)
     for seed, n in enumerate((span + 14, 2 * span + 22, 4 * span + 30)):

@@ -1,17 +1,20 @@
 """MorphKV by brute force, in the terms of `methods.policies`; nothing is shared with the reference."""
 
 
+from functools import partial
+
 from conformance.methods.brute import Brute, W, newest, stepwise
 from conformance.methods.policies import DECODE, Layer, Score, groups, last_rows, padded, window
-from conformance.oracles.boxes import fsum, largest
+from conformance.oracles.boxes import column_extremes, column_sums, largest, over
 
 
 def morphkv(layer: Layer, W: int, fusion: str) -> list[Score]:
     """Per key before the window, the sum or the largest of each head's last queries, as a mean over the group."""
     n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W), []
+    fuse = partial(column_extremes, largest) if fusion == "max" else column_sums
     for group in groups(layer):
-        fused = [[(largest if fusion == "max" else fsum)([q[i] for q in rows[h]]) for i in range(past)] for h in group]
-        found.append(padded([fsum(column) / len(group) for column in zip(*fused, strict=True)], n))
+        fused = [fuse([q[:past] for q in rows[h]]) for h in group]
+        found.append(padded(over(column_sums(fused), len(group)), n))
     return found
 
 

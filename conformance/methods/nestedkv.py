@@ -9,7 +9,9 @@ from typing import Any
 from conformance.methods.brute import SINK, Brute, by_layer, shared, sinks
 from conformance.methods.keydiff import keydiff
 from conformance.methods.policies import best, competition_shares, top
-from conformance.oracles.boxes import Answer, Undecided, leaves, surely
+from conformance.oracles.box import Undecided
+from conformance.oracles.boxes import leaves
+from conformance.oracles.choices import Answer, surely
 from conformance.oracles.nestedkv import Row, scores
 from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import Inputs, Kept

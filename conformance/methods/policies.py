@@ -9,7 +9,27 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from conformance.oracles.boxes import Answer, Box, Undecided, dot, exp, fsum, largest, places, surely, tanh
+from conformance.oracles.box import Box, Undecided
+from conformance.oracles.box_attention import softmax_rows
+from conformance.oracles.boxes import (
+    Row as BoxRow,
+)
+from conformance.oracles.boxes import (
+    Table,
+    column_extremes,
+    column_sums,
+    dots,
+    each,
+    exp,
+    extended,
+    fsum,
+    largest,
+    minus,
+    over,
+    tanh,
+    times,
+)
+from conformance.oracles.choices import Answer, places, surely
 
 DECODE = ("every step", "never")
 """When a method decides after the prompt: KVCache-Factory and kvpress decide once."""
@@ -18,13 +38,13 @@ Layer = dict[str, Any]
 Score = list[float | None]
 
 
-def normalise(logits: Row, beside: Row = ()) -> list[float]:
+def normalise(logits: Row, beside: Row = ()) -> Row:
     """Softmax; what stands beside the logits has a share, and no place."""
-    every = [*logits, *beside]
-    top_logit = largest(every)
-    powers = [exp(x - top_logit) for x in every]
-    total = fsum(powers)
-    return [p / total for p in powers[: len(logits)]]
+    top_logit = largest([largest(logits), *beside])
+    powers = each(exp, minus(logits, top_logit))
+    total = fsum([fsum(powers), *(exp(x - top_logit) for x in beside)])
+    found: Row = over(powers, total)
+    return found
 
 
 def with_heads(layer: Layer, heads: Sequence[int]) -> Layer:
@@ -38,25 +58,48 @@ def sink_of(layer: Layer, heads: Sequence[int]) -> list[float]:
     return [largest(layer["sinks"][h] for h in heads)] if layer.get("sinks") else []
 
 
-def capped(logit: float, layer: Layer) -> float:
-    cap = layer.get("softcap")
-    return logit if cap is None else cap * tanh(logit / cap)
+def logits_of(layer: Layer, query: Row, keys: Sequence[Row]) -> Row:
+    """Of one query on some keys, scaled and capped."""
+    cap, found = layer.get("softcap"), times(dots(query, keys), layer["scaling"])
+    capped: Row = found if cap is None else times(each(tanh, over(found, cap)), cap)
+    return capped
 
 
-def weights(layer: Layer, head: int, query: Row, visible: int) -> list[float]:
+def weights(layer: Layer, head: int, query: Row, visible: int) -> Row:
     """Softmax of one query over the first `visible` keys of its group's KV head; zero on the rest."""
     keys = layer["k"][head // (len(layer["q"]) // len(layer["k"]))]
-    logits = [capped(layer["scaling"] * dot(query, key), layer) for key in keys[:visible]]
-    return normalise(logits, sink_of(layer, [head])) + [0.0] * (len(keys) - visible)
+    found: Row = extended(normalise(logits_of(layer, query, keys[:visible]), sink_of(layer, [head])), len(keys))
+    return found
 
 
-def last_rows(layer: Layer, W: int) -> list[list[list[float]]]:
+MASKS = ("causal", "none")
+GROUPS = ("mean", "maximum", "first head")
+"""Of a group's query heads."""
+
+
+def last_rows(layer: Layer, W: int, mask: str = MASKS[0]) -> list[list[Row]]:
     """Per query head the weights of the last W queries on all keys."""
     n = len(layer["k"][0])
     W = min(W, n)
-    return [
-        [weights(layer, h, q, n - W + at + 1) for at, q in enumerate(rows[-W:])] for h, rows in enumerate(layer["q"])
-    ]
+    visible = range(n - W + 1, n + 1) if mask == "causal" else [n] * W
+    return [rows_of(layer, h, rows[-W:], visible) for h, rows in enumerate(layer["q"])]
+
+
+def over_group(rows: Sequence[Any], group: str = GROUPS[0]) -> Any:
+    """One row of the rows of a group's heads."""
+    if group == "first head":
+        return rows[0]
+    return over(column_sums(rows), len(rows)) if group == "mean" else column_extremes(largest, rows)
+
+
+def rows_of(layer: Layer, head: int, queries: Sequence[Row], visible: Sequence[int]) -> list[Row]:
+    """`weights` of some queries of a head."""
+    keys = layer["k"][head // (len(layer["q"]) // len(layer["k"]))]
+    if isinstance(queries, Table) and isinstance(keys, Table):
+        beside = sink_of(layer, [head])
+        found: list[Any] = softmax_rows(queries, keys, visible, layer["scaling"], layer.get("softcap"), beside)
+        return found
+    return [weights(layer, head, q, m) for q, m in zip(queries, visible, strict=True)]
 
 
 def groups(layer: Layer) -> list[list[int]]:
@@ -69,9 +112,14 @@ def window(layer: Layer, W: int) -> int:
     return max(0, len(layer["k"][0]) - W)
 
 
-def pool(row: Row, kernel: int, kind: str) -> list[float]:
-    half, out = kernel // 2, []
-    for i in range(len(row)):
+PLACES = ("centred", "one token to the left", "one token to the right")
+"""Of the pool over a token."""
+
+
+def pool(row: Row, kernel: int, kind: str, place: str = PLACES[0]) -> list[float]:
+    half, row, out = kernel // 2, list(row), []
+    shift = (PLACES.index(place) + 1) % 3 - 1
+    for i in range(shift, len(row) + shift):
         near = [row[j] for j in range(i - half, i + half + 1) if 0 <= j < len(row)]
         out.append(largest(near) if kind == "max" else fsum(near) / kernel)
     return out
@@ -83,11 +131,12 @@ def padded(row: Row, n: int) -> Score:
 
 def accumulated(layer: Layer) -> list[Score]:
     """Attention that each key got from all queries of its group."""
-    n = len(layer["k"][0])
     found: list[Score] = []
     for group in groups(layer):
-        rows = [weights(layer, h, q, at + 1) for h in group for at, q in enumerate(layer["q"][h])]
-        found.append([fsum(row[i] for row in rows) for i in range(n)])
+        rows = [
+            row for h in group for row in rows_of(layer, h, layer["q"][h], range(1, len(layer["q"][h]) + 1))
+        ]
+        found.append(list(column_sums(rows)))
     return found
 
 
@@ -135,9 +184,14 @@ def decoded(
     return kept
 
 
-def seen_by(layer: Layer, at: int, live: Sequence[int]) -> list[list[float]]:
+def at_places(rows: Any, live: Sequence[int]) -> Any:
+    """Some of the vectors."""
+    return rows[list(live)] if isinstance(rows, Table | BoxRow) else [rows[i] for i in live]
+
+
+def seen_by(layer: Layer, at: int, live: Sequence[int]) -> list[Row]:
     """Per query head the weights of one query on the live keys of its KV head, for all heads or of one group."""
-    part = {**layer, "k": [[head[i] for i in live] for head in layer["k"]]}
+    part = {**layer, "k": [at_places(head, live) for head in layer["k"]]}
     return [weights(part, h, rows[at], len(live)) for h, rows in enumerate(layer["q"])]
 
 

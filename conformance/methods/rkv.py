@@ -7,15 +7,15 @@ from conformance.methods.policies import (
     Layer,
     Row,
     Score,
-    capped,
     groups,
+    logits_of,
     normalise,
     padded,
     pool,
     sink_of,
     window,
 )
-from conformance.oracles.boxes import dot, fsum, largest, sqrt
+from conformance.oracles.boxes import column_extremes, directions, dots, fsum, largest, stacked
 
 
 def rkv(layer: Layer, W: int, kernel: int, lam: float) -> list[Score]:
@@ -27,10 +27,7 @@ def rkv(layer: Layer, W: int, kernel: int, lam: float) -> list[Score]:
         keys, importance = layer["k"][g], [0.0] * past
         W_now = n - past
         for at in range(-W_now, 0):
-            logits = [
-                largest(capped(layer["scaling"] * dot(layer["q"][h][at], keys[i]), layer) for h in group)
-                for i in range(past)
-            ]
+            logits = column_extremes(largest, [logits_of(layer, layer["q"][h][at], keys[:past]) for h in group])
             A = normalise(logits, sink_of(layer, group))
             importance = [a + b / W_now for a, b in zip(importance, A, strict=True)]
         redundancy = rkv_redundancy(keys)
@@ -39,14 +36,16 @@ def rkv(layer: Layer, W: int, kernel: int, lam: float) -> list[Score]:
     return found
 
 
-def rkv_redundancy(keys: Sequence[Row]) -> list[float]:
+def rkv_redundancy(keys: Sequence[Row]) -> Row:
     n = len(keys)
-    unit = [[x / (sqrt(dot(key, key)) + 1e-8) for x in key] for key in keys]
-    C = [[0.0 if i == j else dot(unit[i], unit[j]) for j in range(n)] for i in range(n)]
+    unit = directions(keys, 1e-8)
+    together = stacked(unit)
+    C = [list(dots(own, together)) for own in unit]
     for i in range(n):
+        C[i][i] = 0.0
         above = [j for j in range(n) if C[i][j] > 0.5]
         C[i][above[-1] if above else 0] = 0.0
-    return normalise([fsum(C[i][j] for i in range(n)) / n for j in range(n)])
+    return normalise([fsum(column) / n for column in zip(*C, strict=True)])
 
 
 BRUTES = [

@@ -2,18 +2,44 @@
 
 
 from conformance.methods.brute import KERNEL, Brute, W, by_layer, newest
-from conformance.methods.policies import Layer, Score, groups, last_rows, padded, pool, weights, window
-from conformance.oracles.boxes import fsum
+from conformance.methods.policies import (
+    GROUPS,
+    MASKS,
+    PLACES,
+    Layer,
+    Score,
+    groups,
+    last_rows,
+    over_group,
+    padded,
+    pool,
+    rows_of,
+)
+from conformance.methods.policies import window as tokens_before
+from conformance.oracles.boxes import column_sums
+
+SLIPS = {
+    "order": ("pool, then the group", "the group, then pool"), "group": GROUPS, "place": PLACES, "mask": MASKS,
+    "window": ("kept", "scored"),
+}
 
 
-def snapkv(layer: Layer, W: int, kernel: int, pooling: str = "max", softmax: str = "all") -> list[Score]:
+def snapkv(
+    layer: Layer, W: int, kernel: int, pooling: str = "max", softmax: str = "all", order: str = SLIPS["order"][0],
+    group: str = GROUPS[0], place: str = PLACES[0], mask: str = MASKS[0], window: str = "kept",
+) -> list[Score]:
     """Sum over the window, pool per query head, mean over the group."""
-    n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W), []
+    n, past, rows, found = len(layer["k"][0]), tokens_before(layer, W), last_rows(layer, W, mask), []
     if softmax == "past" and past:
-        rows = [[weights(layer, h, q, past) for q in queries[past - n :]] for h, queries in enumerate(layer["q"])]
-    for group in groups(layer):
-        pooled = [pool([fsum(q[i] for q in rows[h]) for i in range(past)], kernel, pooling) for h in group]
-        found.append(padded([fsum(p[i] for p in pooled) / len(group) for i in range(past)], n))
+        rows = [rows_of(layer, h, queries[past - n :], [past] * (n - past)) for h, queries in enumerate(layer["q"])]
+    scored = past if window == "kept" else n
+    for heads in groups(layer):
+        sums = [column_sums(rows[h])[:scored] for h in heads]
+        if order == SLIPS["order"][0]:
+            row = over_group([pool(own, kernel, pooling, place) for own in sums], group)
+        else:
+            row = pool(over_group(sums, group), kernel, pooling, place)
+        found.append(padded(row, n))
     return found
 
 
@@ -21,5 +47,5 @@ READINGS = {"pooling": ("max", "average"), "softmax": ("all", "past")}
 """The official class averages; R-KV's copy leaves the window out of the softmax."""
 BRUTES = [
     Brute("PO-SNAPKV", "snapkv", by_layer(snapkv), {"W": W, "kernel": KERNEL}, W, newest,
-          published={"W": 32, "kernel": 7}, readings=READINGS),
+          published={"W": 32, "kernel": 7}, readings=READINGS, slips=SLIPS),
 ]

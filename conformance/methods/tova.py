@@ -3,27 +3,29 @@
 from functools import partial
 
 from conformance.methods.brute import Brute, plain
-from conformance.methods.policies import DECODE, Layer, Score, decoded, seen_by, top
-from conformance.oracles.boxes import fsum
+from conformance.methods.policies import DECODE, GROUPS, Layer, Score, decoded, over_group, seen_by, top
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 
-def tova(layer: Layer, at: int, live: list[int], last: str = "free") -> Score:
+def tova(layer: Layer, at: int, live: list[int], last: str = "free", heads: str = GROUPS[0]) -> Score:
     rows = seen_by(layer, at, live)
-    scores: Score = [fsum(column) / len(rows) for column in zip(*rows, strict=True)]
+    scores: Score = list(over_group(rows, heads))
     return [*scores[:-1], None] if last == "kept" else scores
 
 
-def kept(inputs: Inputs, B: int, last: str = "free", decode: str = DECODE[0]) -> Kept:
+def kept(
+    inputs: Inputs, B: int, last: str = "free", decode: str = DECODE[0], heads: str = GROUPS[0],
+) -> Kept:
     """At the end of the prompt, and in every step."""
     found, prompt = Kept(), inputs.n - inputs.steps
     for layer in map(plain, inputs.layers):
-        score = partial(tova, layer, last=last)
+        score = partial(tova, layer, last=last, heads=heads)
         first = top(score(prompt - 1, [*range(prompt)]), B)
         found.append(decoded(first, range(prompt, inputs.n), B, score, decode))
     return found
 
 
 BRUTES = [
-    Brute("PO-TOVA", "tova", kept, readings={"last": ("free", "kept"), "decode": DECODE}),  # kvpress: the last is kept
+    Brute("PO-TOVA", "tova", kept, readings={"last": ("free", "kept"), "decode": DECODE},
+          slips={"heads": GROUPS}),  # kvpress: the last is kept
 ]

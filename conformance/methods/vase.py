@@ -8,16 +8,15 @@ from conformance.methods.brute import HALF, KERNEL, N_SINK, SEED, Brute, W, newe
 from conformance.methods.policies import (
     Layer,
     Score,
-    capped,
     groups,
-    normalise,
     padded,
     pool,
-    sink_of,
+    rows_of,
     top,
     window,
 )
-from conformance.oracles.boxes import dot, fsum, largest, least, log, surely
+from conformance.oracles.boxes import column_sums, fsum, largest, least, log, over
+from conformance.oracles.choices import surely
 from conformance.strategies.policy_inputs import Inputs
 
 WORD = 2**64
@@ -48,14 +47,12 @@ def attention(layer: Layer, W: int, kernel: int) -> list[list[float]]:
     past, n, found = window(layer, W), len(layer["k"][0]), []
     if past == 0:
         return [[] for _ in layer["k"]]
-    for keys, group in zip(layer["k"], groups(layer), strict=True):
+    before = {**layer, "k": [head[:past] for head in layer["k"]]}
+    for group in groups(layer):
         heads = []
         for h in group:
-            rows = [
-                normalise([capped(layer["scaling"] * dot(q, key), layer) for key in keys[:past]], sink_of(layer, [h]))
-                for q in layer["q"][h][past - n :]
-            ]
-            heads.append(pool([fsum(column) / len(rows) for column in zip(*rows, strict=True)], kernel, "mean"))
+            rows = rows_of(before, h, layer["q"][h][past - n :], [past] * (n - past))
+            heads.append(pool(over(column_sums(rows), len(rows)), kernel, "mean"))
         found.append([fsum(column) / len(group) for column in zip(*heads, strict=True)])
     return found
 

@@ -17,8 +17,9 @@ from conformance.methods.brute import (
     sinks,
 )
 from conformance.methods.policies import Layer, Row, Score, accumulated, adaptive_shares, groups, top
-from conformance.methods.snapkv import READINGS, snapkv
-from conformance.oracles.boxes import dot, fsum, leaves, surely
+from conformance.methods.snapkv import READINGS, SLIPS, snapkv
+from conformance.oracles.boxes import columns, dots, fsum, leaves
+from conformance.oracles.choices import surely
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 Projection = Sequence[Sequence[Row]]
@@ -36,10 +37,9 @@ def output_sizes(layer: Layer, W_o: Projection) -> list[list[float]]:
     """Per KV head and token: magnitudes of what a query head writes into the output, as a mean over the group."""
     return [
         [
-            fsum(
-                abs(dot(value, column)) for h in group for column in zip(*W_o[h], strict=True)
-            ) / len(group) for value in layer["v"][g]
-        ] for g, group in enumerate(groups(layer))
+            fsum(abs(x) for outputs in projections for x in dots(value, outputs)) / len(group)
+            for value in layer["v"][g]
+        ] for g, group in enumerate(groups(layer)) for projections in [[columns(W_o[h]) for h in group]]
     ]
 
 
@@ -86,7 +86,8 @@ BRUTES = [
         {"N_sink": SINK}, 2 * SINK, lambda n, B: sinks(n, B) | newest_half(n, B), published={"N_sink": 4}),
     Brute(
         "PO-CRITICALKV", "criticalkv", of_criticalkv(snapkv, lambda rows, B, safeguard: [B] * len(rows)),
-        {"W": W, "kernel": KERNEL}, W, newest, published={"W": 32, "kernel": 7}, readings=READINGS, scored=False),
+        {"W": W, "kernel": KERNEL}, W, newest, published={"W": 32, "kernel": 7}, readings=READINGS, slips=SLIPS,
+        scored=False),
     Brute(
         "PO-CRITICALKV", "critical-adakv", of_criticalkv(adakv, adaptive_shares),
         {"W": W, "kernel": KERNEL, "safeguard": SAFEGUARD}, W, newest,

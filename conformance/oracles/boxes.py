@@ -1,224 +1,78 @@
-"""Numbers with a certified error, for brute forces: what an expression can be if each operation is rounded.
+"""Functions of boxes (see `box`), of floats, and of rows, which are many boxes at once.
 
-A `Box` is an interval. Inside `rounding(unit)` every operation on boxes widens its result by `unit`, relatively, so
-that the box holds the exact value, and what any arithmetic with that rounding makes of the same expression, with sums
-in any order. A comparison that a box does not decide raises `Undecided`. Two boxes of one tag are the same expression
-of the same inputs, and equal. Sums of integers are exact. The functions here take floats too, and are then those of
-`math`.
+Of floats they are those of `math`.
 """
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import reduce
 from itertools import count
-from typing import Any, TypeAlias, Union
+from typing import Any
 
-DOUBLE, SINGLE = 2.0**-51, 2.0**-22
-"""Units of the arithmetic of a subject: four times its unit roundoff."""
-FUNCTION = 4.0
-"""Units by which a library's exp, log, sin or cos may be wrong."""
-WHOLE = 2.0**24
-"""Integers below are exact in float32, and so are their sums."""
-TINY = {DOUBLE: 2.0**-1000, SINGLE: 2.0**-120}
-"""What underflows."""
+import numpy as np
 
-
-class Undecided(Exception):
-    """A comparison that rounding decides."""
-
-
-class _State:
-    """Of the rounding that is on: none, or a unit; and whether equal tags tie to the lower index."""
-
-    unit = 0.0
-    tiny = 0.0
-    lower_first = True
-    names = count()
-
-
-@contextmanager
-def rounding(unit: float, lower_first: bool = True) -> Iterator[None]:
-    """Inside the block leaves are boxes."""
-    before = _State.unit, _State.tiny, _State.lower_first
-    _State.unit, _State.tiny, _State.lower_first = unit, TINY[unit], lower_first
-    try:
-        yield
-    finally:
-        _State.unit, _State.tiny, _State.lower_first = before
-
-
-class Box:
-    """An interval, and which expression it is of."""
-
-    __slots__ = ("hi", "lo", "tag")
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, lo: float, hi: float, tag: Any) -> None:
-        self.lo, self.hi, self.tag = lo, hi, tag
-
-    def __repr__(self) -> str:
-        return f"{(self.lo + self.hi) / 2:.17g}"
-
-    def __neg__(self) -> "Box":
-        return Box(-self.hi, -self.lo, hash(("-", self.tag)))
-
-    def __abs__(self) -> "Box":
-        low = 0.0 if self.lo < 0 < self.hi else min(abs(self.lo), abs(self.hi))
-        return Box(low, max(abs(self.lo), abs(self.hi)), hash(("abs", self.tag)))
-
-    def __add__(self, other: "Number") -> "Box":
-        b = _box(other)
-        return _widened(self.lo + b.lo, self.hi + b.hi, ("+", self.tag, b.tag))
-
-    __radd__ = __add__
-
-    def __sub__(self, other: "Number") -> "Box":
-        b = _box(other)
-        if b.tag == self.tag:
-            return Box(0.0, 0.0, 0.0)
-        return _widened(self.lo - b.hi, self.hi - b.lo, ("-", self.tag, b.tag))
-
-    def __rsub__(self, other: "Number") -> "Box":
-        return _box(other) - self
-
-    def __mul__(self, other: "Number") -> "Box":
-        b = _box(other)
-        ends = (self.lo * b.lo, self.lo * b.hi, self.hi * b.lo, self.hi * b.hi)
-        return _widened(min(ends), max(ends), ("*", self.tag, b.tag))
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: "Number") -> "Box":
-        b = _box(other)
-        if b.tag == self.tag and b:
-            return Box(1.0, 1.0, 1.0)
-        if b.lo == b.hi == 1:
-            return self
-        if b.lo <= 0 <= b.hi:
-            raise Undecided("a divisor can be zero")
-        ends = (self.lo / b.lo, self.lo / b.hi, self.hi / b.lo, self.hi / b.hi)
-        return _widened(min(ends), max(ends), ("/", self.tag, b.tag))
-
-    def __rtruediv__(self, other: "Number") -> "Box":
-        return _box(other) / self
-
-    def __pow__(self, power: float) -> "Box":
-        base = abs(self) if power == 2 else self
-        if base.lo < 0:
-            raise Undecided("the base of a power can be below zero")
-        return _widened(base.lo**power, base.hi**power, ("**", self.tag, power), FUNCTION)
-
-    def __floordiv__(self, one: int) -> int:
-        low, high = math.floor(self.lo), math.floor(self.hi)
-        if one != 1 or low != high:
-            raise Undecided("a whole part")
-        return low
-
-    def __mod__(self, one: int) -> "Box":
-        return self - self // one
-
-    def __bool__(self) -> bool:
-        return self != 0
-
-    def __eq__(self, other: object) -> bool:
-        b = _box(other)
-        if self.tag == b.tag or self.lo == self.hi == b.lo == b.hi:
-            return True
-        return self._open(b)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __lt__(self, other: "Number") -> bool:
-        b = _box(other)
-        return self.tag != b.tag and (self.hi < b.lo or not (self.lo >= b.hi or self._open(b)))
-
-    def __gt__(self, other: "Number") -> bool:
-        return _box(other) < self
-
-    def __le__(self, other: "Number") -> bool:
-        return not self > other
-
-    def __ge__(self, other: "Number") -> bool:
-        return not self < other
-
-    def _open(self, other: "Box") -> bool:
-        """False where the intervals are apart.
-
-        Raises:
-            Undecided: where they are not.
-        """
-        if self.lo <= other.hi and other.lo <= self.hi:
-            raise Undecided(f"{self!r} or {other!r}")
-        return False
-
-
-Number: TypeAlias = Union[float, Box]  # noqa: UP007
-
-
-def _box(x: Any) -> Box:
-    if isinstance(x, Box):
-        return x
-    return Box(float(x), float(x), float(x))
-
-
-def _exact(x: Any, *values: Any) -> bool:
-    """Whether an arithmetic of any precision here computes sums of these boxes, of size x at most, without rounding."""
-    return x < WHOLE and all(v.lo == v.hi and v.lo.is_integer() for v in values)
-
-
-def _widened(lo: float, hi: float, tag: Any, times: float = 1.0) -> Box:
-    unit = times * _State.unit
-    return Box(lo - unit * abs(lo) - _State.tiny, hi + unit * abs(hi) + _State.tiny, hash(tag))
+from conformance.oracles.box import FUNCTION, LARGE, SPREAD, WHOLE, Box, State, Undecided, box, exact, widened
 
 
 def leaves(array: Any) -> Any:
-    """An array as lists of its numbers: exact boxes while rounding is on, else floats."""
-    if not _State.unit:
+    """An array as lists of its numbers: exact boxes while rounding is on, else floats. Large arrays become rows."""
+    if not State.unit:
         return array.tolist()
-    return _leaves(array.tolist())
+    if array.size < LARGE:
+        return _leaves(array.tolist())
+    first = next(State.names)
+    State.names = count(first + array.size)
+    names = np.arange(first, first + array.size, dtype=np.uint64).reshape(array.shape) * SPREAD
+    return _part(np.asarray(array, np.float64), names)
 
 
 def _leaves(x: Any) -> Any:
-    return [_leaves(inner) for inner in x] if isinstance(x, list) else Box(x, x, ("leaf", next(_State.names)))
+    return [_leaves(inner) for inner in x] if isinstance(x, list) else Box(x, x, ("leaf", next(State.names)))
 
 
 def fsum(terms: Iterable[Any]) -> Any:
     """The sum of floats or boxes."""
+    if isinstance(terms, Row):
+        return terms.totals()
     terms = list(terms)
     with suppress(TypeError):  # a box is no float
         return math.fsum(terms)
-    boxes = [_box(x) for x in terms]
+    boxes = [box(x) for x in terms]
     size = math.fsum([max(-x.lo, x.hi) for x in boxes])
-    error = 0.0 if _exact(size, *boxes) else _State.unit * len(boxes) * size + _State.tiny
+    error = 0.0 if exact(size, *boxes) else State.unit * len(boxes) * size + State.tiny
     low, high = math.fsum([x.lo for x in boxes]), math.fsum([x.hi for x in boxes])
     return Box(low - error, high + error, hash(tuple(x.tag for x in boxes)))
 
 
 def dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
     """The sum of products."""
+    if isinstance(a, Row) and isinstance(b, Row):
+        return dots(a, Table(b.lo[None], b.tags[None]))[0] if a.exact and b.exact else (a * b).totals()
     if not (a and (isinstance(a[0], Box) or isinstance(b[0], Box))):
         return math.fsum(x * y for x, y in zip(a, b, strict=True))
-    pairs = [(_box(x), _box(y)) for x, y in zip(a, b, strict=True)]
-    telling = [(x, y) for x, y in pairs if x != 0] if all(_exact(0, x) for x, _ in pairs) else []
+    pairs = [(box(x), box(y)) for x, y in zip(a, b, strict=True)]
+    telling = [(x, y) for x, y in pairs if x != 0] if all(exact(0, x) for x, _ in pairs) else []
     if len(telling) == 1 and telling[0][0] == 1:
         return telling[0][1]
     if any(x.lo != x.hi or y.lo != y.hi for x, y in pairs):
         return fsum([x * y for x, y in pairs])
     products = [x.lo * y.lo for x, y in pairs]
     size, total = math.fsum(map(abs, products)), math.fsum(products)
-    exact = _exact(size, *(x for pair in pairs for x in pair))
-    error = 0.0 if exact else _State.unit * (len(pairs) + 1) * size + _State.tiny
+    whole = exact(size, *(x for pair in pairs for x in pair))
+    error = 0.0 if whole else State.unit * (len(pairs) + 1) * size + State.tiny
     return Box(total - error, total + error, hash(("dot", *(x.tag for pair in pairs for x in pair))))
 
 
 def _function(of: Callable[[float], float]) -> Callable[[Any], Any]:
     """A growing function of `math`, on boxes too."""
     def applied(x: Any) -> Any:
+        if isinstance(x, Row):
+            with np.errstate(over="ignore"):
+                return x.mapped(getattr(np, of.__name__))
         if not isinstance(x, Box):
             return of(x)
-        return _widened(of(x.lo), of(x.hi), (of.__name__, x.tag), FUNCTION)
+        return widened(of(x.lo), of(x.hi), (of.__name__, x.tag), FUNCTION)
 
     return applied
 
@@ -228,33 +82,37 @@ exp, log, tanh = _function(math.exp), _function(math.log), _function(math.tanh)
 
 def sqrt(x: Any) -> Any:
     """The root; what rounding brings below zero is zero."""
+    if isinstance(x, Row):
+        return Row(np.maximum(x.lo, 0.0), np.maximum(x.hi, 0.0), x.tags).mapped(np.sqrt)
     if not isinstance(x, Box):
         return math.sqrt(x)
-    if _exact(x.hi, x) and x.lo >= 0 and math.isqrt(int(x.lo)) ** 2 == x.lo:
-        return _box(math.sqrt(x.lo))
+    if exact(x.hi, x) and x.lo >= 0 and math.isqrt(int(x.lo)) ** 2 == x.lo:
+        return box(math.sqrt(x.lo))
     tag = x.lo if x.lo == x.hi else x.tag  # a root is that of its value: correctly rounded everywhere
-    return _widened(math.sqrt(max(0.0, x.lo)), math.sqrt(max(0.0, x.hi)), ("sqrt", tag))
+    return widened(math.sqrt(max(0.0, x.lo)), math.sqrt(max(0.0, x.hi)), ("sqrt", tag))
 
 
 def around(values: Sequence[Any], units: float) -> list[Any]:
     """While rounding is on, boxes of so many units of the largest value, as an item of the specification bounds it."""
-    if not _State.unit:
+    if not State.unit:
         return list(values)
-    error = units * _State.unit * max((abs(x) for x in values if x is not None), default=0.0)
-    return [None if x is None else Box(x - error, x + error, ("around", next(_State.names))) for x in values]
+    error = units * State.unit * max((abs(x) for x in values if x is not None), default=0.0)
+    return [None if x is None else Box(x - error, x + error, ("around", next(State.names))) for x in values]
 
 
 def norm(x: Sequence[Any]) -> Any:
     """The length of a vector; of floats, also where no float holds its square."""
-    return sqrt(dot(x, x)) if x and isinstance(x[0], Box) else math.hypot(*x)
+    return sqrt(dot(x, x)) if isinstance(x, Row) or (x and isinstance(x[0], Box)) else math.hypot(*x)
 
 
 def _turned(of: Callable[[float], float]) -> Callable[[Any], Any]:
     """A function of `math` that changes no faster than its argument, on boxes too."""
     def applied(x: Any) -> Any:
+        if isinstance(x, Row):
+            return x.turned(getattr(np, of.__name__))
         if not isinstance(x, Box):
             return of(x)
-        middle, error = (x.lo + x.hi) / 2, (x.hi - x.lo) / 2 + FUNCTION * _State.unit * (1 + abs(x.hi))
+        middle, error = (x.lo + x.hi) / 2, (x.hi - x.lo) / 2 + FUNCTION * State.unit * (1 + abs(x.hi))
         return Box(of(middle) - error, of(middle) + error, hash((of.__name__, x.tag)))
 
     return applied
@@ -265,18 +123,22 @@ cos, sin = _turned(math.cos), _turned(math.sin)
 
 def largest(values: Iterable[Any]) -> Any:
     """The maximum: the box of it where that is sure, else one that holds it."""
+    if isinstance(values, Row):
+        values = values[values.hi >= values.lo.max()]
     return _extreme(list(values), max, lambda x, low, high: x.hi >= low)
 
 
 def least(values: Iterable[Any]) -> Any:
     """The minimum, as `largest`."""
+    if isinstance(values, Row):
+        values = values[values.lo <= values.hi.min()]
     return _extreme(list(values), min, lambda x, low, high: x.lo <= high)
 
 
 def _extreme(values: list[Any], of: Callable[..., Any], may_be: Callable[[Box, float, float], bool]) -> Any:
     if not any(isinstance(x, Box) for x in values):
         return of(values)
-    boxes = [_box(x) for x in values]
+    boxes = [box(x) for x in values]
     low, high = of(x.lo for x in boxes), of(x.hi for x in boxes)
     possible = {x.tag: x for x in boxes if may_be(x, low, high)}
     if len(possible) == 1:
@@ -284,62 +146,255 @@ def _extreme(values: list[Any], of: Callable[..., Any], may_be: Callable[[Box, f
     return Box(low, high, hash((of.__name__, frozenset(possible))))
 
 
-def ordered(values: Sequence[Any]) -> list[Any]:
-    """From the largest to the smallest value: of boxes, what the first, the second, ... can be."""
-    if not any(isinstance(x, Box) for x in values):
-        return sorted(values, reverse=True)
-    boxes = [_box(x) for x in values]
-    low, high = (sorted((getattr(x, end) for x in boxes), reverse=True) for end in ("lo", "hi"))
-    tag = hash(tuple(x.tag for x in boxes))
-    return [Box(*ends, (tag, at)) for at, ends in enumerate(zip(low, high, strict=True))]
+class Row(Sequence[Any]):
+    """Many boxes at once, for large inputs: ends and tags in arrays. What it computes are boxes as of single ones."""
+
+    __slots__ = ("hi", "lo", "tags")
+
+    def __init__(self, lo: Any, hi: Any, tags: Any) -> None:
+        self.lo, self.hi, self.tags = lo, hi, tags
+
+    @property
+    def exact(self) -> bool:
+        """Whether these are numbers of an input."""
+        return self.lo is self.hi
+
+    def __len__(self) -> int:
+        return len(self.lo)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, int | np.integer):
+            return Box(float(self.lo[at]), float(self.hi[at]), int(self.tags[at]))
+        lo = self.lo[at]
+        return Row(lo, lo if self.exact else self.hi[at], self.tags[at])
+
+    def __iter__(self) -> Iterator[Box]:
+        return map(Box, self.lo.tolist(), self.hi.tolist(), self.tags.tolist())
+
+    def _with(self, other: Any, symbol: str, ends: Sequence[Any], times: float = 1.0) -> "Row":
+        if isinstance(other, Row):
+            tags = (self.tags * SPREAD) ^ (other.tags + np.uint64(_word(symbol)))
+        else:
+            tags = (self.tags * SPREAD) ^ np.uint64((_word(other.tag) + _word(symbol)) % 2**64)
+        lo, hi = _bound(np.minimum, ends), _bound(np.maximum, ends)
+        unit = times * State.unit
+        return Row(lo - unit * np.abs(lo) - State.tiny, hi + unit * np.abs(hi) + State.tiny, tags)
+
+    def __mul__(self, other: Any) -> "Row":
+        b = other if isinstance(other, Row) else box(other)
+        if isinstance(b, Box) and b.lo == b.hi:
+            return self._with(b, "*", (self.lo * b.lo, self.hi * b.lo))
+        return self._with(b, "*", (self.lo * b.lo, self.lo * b.hi, self.hi * b.lo, self.hi * b.hi))
+
+    def __add__(self, other: Any) -> "Row":
+        b = other if isinstance(other, Row) else box(other)
+        return self._with(b, "+", (self.lo + b.lo, self.hi + b.hi))
+
+    def __truediv__(self, other: Any) -> "Row":
+        b = other if isinstance(other, Row) else box(other)
+        if np.any((b.lo <= 0) & (b.hi >= 0)):
+            raise Undecided("a divisor can be zero")
+        if np.all(b.lo == 1) and np.all(b.hi == 1):
+            return self
+        return self._with(b, "/", (self.lo / b.lo, self.lo / b.hi, self.hi / b.lo, self.hi / b.hi))
+
+    def __sub__(self, other: Any) -> "Row":
+        b = other if isinstance(other, Row) else box(other)
+        found = self._with(b, "-", (self.lo - b.hi, self.hi - b.lo))
+        same = self.tags == (b.tags if isinstance(b, Row) else np.uint64(_word(b.tag)))
+        return Row(np.where(same, 0.0, found.lo), np.where(same, 0.0, found.hi), found.tags)
+
+    def mapped(self, of: Any) -> "Row":
+        """A growing function of NumPy of each."""
+        return self._with(box(0.0), of.__name__, (of(self.lo), of(self.hi)), FUNCTION)
+
+    def turned(self, of: Any) -> "Row":
+        """A function of NumPy that changes no faster than its argument, of each."""
+        error = (self.hi - self.lo) / 2 + FUNCTION * State.unit * (1 + np.abs(self.hi))
+        middle = of((self.lo + self.hi) / 2)
+        return Row(middle - error, middle + error, self.tags * SPREAD + np.uint64(_word(of.__name__)))
+
+    def squares(self) -> "Row":
+        """Each times itself."""
+        low, high = np.abs(self.lo), np.abs(self.hi)
+        least_ = np.where((self.lo < 0) & (self.hi > 0), 0.0, np.minimum(low, high))
+        return self._with(box(2.0), "**", (least_**2, np.maximum(low, high) ** 2))
+
+    def totals(self) -> Any:
+        """The sum, or one of each of stacked rows."""
+        size, number = np.maximum(-self.lo, self.hi).sum(axis=-1), self.lo.shape[-1]
+        error, tags = State.unit * number * size + State.tiny, (self.tags * _odd(number)).sum(axis=-1)
+        lo, hi = self.lo.sum(axis=-1) - error, self.hi.sum(axis=-1) + error
+        return Box(float(lo), float(hi), int(tags)) if self.lo.ndim == 1 else Row(lo, hi, tags)
+
+    def extended(self, n: int) -> "Row":
+        """Zeros behind, up to n numbers."""
+        rest = np.zeros(n - len(self.lo))
+        lo, hi = np.concatenate([self.lo, rest]), np.concatenate([self.hi, rest])
+        return Row(lo, hi, np.concatenate([self.tags, np.zeros(len(rest), np.uint64)]))
 
 
-def places(values: Sequence[Any]) -> list[tuple[int, int]]:
-    """How many of the others come before each, at least and at most: higher ones, and equal ones of a lower index."""
-    boxes = [_box(x) for x in values]
-    low, high = (sorted(getattr(x, end) for x in boxes) for end in ("lo", "hi"))
-    same: dict[Any, list[int]] = {}
-    for at, x in enumerate(boxes):
-        same.setdefault(x.tag, []).append(at)
-    found = []
-    for at, x in enumerate(boxes):
-        equal = same[x.tag]
-        before = bisect_left(equal, at) if _State.lower_first else 0
-        after = len(equal) - 1 - before if _State.lower_first else 0
-        higher = len(boxes) - bisect_right(low, x.hi) + before
-        found.append((higher, len(boxes) - 1 - bisect_left(high, x.lo) - after))
-    return found
+class Table(Sequence[Any]):
+    """The numbers of an array with more than one axis."""
+
+    __slots__ = ("array", "tags")
+
+    def __init__(self, array: Any, tags: Any) -> None:
+        self.array, self.tags = array, tags
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, at: Any) -> Any:
+        return _part(self.array[at], self.tags[at])
 
 
-class Answer(list[int]):
-    """A kept set, and the tokens of it and beside it that rounding may exchange."""
-
-    open: frozenset[int] = frozenset()
-    scores: Sequence[Any] = ()
-    """Of all tokens, where the set is chosen by them at once; None where a token is protected."""
-
-    def __init__(self, sure: Iterable[int], open_: Sequence[int] = (), number: int = 0) -> None:
-        super().__init__(sorted([*sure, *open_[:number]]))
-        self.open = frozenset(open_)
+def _part(array: Any, tags: Any) -> Any:
+    return Row(array, array, tags) if array.ndim == 1 else Table(array, tags)
 
 
-def surely(kept: list[int]) -> list[int]:
-    """The same kept set.
-
-    Raises:
-        Undecided: where rounding decides it.
-    """
-    if getattr(kept, "open", None):
-        raise Undecided("a choice before the last one")
-    return kept
+def _bound(of: Any, ends: Sequence[Any]) -> Any:
+    return reduce(of, ends)
 
 
-def holds(wanted: Any, x: float) -> bool:
-    """Whether a number lies in a box; any does where there is none."""
-    return wanted is None or _box(wanted).lo <= x <= _box(wanted).hi
+def row(boxes: Sequence[Any]) -> Any:
+    """Boxes as a row; floats as they are."""
+    if isinstance(boxes, Row) or not boxes or not all(isinstance(x, Box) for x in boxes):
+        return boxes
+    lo, hi = (np.array([getattr(x, end) for x in boxes]) for end in ("lo", "hi"))
+    return Row(lo, hi, np.array([_word(x.tag) for x in boxes], np.uint64))
 
 
-def fits(kept: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether a kept set is one of those that the boxes admit."""
-    free: frozenset[int] = getattr(wanted, "open", frozenset())
-    return len(kept) == len(set(kept)) == len(wanted) and set(kept) - free == set(wanted) - free
+def stacked(rows: Any) -> Any:
+    """Rows above each other, for operations with one row; lists as they are."""
+    if isinstance(rows, Table):
+        return Row(rows.array, rows.array, rows.tags)
+    if not rows or not all(isinstance(x, Row) for x in rows):
+        return rows
+    return Row(*(np.stack([getattr(x, name) for x in rows]) for name in ("lo", "hi", "tags")))
+
+
+def _odd(number: int) -> Any:
+    """So many odd factors, for a tag of several tags in this order."""
+    return (2 * np.arange(number, dtype=np.uint64) + 1) * SPREAD
+
+
+def _word(tag: Any) -> int:
+    """A tag in 64 bits: that of a row's box is the row's."""
+    return tag if type(tag) is int and 0 <= tag < 2**64 else hash((tag,)) % 2**64
+
+
+def dots(a: Any, rows: Any) -> Any:
+    """The products of a vector with each of some rows, which may be stacked."""
+    if isinstance(a, Row) and isinstance(rows, Row):
+        return (rows * a).totals()
+    if not (isinstance(a, Row) and a.exact and isinstance(rows, Table)):
+        return [dot(a, row) for row in rows]
+    total, size = rows.array @ a.lo, np.abs(rows.array) @ np.abs(a.lo)
+    numbers = np.concatenate([rows.array.ravel(), a.lo])
+    whole = size.max() < WHOLE and bool((numbers == np.rint(numbers)).all())
+    error = 0.0 * size if whole else State.unit * (len(a) + 1) * size + State.tiny
+    tags = (rows.tags[:, 0] * SPREAD) ^ (a.tags[:1] + np.uint64(len(a)))
+    return Row(total - error, total + error, tags)
+
+
+def column_sums(rows: Sequence[Any]) -> Any:
+    """The sum of each column."""
+    if not all(isinstance(row, Row) for row in rows):
+        return [fsum(column) for column in zip(*rows, strict=True)]
+    lo, hi, tags = (np.stack([getattr(one, name) for one in rows]) for name in ("lo", "hi", "tags"))
+    tags = (tags * _odd(len(rows))[:, None]).sum(axis=0)
+    size = np.maximum(-lo, hi).sum(axis=0)
+    error = np.where(size > 0, State.unit * len(rows) * size + State.tiny, 0.0)
+    return Row(lo.sum(axis=0) - error, hi.sum(axis=0) + error, tags)
+
+
+def column_extremes(of: Callable[..., Any], rows: Sequence[Any]) -> Any:
+    """The largest or the least of each column."""
+    return row([of(column) for column in columns(rows)])
+
+
+def squares(values: Any) -> Any:
+    """Each number times itself."""
+    return values.squares() if isinstance(values, Row) else [x**2 for x in values]
+
+
+def directions(rows: Any, beside: float = 0.0) -> Any:
+    """Each row over its length and a number beside it."""
+    if not isinstance(rows, Table):
+        return [over(x, norm(x) + beside) for x in rows]
+    together = stacked(rows)
+    lengths = sqrt(together.squares().totals())
+    if beside:
+        lengths = lengths + beside
+    found = together / Row(lengths.lo[:, None], lengths.hi[:, None], lengths.tags[:, None])
+    return [Row(*parts) for parts in zip(found.lo, found.hi, found.tags, strict=True)]
+
+
+def positive(row: Any) -> Any:
+    """The numbers above zero."""
+    if not isinstance(row, Row):
+        return [x for x in row if x > 0]
+    if np.any((row.lo <= 0) & (row.hi > 0)):
+        raise Undecided("a number can be zero")
+    return row[row.lo > 0]
+
+
+def columns(rows: Any) -> Any:
+    """The columns of some rows, as rows."""
+    if not isinstance(rows, Table) and rows and all(isinstance(x, Row) for x in rows):
+        each_ = stacked(rows)
+        return [Row(each_.lo[:, c], each_.hi[:, c], each_.tags[:, c]) for c in range(each_.lo.shape[1])]
+    if isinstance(rows, Table):
+        return Table(np.ascontiguousarray(rows.array.T), np.ascontiguousarray(rows.tags.T))
+    return list(zip(*rows, strict=True))
+
+
+def over(row: Any, x: Any) -> Any:
+    """Each number of a row over x, or over those of another row."""
+    if isinstance(row, Row):
+        return row / x
+    return [a / b for a, b in zip(row, x, strict=True)] if isinstance(x, list) else [a / x for a in row]
+
+
+def minus(row: Any, x: Any) -> Any:
+    """Each number of a row less x, or less those of another row."""
+    if isinstance(row, Row):
+        return row - x
+    return [a - b for a, b in zip(row, x, strict=True)] if isinstance(x, list) else [a - x for a in row]
+
+
+def times(row: Any, x: Any) -> Any:
+    """Each number of a row times x, or times those of another row."""
+    if isinstance(row, Row):
+        return row * x
+    return [a * b for a, b in zip(row, x, strict=True)] if isinstance(x, list) else [a * x for a in row]
+
+
+def plus(row: Any, x: Any) -> Any:
+    """Each number of a row and those of another row."""
+    return row + x if isinstance(row, Row) else [a + b for a, b in zip(row, x, strict=True)]
+
+
+def each(of: Callable[[Any], Any], row: Any) -> Any:
+    """A function of each number of a row."""
+    return of(row) if isinstance(row, Row) else [of(a) for a in row]
+
+
+def behind(row: Any, other: Any) -> Any:
+    """One row behind another one."""
+    if isinstance(row, Row):
+        return Row(*(np.concatenate([getattr(x, name) for x in (row, other)]) for name in ("lo", "hi", "tags")))
+    return [*row, *other]
+
+
+def extended(row: Any, n: int) -> Any:
+    """A row with zeros behind, up to n numbers."""
+    return row.extended(n) if isinstance(row, Row) else [*row, *[0.0] * (n - len(row))]
+
+
+def joined(*rows: Any) -> Any:
+    """Some lists of vectors behind each other."""
+    if all(isinstance(part, Table) for part in rows):
+        return Table(*(np.concatenate([getattr(part, name) for part in rows]) for name in ("array", "tags")))
+    return [row for part in rows for row in part]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from conformance.oracles.boxes import dot, exp, fsum, largest, least, log, norm, ordered, sqrt
+from conformance.oracles.boxes import column_sums, directions, dot, exp, fsum, largest, least, log, over, sqrt
+from conformance.oracles.choices import ordered
 
 Row = Sequence[float]
 TINY = Fraction(1, 2**16)
@@ -15,11 +16,13 @@ TINY = Fraction(1, 2**16)
 
 def unit(keys: Sequence[Row]) -> list[list[float]]:
     """Directions, also of keys whose squares no float holds."""
-    return [[x / length for x in key] for key in keys for length in [norm(key)]]
+    found: list[list[float]] = directions(keys)
+    return found
 
 
 def mean(rows: Sequence[Row]) -> list[float]:
-    return [fsum(column) / len(rows) for column in zip(*rows, strict=True)]
+    found: list[float] = over(column_sums(rows), len(rows))
+    return found
 
 
 def block_of(i: int, N: int, p: Any) -> range:

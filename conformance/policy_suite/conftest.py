@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """What the tests of a file are about must be given."""
-    needed = {"test_method.py": "--kvspec-as"}.get(collection_path.name, "--kvspec-policy")
-    return True if config.getoption(needed) is None else None
+    needed = {"test_method.py": ["--kvspec-as"], "test_turn.py": ["--kvspec-as", "--kvspec-policy"]}
+    options = needed.get(collection_path.name, ["--kvspec-policy"])
+    return True if any(config.getoption(option) is None for option in options) else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

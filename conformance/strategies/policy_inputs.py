@@ -8,7 +8,7 @@ import numpy as np
 
 from conformance.engine.methods import decoded as decoded_sets
 from reference.calibration import Calibration, Identity
-from reference.policies import retain
+from reference.policies import retain, retain_turn
 from reference.policies.kvzip import rehearsal_chunks
 from reference.policies.names import ENTRY_POINTS, NAMES, check_name, constants_of, constants_of_model, make_policy
 from reference.triattention import band_statistics
@@ -134,13 +134,15 @@ def calibrated(inputs: Inputs) -> Calibration:
     return Calibration(identity(inputs), tuple(range(len(inputs.layers))), mean, magnitude, of_heads)
 
 
+SENTENCE_ENDS = frozenset({0})
+"""Token ids."""
 TEMPLATE = ((1, 2, 3), (4, 5), (6,))
 """Of a rehearsal."""
 
 _OF_MODEL: Mapping[str, Callable[[Inputs], Any]] = {
     "W_o": lambda inputs: dict(enumerate(inputs.W_o)), "inv_freq": lambda inputs: inputs.inv_freq,
     "factor": lambda inputs: inputs.factor, "served": identity, "calibration": calibrated,
-    "sentence_ends": lambda inputs: frozenset({0}), "template": lambda inputs: TEMPLATE,
+    "sentence_ends": lambda inputs: SENTENCE_ENDS, "template": lambda inputs: TEMPLATE,
 }
 
 
@@ -203,6 +205,19 @@ def observation(policy: Policy, inputs: Inputs) -> Observation:
         }
     ids = inputs.token_ids if needs.token_ids else None
     return Observation(inputs.n, groups_of(policy, inputs), ids, views)
+
+
+def decided_in_turn(policy: Policy, inputs: Inputs, live: Array, seen: int, B: int) -> Kept:
+    """Its kept positions at the end of a later turn, if every kept set stores the tokens `live` of the inputs."""
+    rows = policy.scorer.needs.query_rows
+    shown = observation(policy, inputs)
+    asking = inputs.layers[0].q.shape[1]
+    first = 0 if rows is None else max(0, asking - rows)
+    layers = {at: replace(view, q=inputs.layers[at].q[:, first:]) for at, view in shown.layers.items()}
+    found = retain_turn(
+        policy, Budget(count=B), [live] * shown.groups, [replace(shown, seen=seen, layers=layers, positions=live)],
+    )
+    return [found.group(g).tolist() for g in range(found.groups)]
 
 
 def retained(policy: Policy, inputs: Inputs, B: int) -> Retention:

@@ -1,5 +1,6 @@
 """How a verdict is shown: terminal, pull request, CI server, and a page of HTML."""
 
+import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -122,21 +123,30 @@ def _short(text: str) -> list[str]:
     return lines if len(lines) <= _LINES else [*lines[:_LINES], "..."]
 
 
+_MARKS = re.compile(r"([\\`*_\[\]|~#>!])")
+
+
+def _as_text(words: object) -> str:
+    """Words of a subject in Markdown: no HTML, no marks, one line."""
+    return _MARKS.sub(r"\\\1", escape(" ".join(str(words).split()), quote=False).replace("&gt;", ">"))
+
+
 def markdown(made: Mapping[str, Any]) -> Iterator[str]:
     """The lines of a comment on a pull request."""
-    yield f"**kvspec: {headline(made)}**"
+    yield f"**kvspec: {_as_text(headline(made))}**"
     yield ""
     yield "| Family | Rows |"
     yield "| --- | --- |"
     for family, items in by_family(made).items():
         verdicts = Counter(row["verdict"] for row in items.values())
         told = ", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items()))
-        yield f"| {family} | {told or 'not offered'} |"
+        yield f"| {_as_text(family)} | {told or 'not offered'} |"
     for item in made["failing"][:_MOST]:
         row = made["items"][item]
-        shown = "\n".join(filter(None, (row["input"], row["found"]))).replace("```", "` ` `")
-        yield f"\n<details><summary>{item} fails, in {row['failed']} of its {row['tests']} tests</summary>\n"
-        yield f"MUST {must(item, row)}\n\n```text\n{shown}\n\n{row['repeat']}\n```\n\n</details>"
+        shown = "\n".join(filter(None, (row["input"], row["found"], "", row["repeat"]))).replace("```", "` ` `")
+        name = escape(" ".join(item.split()))
+        yield f"\n<details><summary>{name} fails, in {row['failed']} of its {row['tests']} tests</summary>\n"
+        yield f"MUST {escape(must(item, row), quote=False)}\n\n```text\n{shown}\n```\n\n</details>"
     if len(made["failing"]) > _MOST:
         yield f"\nand {len(made['failing']) - _MOST} more items"
 
@@ -231,7 +241,7 @@ def _plain(value: object) -> str:
 def _counterexamples(made: Mapping[str, Any]) -> Iterator[str]:
     for item in made["failing"]:
         row = made["items"][item]
-        yield f'<h2 id="{item}" class="fail">{item}</h2><p>MUST {escape(must(item, row))}</p>'
+        yield f'<h2 id="{escape(item)}" class="fail">{escape(item)}</h2><p>MUST {escape(must(item, row))}</p>'
         yield "<pre>" + escape("\n".join(filter(None, (row["input"], row["found"])))) + "</pre>"
         yield f"<p>To repeat the test: <code>{escape(row['repeat'])}</code></p>"
 
@@ -239,13 +249,13 @@ def _counterexamples(made: Mapping[str, Any]) -> Iterator[str]:
 def _families(made: Mapping[str, Any]) -> Iterator[str]:
     for family, items in by_family(made).items():
         if not items:
-            yield f"<h2>{family}: not offered</h2>"
+            yield f"<h2>{escape(family)}: not offered</h2>"
             continue
-        yield f'<h2>{family}</h2><div class="wide"><table class="items">'
+        yield f'<h2>{escape(family)}</h2><div class="wide"><table class="items">'
         yield "<tr><th>item<th>verdict<th>tests passed<th>examples<th>rule</tr>"
         for item, row in items.items():
-            name = f'<a href="#{item}">{item}</a>' if row["verdict"] == "fail" else item
-            word = f'<span class="{row["verdict"].replace(" ", "-")}">{row["verdict"]}</span>'
+            name = f'<a href="#{escape(item)}">{escape(item)}</a>' if row["verdict"] == "fail" else escape(item)
+            word = f'<span class="{escape(row["verdict"].replace(" ", "-"))}">{escape(row["verdict"])}</span>'
             text = f'<span class="dim">{escape(must(item))}</span>'
             yield _row(name, word, f"{row['passed']} of {row['tests']}", row["examples"], text)
         yield "</table></div>"
@@ -257,7 +267,7 @@ def _vectors(made: Mapping[str, Any]) -> Iterator[str]:
     yield '<table class="facts">'
     for verdict in dict.fromkeys(made["vectors"].values()):
         named = [name for name, said in made["vectors"].items() if said == verdict]
-        yield _row(verdict, len(named), f'<span class="dim">{escape(", ".join(named))}</span>')
+        yield _row(escape(verdict), len(named), f'<span class="dim">{escape(", ".join(named))}</span>')
     yield "</table>"
 
 

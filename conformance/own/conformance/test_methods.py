@@ -21,22 +21,9 @@ from conformance.engine.process import Engine, hello_of, outcome
 from conformance.engine.serve import answer
 from conformance.methods import brutes
 from conformance.methods.method import METHODS, Method, asked, explanations, method_of, on_backend, rounded, span_of
-from conformance.oracles.boxes import (
-    DOUBLE,
-    SINGLE,
-    Box,
-    Undecided,
-    dot,
-    fits,
-    fsum,
-    largest,
-    least,
-    leaves,
-    ordered,
-    places,
-    rounding,
-    surely,
-)
+from conformance.oracles.box import DOUBLE, SINGLE, Box, Undecided, rounding
+from conformance.oracles.boxes import dot, fsum, largest, least, leaves
+from conformance.oracles.choices import fits, ordered, places, surely
 from conformance.paths import SPEC
 from conformance.policy_suite import test_method
 from conformance.strategies.policy_inputs import (
@@ -186,7 +173,7 @@ def test_a_process_and_a_backend_are_judged_as_a_policy_is() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("snapkw", "as = 'snapkw'"), ("crystalcache", "is not a method that kvspec can compare"),
+        ("snapkw", "as = 'snapkw'"), ("fullcache", "is not a method that kvspec can compare"),
         ("snapkv(W=16", "must be a method, such as"),
         ("snapkv(w=16)", "not a constant or reading of snapkv; choose one of W, kernel, pooling, sinks, softmax, ties"),
         ('snapkv(pooling="min")', "must be one of max, average"), ('adakv(safeguard="x")', "must be a fraction"),
@@ -216,7 +203,7 @@ def test_boxes_hold_what_rounding_makes_of_an_expression() -> None:
         total = fsum([a] * 10)
         assert total.lo < sum([0.1] * 10) < total.hi
         assert dot([a, b], [b, c]).lo < 0.1 * 0.2 + 0.2 * 0.3 < dot([a, b], [b, c]).hi
-    with rounding(DOUBLE, lower_first=False):
+    with rounding(DOUBLE, first="any"):
         b = leaves(np.array([1.0]))[0]
         assert places([b, b]) == [(0, 1), (0, 1)]
 

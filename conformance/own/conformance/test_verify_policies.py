@@ -23,6 +23,7 @@ from conformance.paths import ROOT, SPEC
 from conformance.policy_suite import test_promises
 from conformance.strategies.policy_inputs import drawn, named
 from conformance.verify import __main__ as verify_main
+from conformance.verify.page import markdown, page
 from reference.policies import knorm, policy_from_score, with_adaptive_budgets
 from reference.policies.budgets import even
 from reference.policies.names import POLICIES
@@ -374,3 +375,25 @@ def test_the_function_returns_what_the_command_says(
     assert capsys.readouterr().out == ""
     assert "repeat  kvspec verify --policy promisers:WRONG --profile few --seed 7" in str(wrong)
     assert str(wrong).endswith(wrong.headline)
+
+
+NASTY = "<img src=x> a|b **c** [d](e) `f`\n# g"
+
+
+def test_names_that_a_subject_chose_are_text_in_the_summary_and_on_the_page() -> None:
+    row = {
+        "verdict": "fail", "families": [NASTY], "failed": 1, "passed": 0, "tests": 1, "examples": 1, "test": "t.py::t",
+        "input": "", "found": NASTY, "repeat": "```", "excepted": 0,
+    }
+    made = {
+        "verdict": "rejected", "judged": "x", "date": "", "kvspec": "", "spec": "0", "families": [NASTY],
+        "subject": {"kind": "command", "name": NASTY, "named": NASTY}, "run": {}, "device": {}, "items": {NASTY: row},
+        "counts": {"failed": 1}, "failing": [NASTY], "undecided": [], "vectors": {}, "exception": [],
+        "unneeded_exceptions": [],
+    }
+    text, html = "\n".join(markdown(made)), page(made)
+    assert "<img" not in text.replace("```text\n<img src=x> a|b **c** [d](e) `f`\n# g", "")
+    assert text.startswith(r"**kvspec: &lt;img src=x\> a\|b \*\*c\*\* \[d\](e) \`f\` \# g does not conform")
+    assert text.count("```") == 2
+    assert "<img" not in html
+    assert html.count("&lt;img src=x&gt;") >= 5

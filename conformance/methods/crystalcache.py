@@ -1,0 +1,87 @@
+"""CrystalCache's prefill by the oracles of its stages, and whether rounding decides it; nothing is of the reference."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from conformance.methods.brute import Brute
+from conformance.oracles import pipeline
+from conformance.oracles.box import State, Undecided
+from conformance.oracles.scale import s1, stages
+from conformance.strategies.policy_inputs import SENTENCE_ENDS, Inputs, Kept
+from spec.parameters import PAPER, CrystalCacheParameters
+from spec.policy import LayerView
+
+ROUNDS, UNITS = 3, 8
+"""Inputs near the given one that must keep the same tokens, and how far they are."""
+FORMS = ("merge", "graph", "allocation", "trunk_impact", "coverage")
+"""Parameters that change a stage's form: the oracles of full size have those of the paper."""
+
+
+def prefill(view: LayerView, ids: Any, B: int, p: CrystalCacheParameters) -> list[int]:
+    """S1 to S6 of one layer."""
+    q, k, n = view.q.astype(np.float64), view.k.astype(np.float64), len(ids)
+    if any(getattr(p, form) != getattr(PAPER, form) for form in FORMS):
+        sinks = None if view.sinks is None else view.sinks.tolist()
+        found = pipeline.prefill(
+            q.tolist(), k.tolist(), ids.tolist(), SENTENCE_ENDS, B, p, view.scaling, view.softcap, sinks
+        )
+        return found.eviction.kept
+    at = np.arange(n)
+    ranked = s1.coattention(
+        q, k, at, p, view.scaling, view.softcap, lambda q, k: np.zeros(q.shape[1]),
+        lambda error, Q: np.zeros((Q, Q)), 0.0, view.sinks,
+    )
+    E = stages.edge_columns(neighbours(ranked, p))
+    M = stages.token_impact(ranked.salience, stages.counts(ids), p)
+    bounds = stages.trunks(np.isin(ids, sorted(SENTENCE_ENDS)), E, 0, p)
+    D = stages.crystallization(degrees(E, bounds, p), p)
+    shut = stages.protected(bounds, n, p)
+    scores = stages.score(D, stages.trunk_impact(M, bounds), shut, p)
+    return [int(i) for i in stages.dissolve(scores, bounds, M, D, shut, B, p.N_min).kept]
+
+
+def neighbours(found: s1.Scored, p: CrystalCacheParameters) -> Any:
+    """The places of each token's lists whose weights, as float32, are above the threshold."""
+    record: dict[str, Any] = {"start": found.start}
+    for name, ranked, k, tau in (("intra", found.intra, p.k_intra, p.tau_intra),
+                                 ("cross", found.cross, p.k_cross, p.tau_cross)):
+        weight = ranked.weight[:, :k]
+        record[name] = np.where(weight.astype(np.float32) > np.float32(tau), ranked.index[:, :k], -1)
+        record[f"{name}_weight"] = weight
+    return SimpleNamespace(**record)
+
+
+def degrees(E: stages.Columns, bounds: Any, p: CrystalCacheParameters) -> Any:
+    """Of each trunk the sum of its edges that are not pruned, by ascending neighbour."""
+    found = stages.pairs(E, bounds[:-1])
+    w = stages.pair_weights(found, np.diff(bounds))
+    there = w > p.tau_edge
+    a, b, w = found.a[there], found.b[there], w[there]
+    rows, others, both = np.concatenate([a, b]), np.concatenate([b, a]), np.concatenate([w, w])
+    order = np.lexsort((others, rows))
+    return stages.in_groups(rows[order], both[order], len(bounds) - 1)
+
+
+def kept(inputs: Inputs, B: int, parameters: CrystalCacheParameters) -> Kept:
+    """The observed layer's set, if it is that of all inputs within some units of rounding.
+
+    Raises:
+        Undecided: if it is not.
+    """
+    view = inputs.layers[parameters.observed_layer]
+    found = prefill(view, inputs.token_ids, B, parameters)
+    if State.unit:
+        rng = np.random.default_rng(0)
+        for _ in range(ROUNDS):
+            q, k = (x * (1 + UNITS * State.unit * rng.uniform(-1, 1, x.shape))
+                    for x in (view.q.astype(np.float64), view.k.astype(np.float64)))
+            if prefill(replace(view, q=q, k=k), inputs.token_ids, B, parameters) != found:
+                raise Undecided("a trunk")
+    return [found]
+
+
+BRUTE = Brute("CC-PREFILL", "crystalcache", kept, {"parameters": PAPER}, published={"parameters": PAPER}, scored=False)
+"""Not among the brute forces of policies.md: vectors and promises of its stages are of its own pages."""

@@ -1,0 +1,69 @@
+"""Choices by numbers with a certified error: orders of boxes, and kept sets of which rounding may exchange tokens."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from conformance.oracles.box import Box, State, Undecided, box
+
+
+def ordered(values: Sequence[Any]) -> list[Any]:
+    """From the largest to the smallest value: of boxes, what the first, the second, ... can be."""
+    if not any(isinstance(x, Box) for x in values):
+        return sorted(values, reverse=True)
+    boxes = [box(x) for x in values]
+    low, high = (sorted((getattr(x, end) for x in boxes), reverse=True) for end in ("lo", "hi"))
+    tag = hash(tuple(x.tag for x in boxes))
+    return [Box(*ends, (tag, at)) for at, ends in enumerate(zip(low, high, strict=True))]
+
+
+def places(values: Sequence[Any]) -> list[tuple[int, int]]:
+    """How many of the others come before each, at least and at most: higher ones, and equal ones of a lower index."""
+    boxes = [box(x) for x in values]
+    low, high = (sorted(getattr(x, end) for x in boxes) for end in ("lo", "hi"))
+    same: dict[Any, list[int]] = {}
+    for at, x in enumerate(boxes):
+        same.setdefault(x.tag, []).append(at)
+    found = []
+    for at, x in enumerate(boxes):
+        equal = same[x.tag]
+        lower = bisect_left(equal, at)
+        before = {"lower": lower, "higher": len(equal) - 1 - lower, "any": 0}[State.first]
+        after = 0 if State.first == "any" else len(equal) - 1 - before
+        higher = len(boxes) - bisect_right(low, x.hi) + before
+        found.append((higher, len(boxes) - 1 - bisect_left(high, x.lo) - after))
+    return found
+
+
+class Answer(list[int]):
+    """A kept set, and the tokens of it and beside it that rounding may exchange."""
+
+    open: frozenset[int] = frozenset()
+    scores: Sequence[Any] = ()
+    """Of all tokens, where the set is chosen by them at once; None where a token is protected."""
+
+    def __init__(self, sure: Iterable[int], open_: Sequence[int] = (), number: int = 0) -> None:
+        super().__init__(sorted([*sure, *open_[:number]]))
+        self.open = frozenset(open_)
+
+
+def surely(kept: list[int]) -> list[int]:
+    """The same kept set.
+
+    Raises:
+        Undecided: where rounding decides it.
+    """
+    if getattr(kept, "open", None):
+        raise Undecided("a choice before the last one")
+    return kept
+
+
+def holds(wanted: Any, x: float) -> bool:
+    """Whether a number lies in a box; any does where there is none."""
+    return wanted is None or box(wanted).lo <= x <= box(wanted).hi
+
+
+def fits(kept: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether a kept set is one of those that the boxes admit."""
+    free: frozenset[int] = getattr(wanted, "open", frozenset())
+    return len(kept) == len(set(kept)) == len(wanted) and set(kept) - free == set(wanted) - free

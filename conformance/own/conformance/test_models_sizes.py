@@ -1,0 +1,125 @@
+"""Wrong policies that small inputs do not tell: each dies on the fixed inputs of every run, and right ones pass."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.methods.method import METHODS, Method
+from conformance.policy_suite import test_method, test_turn
+from conformance.strategies.policy_inputs import Inputs, decided
+from spec.policy import LayerView, Needs, Observation, Policy, Scores
+
+pytestmark = [pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("reference_items")]
+
+View = Callable[[LayerView, Observation], LayerView]
+Table = Callable[[Any, Observation], Any]
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A scorer that is shown other layers, or whose scores become others."""
+
+    right: Any
+    view: View
+    table: Table
+
+    @property
+    def needs(self) -> Needs:
+        return self.right.needs  # type: ignore[no-any-return]
+
+    def __call__(self, seen: Observation, protected: Any, /) -> Scores:
+        layers = seen.layers
+        if self.needs.layers != "none":
+            layers = {at: self.view(view, seen) for at, view in seen.layers.items()}
+        found: Scores = self.right(replace(seen, layers=layers), protected)
+        return replace(found, values=self.table(found.values, seen))
+
+    def step(self, records: Any, seen: Observation, /) -> Scores:
+        return self.right.step(records, seen)  # type: ignore[no-any-return]
+
+    def keep(self, records: Any, slots: Any, /) -> object:
+        return self.right.keep(records, slots)
+
+
+def same_view(view: LayerView, seen: Observation) -> LayerView:
+    return view
+
+
+def same_table(values: Any, seen: Observation) -> Any:
+    return values
+
+
+def group(view: LayerView) -> int:
+    return len(view.q) // len(view.k)
+
+
+def without_last_head(view: LayerView, seen: Observation) -> LayerView:
+    heads = view.q.reshape(len(view.k), group(view), *view.q.shape[1:])[:, :-1].reshape(-1, *view.q.shape[1:])
+    sinks = None if view.sinks is None else view.sinks.reshape(len(view.k), -1)[:, :-1].ravel()
+    return replace(view, q=heads, sinks=sinks) if group(view) == 4 else view
+
+
+def as_half(view: LayerView, seen: Observation) -> LayerView:
+    return replace(view, k=view.k.astype(np.float16).astype(np.float32)) if view.k.dtype == np.float32 else view
+
+
+def first_keys(values: Any, seen: Observation) -> Any:
+    """Similarity to the mean direction of the first 256 keys."""
+    keys = np.concatenate([view.k for view in seen.layers.values()]).astype(np.float64)
+    keys /= np.linalg.norm(keys, axis=2, keepdims=True)
+    return -(keys * keys[:, :256].mean(axis=1, keepdims=True)).sum(axis=2)
+
+
+WRONG: list[tuple[str, str, View, Table]] = [
+    ("knorm", "of the first 4 channels", lambda view, seen: replace(view, k=view.k[..., :4]), same_table),
+    ("snapkv", "that ignores the scaling",
+     lambda view, seen: replace(view, scaling=view.q.shape[-1] ** -0.5), same_table),
+    ("snapkv", "with every softcap as 5", lambda view, seen: replace(view, softcap=view.softcap and 5.0), same_table),
+    ("snapkv", "without the last query head of groups of 4", without_last_head, same_table),
+    ("snapkv", "that forgets sinks with one KV head",
+     lambda view, seen: replace(view, sinks=None if len(view.k) == 1 else view.sinks), same_table),
+    ("tova", "that reads float32 keys as float16", as_half, same_table),
+    ("keydiff", "with the anchor of the first 256 keys", same_view, first_keys),
+    ("keydiff", "that keeps the newest in a later turn", same_view,
+     lambda values, seen: values if seen.positions is None else np.arange(values.shape[1]) + 0.0 * values),
+    ("keydiff", "with a mean of the layers if there are 3", same_view,
+     lambda values, seen: values if len(seen.layers) != 3 else values[::-1].copy()),
+    ("pyramidkv", "with the layers in the other order if there are 3", same_view,
+     lambda values, seen: values if len(seen.layers) != 3 else values[::-1].copy()),
+    ("streamingllm", "that keeps the oldest beyond 512 tokens", same_view,
+     lambda values, seen: -values if seen.seen > 512 else values),
+    ("h2o", "with shared sums at 4 KV heads", same_view,
+     lambda values, seen: np.broadcast_to(values.mean(axis=0), values.shape).copy()
+     if len(seen.layers[0].k) == 4 else values),
+]
+
+
+def fixed(method: Method, make: Callable[[Inputs], Policy]) -> None:
+    """The tests of a policy that have no random inputs."""
+    if method.decides_in_turns:
+        test_turn.test_the_kept_sets_after_a_later_turn_are_those_of_the_method(method, make)
+    test_method.test_the_kept_sets_are_those_of_the_method_at_sizes_of_models(
+        method, lambda _, inputs, B: decided(make(inputs), inputs, B), "float64", {str(method): []}, set()
+    )
+
+
+@pytest.mark.parametrize(("name", "how", "view", "table"), WRONG, ids=[f"{row[0]} {row[1]}" for row in WRONG])
+def test_a_wrong_policy_dies_on_the_fixed_inputs(name: str, how: str, view: View, table: Table) -> None:
+    method = Method(name)
+
+    def make(inputs: Inputs) -> Policy:
+        right = method.reference(inputs)
+        return replace(right, scorer=Wrong(right.scorer, view, table))
+
+    with pytest.raises(AssertionError, match=f"^not {name}"):
+        fixed(method, make)
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.nightly if brute.most < 10**6 else ()) for name, brute in METHODS.items()
+])
+def test_a_right_policy_passes_on_the_fixed_inputs(name: str) -> None:
+    fixed(Method(name), Method(name).reference)

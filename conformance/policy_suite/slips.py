@@ -1,0 +1,97 @@
+"""Which step of a method differs in a wrong one: known errors are tried, and the nearest is named."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from conformance.methods.method import Decide, Method, explanations, telling
+from conformance.oracles.box import DOUBLE, Undecided
+from conformance.strategies.policy_inputs import Inputs, Kept
+from spec.errors import SpecError
+from spec.policy import LayerView
+
+CLOSER = 4
+"""How many times nearer than the method itself an error must be to be named."""
+
+
+def _interleaved(view: LayerView) -> LayerView:
+    """Query heads in the order in which head h would read KV head h % H_kv."""
+    order = np.arange(len(view.q)).reshape(-1, len(view.k)).T.ravel()
+    return replace(view, q=view.q[order], sinks=None if view.sinks is None else np.asarray(view.sinks)[order])
+
+
+SHOWN: Mapping[str, Callable[[LayerView], LayerView]] = {
+    "scaling: 1 / sqrt(width) instead of the layer's": lambda view: replace(view, scaling=view.k.shape[-1] ** -0.5),
+    "softcap: none instead of the layer's": lambda view: replace(view, softcap=None),
+    "attention sinks: left out of the softmax": lambda view: replace(view, sinks=None),
+    "query heads: head h reads KV head h % H_kv instead of h // (H / H_kv)": _interleaved,
+    "keys: in float16": lambda view: replace(view, k=view.k.astype(np.float16).astype(view.k.dtype)),
+}
+"""Errors in what a method is shown, for every method that reads it."""
+
+
+def reasons(
+    decide: Decide, method: Method, unit: float = DOUBLE, failing: tuple[Inputs, int] | None = None,
+) -> list[str]:
+    """Sentences that say why a subject is not the method, if that is found: documented choices, else a known error."""
+    agreeing = explanations(decide, method, unit, failing)
+    if agreeing:
+        return [f"it agrees with {' and with '.join(agreeing[:3])}: declare that"]
+    inputs = [*telling(method), *([failing] if failing else [])]
+    answers = [_answered(decide, each, max(B, method.floor(each))) for each, B in inputs]
+    own = _distance(answers, _equation(method, inputs, unit, lambda view: view, {}))
+    found = sorted(
+        (far, at, said) for at, (said, shown, slips) in enumerate(_errors(method))
+        if (far := _distance(answers, _equation(method, inputs, unit, shown, slips))) * CLOSER <= own
+    )
+    if not found or not 0 < own < np.inf:
+        return []
+    far, _, said = found[0]
+    if not far:
+        return [f"the step that differs: {said}"]
+    return [f"the nearest known error: {said} ({far} tokens differ instead of {own})"]
+
+
+def _errors(method: Method) -> Iterator[tuple[str, Callable[[LayerView], LayerView], dict[str, str]]]:
+    """Each error in words, what it shows of a layer, and arguments of the brute force."""
+    for name, (right, *others) in {**method.brute.slips, "ties": ("lower", "higher")}.items():
+        for wrong in others:
+            yield f"{name}: {wrong} instead of {right}", lambda view: view, {name: wrong}
+    for said, shown in SHOWN.items():
+        yield said, shown, {}
+
+
+def _equation(
+    method: Method, inputs: Sequence[tuple[Inputs, int]], unit: float, shown: Callable[[LayerView], LayerView],
+    slips: Mapping[str, str],
+) -> list[Kept | None]:
+    found: list[Kept | None] = []
+    for each, B in inputs:
+        other = replace(each, layers=[shown(view) for view in each.layers])
+        try:
+            found.append(method.wanted(other, max(B, method.floor(each)), unit, **slips))
+        except (Undecided, ValueError, ZeroDivisionError):
+            found.append(None)
+    return found
+
+
+def _answered(decide: Decide, inputs: Inputs, B: int) -> Kept | None:
+    try:
+        return decide(inputs, B)
+    except (SpecError, ValueError):
+        return None
+
+
+def _distance(answers: Sequence[Kept | None], equation: Sequence[Kept | None]) -> Any:
+    """Tokens that differ, of all kept sets; infinite if nothing can be compared."""
+    found, compared = 0, 0
+    for kept, wanted in zip(answers, equation, strict=True):
+        if kept is None or wanted is None or len(kept) != len(wanted):
+            continue
+        compared += 1
+        for own, right in zip(kept, wanted, strict=True):
+            free: frozenset[int] = getattr(right, "open", frozenset())
+            found += len((set(own) ^ set(right)) - free) + abs(len(own) - len(right))
+    return found if compared else np.inf

@@ -1,0 +1,99 @@
+"""Inputs of the shapes of models: wide heads, large groups, many layers, hundreds of tokens; few, and always the same.
+
+Random inputs are small, so that an equation can be evaluated for many of them. An error that shows only beyond their
+sizes is seen here. Each value of a size occurs with several values of the others.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from conformance.strategies.policy_inputs import Inputs
+from spec.policy import LayerView
+
+Array = np.ndarray[Any, Any]
+WORD = 2**16
+"""Token ids of large vocabularies do not fit in 16 bits: some differ in higher bits alone."""
+SMALL_KEYS = 2.0**-18
+"""What keys in float32 are multiplied by, and queries divided by: half precision would lose digits of both."""
+
+
+class Shape(NamedTuple):
+    """Sizes of a model's inputs, the arrays' precision, and the share of tokens to keep."""
+
+    tokens: int
+    layers: int
+    kv_heads: int
+    group: int
+    width: int
+    scaling: float
+    softcap: float | None
+    dtype: str
+    sinks: bool
+    share: float
+
+    def __str__(self) -> str:
+        capped = f", softcap {self.softcap:g}" if self.softcap else ""
+        return (
+            f"{self.tokens} tokens, {self.layers} layers, {self.kv_heads} KV heads of {self.group}, width {self.width},"
+            f" scaling {self.scaling:g}{capped}{', attention sinks' if self.sinks else ''}, {self.dtype}"
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows of attention."""
+        return self.tokens * self.layers * self.kv_heads * self.group
+
+    def inputs(self) -> Inputs:
+        """The inputs, always the same."""
+        rng = np.random.default_rng([self.tokens, self.layers, self.kv_heads, self.width])
+        n, d, H = self.tokens, self.width, self.kv_heads * self.group
+        layers = [
+            LayerView(
+                self._in_dtype(2 * rng.standard_normal((H, n, d)), 1 / SMALL_KEYS),
+                self._in_dtype(rng.standard_normal((self.kv_heads, n, d)), SMALL_KEYS),
+                self._in_dtype(rng.standard_normal((self.kv_heads, n, d))), self.scaling, self.softcap,
+                sinks=self._sinks(rng) if self.sinks else None,
+            ) for _ in range(self.layers)
+        ]
+        W_o = [rng.standard_normal((H, d, 5)).astype(np.float32).astype(np.float64) for _ in range(self.layers)]
+        ids = rng.integers(0, n // 5, n) + WORD * rng.integers(0, 3, n)
+        ids[rng.random(n) < 0.05] = 0  # ends of sentences
+        inv_freq = 10_000.0 ** -(np.arange(d // 2) / (d // 2))
+        return Inputs(layers, inv_freq, W_o, ids, factor=1.0 + (self.layers == 3) / 4)
+
+    def _sinks(self, rng: np.random.Generator) -> Array:
+        """Logits near the sum of a row's powers, so that sinks take a large and different share of each head."""
+        spread = 2 * self.scaling * self.width**0.5
+        middle = np.log(self.tokens) + min(spread**2 / 2, 3 * spread)
+        found = middle + 1.5 * rng.standard_normal(self.kv_heads * self.group)
+        return found.astype(np.float32).astype(np.float64)
+
+    def _in_dtype(self, x: Array, size: float = 1.0) -> Array:
+        """The numbers as the arrays of a model have them; bfloat16 keeps 8 bits, which NumPy stores in float32."""
+        if self.dtype == "float64":
+            return x.astype(np.float32).astype(np.float64)
+        found = x.astype(np.float32)
+        if self.dtype == "bfloat16":
+            found = (found.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+        else:
+            found = found * np.float32(size)
+        return found
+
+
+SHAPES = (
+    Shape(300, 1, 8, 4, 64, 0.2, None, "float64", False, 0.3),
+    Shape(600, 1, 8, 1, 128, 0.5, 50.0, "bfloat16", False, 0.5),
+    Shape(1100, 1, 1, 4, 64, 0.3, 30.0, "float32", False, 0.2),
+    Shape(300, 5, 1, 8, 128, 0.2, 30.0, "float64", True, 0.6),
+    Shape(600, 3, 4, 1, 64, 0.25, 50.0, "float32", False, 0.2),
+    Shape(1100, 1, 2, 2, 128, 0.05, None, "float64", True, 0.4),
+)
+"""From small to large groups and lengths; the largest takes no method longer than some seconds."""
+
+
+def of_turn(inputs: Inputs, live: Array, first: int) -> Inputs:
+    """What a cache shows at the end of a later turn: the live tokens, and the queries from position `first` on."""
+    layers = [replace(x, q=x.q[:, first:], k=x.k[:, live], v=np.asarray(x.v)[:, live]) for x in inputs.layers]
+    return replace(inputs, layers=layers, token_ids=inputs.token_ids[live])
