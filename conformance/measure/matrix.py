@@ -22,7 +22,8 @@ from conformance.assurance.proofs.coq import engine as coq_engine
 from conformance.engine.methods import FAMILY
 from conformance.engine.process import Engine
 from conformance.measure.certificates.__main__ import PROGRAMS, compile_engine
-from conformance.methods.method import METHODS, has_own_code, method_of
+from conformance.methods.method import METHODS as COMPARED
+from conformance.methods.method import has_own_code, method_of
 from conformance.paths import DOCS
 from conformance.verify.__main__ import run
 from conformance.verify.outcomes import Outcome
@@ -82,6 +83,7 @@ UNMEASURED: Mapping[str, str] = {
     "crystalcache": "is judged by the items of its stages",
 }
 """Backends and policies that the matrix leaves out, and why."""
+METHODS = {name: brute for name, brute in COMPARED.items() if name not in UNMEASURED}
 PRESS_OF = {
     "streamingllm": "StreamingLLM", "snapkv": "SnapKV", "pyramidkv": "PyramidKV", "chunkkv": "ChunkKV", "tova": "TOVA",
     "keydiff": "KeyDiff", "knorm": "Knorm", "adakv": "AdaKV", "expected-attention": "ExpectedAttention",
