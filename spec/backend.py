@@ -5,6 +5,7 @@ The section "Calls" of spec/implementing.md specifies array layouts, results, me
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from spec.arrays import BoolMatrix, BoolVector, IntVector, Matrix, Vector
@@ -17,7 +18,7 @@ from spec.records import CoAttention, Dissolution, TrunkGraph, Trunks
 
 __all__ = [
     "BUILT_IN", "ENTRY_POINTS", "Backend", "BreathStages", "CrystalStages", "DiversityStages", "NestedKVStages",
-    "PolicyStages", "resolve",
+    "PolicyStages", "owner_of", "resolve",
 ]
 
 BUILT_IN = {
@@ -284,6 +285,17 @@ class Backend:
             has = [name for name in FAMILIES if getattr(self, name) is not None]
             raise BackendUnavailable(f"backend {self.name!r} has no stage family {family!r}; it has: {has or 'none'}")
         return stages
+
+
+def owner_of(function: Callable[..., Any], other: str = "") -> str:
+    """Return the name of the built-in backend that contains a function or class. For all other code, return `other`."""
+    while isinstance(function, partial):
+        function = function.func
+    module = f"{getattr(function, '__module__', '')}."
+    for name, target in BUILT_IN.items():
+        if module.startswith(target.partition(":")[0].removesuffix("backend")):
+            return name
+    return other
 
 
 def resolve(backend: str | Backend) -> Backend:

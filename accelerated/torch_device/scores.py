@@ -176,7 +176,8 @@ def _last_similar(unit: Tensor) -> Tensor:
     """Return the index of the last different key with a cosine above 1/2, or 0 if there is none, for each key, (n,)."""
     n, number = len(unit), torch.arange(1, len(unit) + 1, dtype=unit.dtype, device=unit.device)
     last = torch.zeros_like(number)
-    for first in range(0, n, size := block_rows(unit, n)):
+    # Six passes read a block after the product, so half a block is faster on a CPU: the block stays in the cache.
+    for first in range(0, n, size := block_rows(unit, 2 * n)):
         rows, end = slice(first, first + size), min(n, first + size)
         similar = torch.matmul(unit[rows], unit[:end].T)
         similar.diagonal(first).zero_()

@@ -28,5 +28,5 @@ class _NestedKVOnDevice:
 BACKEND = Backend(
     "triton", crystal=with_host(NUMBA.require_crystal(), coattention=coattention),
     breath=with_host(NUMBA.require_breath(), inverse_key_norms=inverse_key_norms), diversity=NUMBA.diversity,
-    nestedkv=_NestedKVOnDevice(), policies=TORCH.policies, takes=takes, scores=TORCH.scores,
+    nestedkv=_NestedKVOnDevice(), policies=TORCH.policies, takes=takes, scores=TORCH.scores, tensors=TORCH.tensors,
 )

@@ -145,6 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     rules = load_rules(given.rules)
     subject = Loading(rules.models[0], dtype="float32").subject()
     rows = [row for row in _lines(given.rows) if row["model"] == subject.name]
+    subject = replace(subject, backend=rows[0]["backend"] if rows else subject.backend)
     every = [(row, cell) for row in rows for cell in row["cells"] if cell["policy"] in POLICIES]
     drawn = np.random.default_rng(given.seed).permutation(len(every))[: given.count]
     of_rows = {(item.digest, item.placement): item for item in items(rules, subject, ("dev", "confirm"))}

@@ -115,7 +115,7 @@ def retained(
         SpecError: if the policy does not support the model or the ids.
     """
     own = method.on(model)
-    protected = CustomPolicy(protecting(own.policy, markers), own.budget, own.backend)
+    protected = CustomPolicy(protecting(own.policy, markers), own.budget)
     return prefill(model, protected, torch.tensor([list(ids)], device=model.device)).run.retentions[0]
 
 

@@ -139,3 +139,5 @@ class Decision:
     """Number of kept tokens of each set, minus the budget that the user gave (see `Session.over_budget`)."""
     padding: Tensor | None = None
     """Number of padding columns on the left of each prompt, (rows,), if a first prompt is padded."""
+    on_device: bool = False
+    """True if the kept tokens of a first prompt were selected on the device of the layers."""

@@ -13,6 +13,7 @@ from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import calibration_of, check_counts, check_folder
 from models_integration.cli.options import names_of
 from models_integration.session.method import Method
+from models_integration.session.stages import describe_stages
 from models_integration.studies.evidence.audit import audit
 from models_integration.studies.evidence.kept import CONTROL_BOUNDS, FULL
 from models_integration.studies.evidence.page import study_sections
@@ -331,7 +332,7 @@ class Work:
                 samples = f"{len(every)} samples" + (f" ({checks} samples only for controls)" if checks else "")
                 part = "" if self.running.part == ALL else f" {self.running.part} samples,"
                 say(
-                    f"{rules.title}:{part} model {subject.name}, backend {subject.backend}, rules {rules.digest[:8]};"
+                    f"{rules.title}:{part} model {subject.name}, backend {self.backends}, rules {rules.digest[:8]};"
                     f" {samples}, {len(every) - len(left)} of them stored in {results} by earlier runs", console
                 )
                 with progress_bar(console, len(left)) as progress:
@@ -340,6 +341,16 @@ class Work:
         except KeyboardInterrupt:
             return True
         return False
+
+    @property
+    def backends(self) -> str:
+        """Backends of the stages of all policies, such as "numba for h2o; torch for snapkv"."""
+        found: dict[str, list[str]] = {}
+        for name, method in self.policies.items():
+            found.setdefault(describe_stages(method, on_device=False), []).append(name)
+        if len(found) > 1:
+            return "; ".join(f"{stages} for {', '.join(names)}" for stages, names in found.items())
+        return next(iter(found), self.subject.backend)
 
     def rows(self) -> list[Row]:
         """Return the stored rows of the samples."""

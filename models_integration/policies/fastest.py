@@ -1,7 +1,9 @@
-"""Choice of `backend="auto"`: the first backend that can run on this machine and has the needed stages."""
+"""Choice of `backend="auto"`: the backend that a committed measurement found fastest for a policy and a device type."""
 
+import json
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib.resources import files
 from typing import Any
 from warnings import warn
 
@@ -9,37 +11,72 @@ import numpy as np
 import torch
 
 from reference.backend import BACKEND as REFERENCE
+from reference.policies.names import DIVERSE, NAMES, families_of
 from spec.backend import Backend, resolve
 from spec.errors import BackendUnavailable
 from spec.parameters import NESTEDKV, PAPER
 
-__all__ = ["fastest", "stage_that_differs"]
+__all__ = ["MEASURED", "default_device_type", "fastest", "stage_that_differs"]
 
-ON_DEVICE = ("torch", "triton")
-"""Order of the backends on a device. For CrystalCache triton is first: of the triton kernels, only S1 beat torch."""
-ON_HOST = ("numba", "numpy")
+MEASURED = "fastest.json"
+"""File of this package: processor time that each policy adds to a prompt, by device type, policy and backend."""
+COMPILED, TENSORS, KERNELS = "numba", "torch", "triton"
 CLOSE = 1e-3
 
 
-def fastest(*families: str) -> Backend:
-    """Return the first backend with the given stage families. With an accelerator, try torch and triton first.
+def default_device_type() -> str:
+    """Return the type of the device that PyTorch uses by default: "cpu" if there is no accelerator."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if device is None else device.type
+
+
+def fastest(name: str, device: str, *families: str) -> Backend:
+    """Return the fastest backend for a policy on a device type, such as "cpu" or "cuda".
+
+    Of the backends that can run here, the backend with the least measured time is used. If the measurement has no row
+    for the policy, the backend is Numba on a CPU if Numba has code for the scores of the policy, and otherwise torch.
+    The backend is NumPy if neither Numba nor torch has the stages, and for your own policies on a CPU.
 
     triton is used only if the kernels of triton agree with the reference on small inputs. kvspec compares the kernels
     once per process. If a kernel differs from the reference, a warning names the kernel.
 
+    Args:
+        name: name of the policy. A variant `diverse-NAME` has the row of NAME.
+        device: device type of the model. A model on "meta" has no values, and its policies run on the CPU.
+        families: stage families that the backend must have, in addition to the families of the policy.
+
     Raises:
         BackendUnavailable: if no backend has the stage families and can run on this machine.
     """
-    on_device = sorted(ON_DEVICE, reverse="crystal" in families) if torch.accelerator.is_available() else ()
-    order = (*on_device, *ON_HOST)
-    for name in order:
+    needed = {*families_of(name), *families}
+    for backend in _order(name, "cpu" if device == "meta" else device):
         try:
-            found = resolve(name)
+            found = resolve(backend)
         except BackendUnavailable:
             continue
-        if all(getattr(found, family) is not None for family in families) and (name != "triton" or _trusted(found)):
+        if all(getattr(found, family) is not None for family in needed) and (backend != KERNELS or _trusted(found)):
             return found
-    raise BackendUnavailable(f"none of the backends {', '.join(order)} can run on this machine")
+    raise BackendUnavailable(f"no backend with the stages of {name} can run on this machine")
+
+
+def _order(name: str, device: str) -> list[str]:
+    """Return the names of all backends that may run a policy on a device type, fastest first."""
+    compiled = bool(set(families_of(name)) - {"diversity"})
+    if device != "cpu":
+        usual = [TENSORS, COMPILED, REFERENCE.name]
+    elif name not in NAMES:
+        usual = [REFERENCE.name]
+    else:
+        usual = [COMPILED, TENSORS, REFERENCE.name] if compiled else [TENSORS, REFERENCE.name]
+    row = _measured()[device].get(name.removeprefix(DIVERSE), {}) if device in _measured() else {}
+    return sorted({*usual, *row}, key=lambda one: (row.get(one, float("inf")), [*usual, one].index(one)))
+
+
+@cache
+def _measured() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
+    """Return the added time of policies, by device type, policy and backend."""
+    found: dict[str, Any] = json.loads(files(__package__).joinpath(MEASURED).read_text())
+    return {device: part["added"] for device, part in found.items()}
 
 
 @cache

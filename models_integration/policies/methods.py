@@ -18,7 +18,7 @@ from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import describe, unwrapped
 from models_integration.model.identity import ModelIdentity
 from models_integration.policies.calibration import heads_served_by, served_by
-from models_integration.policies.fastest import fastest
+from models_integration.policies.fastest import default_device_type, fastest
 from models_integration.policies.values import output_projections, read_rotation
 from models_integration.session.crystal import CrystalMethod
 from models_integration.session.method import Method, SteppingMethod
@@ -27,7 +27,7 @@ from reference.backend import BACKEND as REFERENCE
 from reference.calibration import Calibration, load_calibration
 from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
 from reference.policies.kept import floor_reason
-from reference.policies.names import check_name, with_twins
+from reference.policies.names import BACKEND, check_name
 from spec.backend import Backend, resolve
 from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
@@ -79,9 +79,9 @@ class RetentionPolicy(ABC):
         return Session(self.on(model), model)
 
 
-def method_of(policy: Policy, budget: Budget, backend: str = "numpy", engine: Backend = REFERENCE) -> Method:
+def method_of(policy: Policy, budget: Budget, engine: Backend = REFERENCE) -> Method:
     """Return the `Method` of a policy and a budget. If the cadence has steps, the scorer's state lasts across steps."""
-    return (Method if policy.cadence.every is None else SteppingMethod)(policy, budget, backend, engine)
+    return (Method if policy.cadence.every is None else SteppingMethod)(policy, budget, engine)
 
 
 @dataclass(frozen=True, init=False)
@@ -93,25 +93,24 @@ class CustomPolicy(RetentionPolicy):
     Args:
         policy: policy without a budget, such as the result of `policy_from_score`.
         budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int).
-        backend: name of the backend that reports show for the policy.
+        backend: name that reports show for your own code. Code of kvspec is always shown with the name of its backend.
 
     Raises:
         SpecError: if the budget is not a valid fraction or number of tokens.
     """
-
     method: Method
 
     def __init__(self, policy: Policy, budget: float | int | str | Budget = 0.5, backend: str = "numpy") -> None:
         _warn_small(budget, policy)
-        self._be(method_of(policy, parse_budget(budget), backend))
+        self._be(method_of(policy, parse_budget(budget), replace(REFERENCE, name=backend)))
 
     def _be(self, method: Method) -> None:
         object.__setattr__(self, "method", method)
 
     @property
     def backend(self) -> str:
-        """Name of the backend that selects the tokens."""
-        return self.method.backend
+        """Name of the backend that the policy uses. `run.backend` states which backend computed each stage."""
+        return self.method.engine.name
 
     def on(self, model: PreTrainedModel) -> Method:
         """Return the `method` argument of `decide`, which is the same for every model."""
@@ -128,8 +127,7 @@ class CrystalCache(CustomPolicy):
         sentence_ends: ids of the tokens that end a sentence, such as `kvspec.sentence_ends(tokenizer)`.
         parameters: constants of the policy.
         backend: backend that selects the tokens to keep: "auto", a backend name, "module:ATTRIBUTE" or a Backend
-            object. On a CUDA device, "auto" uses triton if a check finds that triton gives the results of the
-            reference. Otherwise "auto" uses torch (if PyTorch finds an accelerator), numba (if installed) or numpy.
+            object. "auto" is the backend that a measurement found fastest on the device type of the model.
         decode: if True, also evict during decoding, after every T_breath generated tokens. Default: evict only after
             prompts and later turns.
         stream: if True, process one prompt of unlimited length, and evict after every C tokens. The budget of a stream
@@ -143,6 +141,9 @@ class CrystalCache(CustomPolicy):
         BackendUnavailable: if the backend cannot run on this machine.
     """
 
+    _families: tuple[str, ...] | None = None
+    """Stage families that the backend also needs, if the backend is "auto"."""
+
     def __init__(
         self, budget: float | int | str | Budget = 0.5, sentence_ends: Set[int] | None = None,
         parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "auto", *, decode: bool = False,
@@ -150,9 +151,7 @@ class CrystalCache(CustomPolicy):
     ) -> None:
         share = parse_budget(budget)
         if sentence_ends is None:
-            raise SpecError(
-                "sentence_ends", None, "is needed; kvspec.sentence_ends(tokenizer) makes the set"
-            )
+            raise SpecError("sentence_ends", None, "is needed; kvspec.sentence_ends(tokenizer) makes the set")
         ends = check_sentence_ends(sentence_ends)
         if not isinstance(parameters, CrystalCacheParameters):
             raise SpecError("parameters", parameters, "must be CrystalCacheParameters")
@@ -160,15 +159,24 @@ class CrystalCache(CustomPolicy):
             raise SpecError("budget", str(share), "a stream has no end: give the budget as a number of tokens")
         parameters = replace(parameters, breath_protection=breath_protection)
         breath = ("breath",) if decode or stream else ()
-        chosen = fastest("crystal", *breath) if backend == "auto" else resolve(backend)
+        auto = backend == "auto"
+        chosen = fastest("crystalcache", default_device_type(), *breath) if auto else resolve(backend)
         if breath:
             chosen.require_breath()
         policy = crystalcache(ends, parameters, chosen)
         _warn_small(budget, policy)
         self._be(CrystalMethod(
-            policy, share, chosen.name, chosen, decode, sentence_ends=ends,
-            parameters=parameters, stream=stream,
+            policy, share, chosen, decode, sentence_ends=ends, parameters=parameters, stream=stream,
         ))
+        object.__setattr__(self, "_families", breath if auto else None)
+
+    def on(self, model: PreTrainedModel) -> Method:
+        """Return the `method` argument of `decide`. If the backend is "auto", the device of the model decides."""
+        method = self.method
+        if self._families is None or not isinstance(method, CrystalMethod):
+            return method
+        chosen = fastest("crystalcache", unwrapped(model).device.type, *self._families)
+        return replace(method, policy=crystalcache(method.sentence_ends, method.parameters, chosen), engine=chosen)
 
 
 class StreamingLLM(CustomPolicy):
@@ -244,8 +252,9 @@ class Published(RetentionPolicy):
         if "calibration" in constants_of(name):
             constants["calibration"] = _calibration(constants.get("calibration"))
         check_penalty(constants.get("diversity", 0.0), "diversity")
-        if "backend" in constants_of(name) and constants.get("backend", "auto") == "auto":
-            constants["backend"] = _fastest(name)
+        if constants.get(BACKEND) == "auto":
+            del constants[BACKEND]
+        resolve(constants.get(BACKEND, REFERENCE))
         share, later = parse_budget(budget), bool(names.constants_of_model(name))
         if not later:
             _warn_small(budget, names.make_policy(name, constants))
@@ -266,19 +275,13 @@ class Published(RetentionPolicy):
             SpecError: if kvspec or the policy does not support the model, or if the calibration belongs to a different
                 model.
         """
-        engine = resolve(self.constants.get("backend", "numpy"))
-        reads_tensors = engine.takes is not None and not names.families_of(self.name)  # KVzip+ runs on the host
-        learned = _learned(self.name, model, self.identity, reads_tensors)
-        policy = names.make_policy(self.name, {**learned, **self.constants})
+        given = self.constants.get(BACKEND)
+        engine = fastest(self.name, unwrapped(model).device.type) if given is None else resolve(given)
+        on_device = engine.takes is not None and not names.families_of(self.name)  # KVzip+ runs on the host
+        learned = _learned(self.name, model, self.identity, on_device)
+        policy = names.make_policy(self.name, {**learned, **self.constants, BACKEND: engine})
         _warn_small(self.unwarned, policy)
-        used = names.families_of(self.name) or with_twins(policy, engine) is not policy
-        return method_of(policy, self.budget, engine.name if used else "numpy", engine)
-
-
-def _fastest(name: str) -> str:
-    """Return the default backend of a policy."""
-    families = names.families_of(name)
-    return fastest(*families).name if families else "torch" if torch.accelerator.is_available() else "numpy"
+        return method_of(policy, self.budget, engine)
 
 
 def policy_from_name(name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> RetentionPolicy:

@@ -129,7 +129,7 @@ class Cascade:
                 layer.keys, layer.values, labels = merge(parts)
                 retentions = self._retentions(labels)
                 settle(self.cache, index, (), retentions, padding)
-                decisions.append(Decision(tuple(retentions[:: self.copies]), padding=padding))
+                decisions.append(Decision(tuple(retentions[:: self.copies]), padding=padding, on_device=True))
         self.cache.bytes_freed = freed + before - storage_bytes(self.cache.full_layers)
         self.pooled.clear()
         return decisions

@@ -94,7 +94,7 @@ class DeviceChoices:
             after = Continuation() if policy.cadence.every is None else ScorerRecords(policy.name, tuple(
                 _running(policy.scorer, *row, records) for row, records in zip(kept, self.records[layer], strict=True)
             ))
-            parts.append(Decision(retentions, after, padding=padding))
+            parts.append(Decision(retentions, after, padding=padding, on_device=True))
         self.layers.clear()
         return parts
 

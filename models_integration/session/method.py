@@ -34,7 +34,6 @@ class Method:
     Attributes:
         policy: policy without a budget.
         budget: budget of each prompt and of each later segment.
-        backend: name of the backend that the policy uses.
         engine: backend of the policy. If it has functions of tensors, kvspec selects the kept tokens on the device.
         decode: True if the policy can evict after a decode step. Then each token of a stream is a decode step if the
             model processes the token alone.
@@ -42,7 +41,6 @@ class Method:
 
     policy: Policy
     budget: Budget
-    backend: str = "numpy"
     engine: Backend = REFERENCE
     decode: bool = False
 
@@ -214,7 +212,10 @@ def decide(method: Method, observed: ObservedSegment) -> Decision:
 def join_layers(method: Method, parts: Sequence[Decision]) -> Decision:
     """Join the decisions about single layers of a prompt, in ascending order of layers, into one decision."""
     retentions = tuple(map(Retention.join, zip(*(part.retentions for part in parts), strict=True)))
-    joined = Decision(retentions, over_budget=method.over_budget(retentions), padding=parts[0].padding)
+    on_device = all(part.on_device for part in parts)
+    joined = Decision(
+        retentions, over_budget=method.over_budget(retentions), padding=parts[0].padding, on_device=on_device
+    )
     records = [part.continuation for part in parts if isinstance(part.continuation, ScorerRecords)]
     if not records:
         return joined

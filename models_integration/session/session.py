@@ -35,6 +35,7 @@ from models_integration.session.inputs import (
 )
 from models_integration.session.method import Method
 from models_integration.session.segment import Forward, Segment, end_step, reading, step
+from models_integration.session.stages import describe_stages
 from models_integration.session.streams import Stream
 from reference.policies.kept import KeptTokens, count_kept
 from spec.arrays import IntVector
@@ -64,7 +65,8 @@ class Session:
     attributes of the session.
 
     Attributes:
-        backend: name of the backend that selects the tokens.
+        backend: name of the backend that computed the last eviction. If there are several, text such as "scores: torch,
+            selection: numba". Before a prompt, the text is what a prompt of one forward pass uses.
         seen: number of tokens that the model has processed so far, in prompts and answers. The last generated token is
             not included, because the model has not processed this token.
         stored: number of tokens in the cache now, averaged over layers and heads. Generated tokens are included.
@@ -86,7 +88,7 @@ class Session:
     """
 
     def __init__(self, method: Method, model: PreTrainedModel) -> None:
-        self.backend = method.backend
+        self.backend = describe_stages(method)
         self.retentions: tuple[Retention, ...] = ()
         self.cache: RetainedCache | None = None
         self.timings: dict[str, float] = {}
@@ -320,7 +322,7 @@ class Session:
             return
         with failing_whole(cache, "a policy failed on its prompt"):
             decision = segment.finish()
-        self.retentions = decision.retentions
+        self.retentions, self.backend = decision.retentions, describe_stages(self._method, decision.on_device)
         self.cache, self.timings, self.over_budget = cache, observed.watch.read(), decision.over_budget
 
     def _end(self, segment: Segment) -> None:

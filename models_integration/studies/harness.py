@@ -27,6 +27,7 @@ from models_integration.policies.values import sentence_ends
 from models_integration.session.method import decide
 from models_integration.session.observed import ObservedSegment
 from models_integration.session.session import Session
+from models_integration.session.stages import describe_stages
 from models_integration.session.verbs import compact, observe, read
 from models_integration.studies.evidence.rules import AT_PROMPT
 from models_integration.studies.results import unit_named
@@ -80,17 +81,19 @@ class PolicyLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         statistics = load_calibration(Path(calibration)) if calibration else None
         parse_budget(str(budget))
         ends = sentence_ends(self.tokenizer)
-        chosen = CrystalCache(sentence_ends=ends, backend=backend).backend
+        CrystalCache(sentence_ends=ends, backend=backend)  # raises if the backend cannot run here
         label = Path(pretrained).name
-        subject = Subject(label, self.model, self.tokenizer, ends, chosen, frozenset(), statistics)
+        subject = Subject(label, self.model, self.tokenizer, ends, backend, frozenset(), statistics)
         text = policy.removesuffix(AT_PROMPT)
         self._method = subject.policy(text, str(budget)).on(self.model)
         if text != policy:
-            self._method = method_of(replace(self._method.policy, cadence=SEGMENT_END), self._method.budget, chosen)
+            own = self._method
+            self._method = method_of(replace(own.policy, cadence=SEGMENT_END), own.budget, own.engine)
         self._question_from, self._architecture = question_from, describe(self.model)
         self._about = {
             "policy": policy_in_rows(text, statistics) + policy[len(text) :], "budget": str(budget),
-            "question_from": question_from, "backend": chosen, "model": subject.name, "spec_version": SPEC_VERSION,
+            "question_from": question_from, "backend": describe_stages(self._method, on_device=False),
+            "model": subject.name, "spec_version": SPEC_VERSION,
         }
         self.key = unit_named(self._about)[:12]
         """Hash of model, policy, budget and split. The name of a response cache must contain this hash."""

@@ -246,6 +246,7 @@ def _counted(own: Sequence[tuple[Row, Row]]) -> Row:
     right = float(sum(cell["right"] for _, cell in own))
     return {
         **{name: row[name] for name in _ABOUT}, "policy": policy, "budget_requested": budget,
+        "backend": first.get("backend", row["backend"]),
         "budget": min(B, row["length"]), "n": n, "control": control, "correct": right, "accuracy": right / n,
         "mean_kept": sum(kept) / n, "mean_cache": sum(cell["mean_cache"] for _, cell in own) / n,
         "peak_cache": max(cell["peak_cache"] for _, cell in own),

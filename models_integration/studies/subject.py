@@ -174,7 +174,7 @@ class Loading:
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             here = ", ".join(["cpu", *(f"cuda:{at}" for at in range(torch.cuda.device_count()))])
             raise SpecError("device", self.device, f"does not exist on this machine; choose from {here}") from error
-        CrystalCache(sentence_ends={0}, backend=self.backend)
+        CrystalCache(sentence_ends={0}, backend=self.backend)  # raises if the backend cannot run here
 
     def subject(self) -> Subject:
         """Load the model and the tokenizer.
@@ -208,8 +208,8 @@ def subject_of(
     ends = model.generation_config.eos_token_id
     stop = ends if isinstance(ends, list) else [] if ends is None else [ends]
     sentences = sentence_ends(tokenizer)
-    chosen = CrystalCache(sentence_ends=sentences, backend=backend).backend
-    return Subject(label, model, tokenizer, sentences, chosen, frozenset(stop), calibration)
+    CrystalCache(sentence_ends=sentences, backend=backend)  # raises if the backend cannot run here
+    return Subject(label, model, tokenizer, sentences, backend, frozenset(stop), calibration)
 
 
 @contextmanager

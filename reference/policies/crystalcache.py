@@ -56,7 +56,7 @@ class CrystalScorer:
 @named(
     "crystalcache", "Lin, CrystalCache",
     "trunks (runs of tokens within a sentence) with strong attention links to other trunks, or with rare tokens",
-    diverse=False, blocks=False,
+    diverse=False, blocks=False, family="crystal",
 )
 def crystalcache(
     sentence_ends: frozenset[int], parameters: CrystalCacheParameters = PAPER, backend: str | Backend = "numpy",

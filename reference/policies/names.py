@@ -9,7 +9,7 @@ from typing import Any
 
 from reference import policies
 from reference.policies.named import REGISTERED, NamedPolicy
-from spec.backend import Backend, resolve
+from spec.backend import Backend, owner_of, resolve
 from spec.errors import SpecError
 from spec.plugins import Plugin, find_plugin
 from spec.policy import NOTHING_PROMISED, Policy
@@ -25,7 +25,7 @@ __all__ = [
 def with_twins(policy: Policy, backend: Backend) -> Policy:
     """Return the policy with its score functions replaced by the backend's functions of equal name.
 
-    Functions that the backend lacks are not replaced.
+    Functions that the backend lacks are not replaced, and no function from a user's own module is replaced.
     """
     scorer = _with_twins(policy.scorer, backend)
     return policy if scorer is policy.scorer else replace(policy, scorer=scorer)
@@ -34,10 +34,10 @@ def with_twins(policy: Policy, backend: Backend) -> Policy:
 def _with_twins(part: Any, backend: Backend) -> Any:
     """Return `part`, a function or a scorer, with its functions replaced by the backend's functions of equal name."""
     if isinstance(part, partial):
-        twin = backend.scores.get(part.func.__name__)
-        return part if twin is None else partial(twin, *part.args, **part.keywords)
+        twin = _with_twins(part.func, backend)
+        return part if twin is part.func else partial(twin, *part.args, **part.keywords)
     if not is_dataclass(part) or not hasattr(part, "needs"):
-        return backend.scores.get(getattr(part, "__name__", ""), part)
+        return backend.scores.get(part.__name__, part) if hasattr(part, "__name__") and owner_of(part) else part
     parts = {field.name: getattr(part, field.name) for field in fields(part)}
     changed = {name: twin for name, own in parts.items() if (twin := _with_twins(own, backend)) is not own}
     if changed and "takes" in parts:
@@ -179,9 +179,10 @@ def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
         return policies.in_blocks(policy, constants[BLOCK]) if row.blocks and BLOCK in constants else policy
     taken = row.constants | row.of_model
     host = row.policy({key: value for key, value in constants.items() if key in taken})
+    engine = resolve(constants.get(BACKEND, "numpy"))
     lam, mode = constants.get("diversity", 0.5), constants.get("signature", "flat")
     rule = constants.get("rule", _RULES[0])
     check_choices("rule", (rule,), _RULES)
-    if rule == "variant_b":
-        return policies.toward_mean_values(host, lam, mode)
-    return policies.diverse(host, lam, mode, constants.get("backend", "numpy"))
+    toward_mean = rule == "variant_b"
+    made = policies.toward_mean_values(host, lam, mode) if toward_mean else policies.diverse(host, lam, mode, engine)
+    return with_twins(made, engine)

@@ -23,6 +23,7 @@ __all__ = ["QueryCache", "last_queries", "rkv", "rkv_importance", "rkv_redundanc
 
 EPSILON = 1e-8
 SIMILAR = 0.5
+_ROWS = 64  # rows of cosines at a time, so that the memory is linear in the number of keys
 
 
 def rkv_importance(view: LayerView, W: int, kernel: int) -> Float64[Matrix, "H_kv past"]:
@@ -59,12 +60,15 @@ def rkv_redundancy(k: Float64[Matrix, "n d"]) -> Float64[Matrix, "one n"]:
     Source: R-KV's official code.
     """
     unit = k / (np.sqrt((k * k).sum(axis=1, keepdims=True)) + EPSILON)
-    C = np.matmul(unit, unit.T)
-    np.fill_diagonal(C, 0.0)
-    similar = C.astype(np.float32) > np.float32(SIMILAR)
-    columns = np.arange(len(k))
-    C[columns, np.where(similar, columns, 0).max(axis=1)] = 0.0
-    return softmax(C.mean(axis=0)[None])
+    columns, total = np.arange(len(k)), np.zeros(len(k))
+    for first in range(0, len(k), _ROWS):
+        C = np.matmul(unit[first : first + _ROWS], unit.T)
+        rows = np.arange(len(C))
+        C[rows, first + rows] = 0.0
+        similar = C.astype(np.float32) > np.float32(SIMILAR)
+        C[rows, np.where(similar, columns, 0).max(axis=1)] = 0.0
+        total += C.sum(axis=0)
+    return softmax((total / len(k))[None])
 
 
 def rkv_score(view: LayerView, W: int, kernel: int, lam: float) -> Float64[Matrix, "H_kv n"]:

@@ -64,9 +64,7 @@ def serve(side: str) -> None:
 def _applied(library: Any, policy: str, model: LlamaForCausalLM) -> Callable[[], Any]:
     if library.__name__ == "kvpress":
         return lambda: PRESSES[policy](library, 1 - KEPT)(model)
-    constants: dict[str, Any] = {} if policy == "streamingllm" else {"backend": "torch"}
-    if policy == "kvzip":
-        constants["template"] = TEMPLATE
+    constants: dict[str, Any] = {"template": TEMPLATE} if policy == "kvzip" else {}
     return lambda: library.policy_from_name(policy, KEPT, **constants)(model)
 
 

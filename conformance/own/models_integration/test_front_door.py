@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,21 +21,17 @@ from conformance.own.models_integration.session.sessions import batch, published
 from models_integration import (
     CrystalCache,
     FullCache,
-    Published,
     RetentionPolicy,
     StreamingLLM,
     policy_from_name,
     prefill,
 )
 from models_integration.cli.app import app
-from models_integration.policies import fastest
 from models_integration.policies.values import sentence_ends
-from reference.backend import BACKEND
-from reference.crystalcache import prefill as reference_prefill
 from reference.policies.budgets import tokens_of
 from reference.policies.describe import describe_policy, list_policies
 from reference.policies.names import POLICIES
-from spec.backend import Backend, NestedKVStages
+from spec.backend import Backend
 from spec.budget import Budget, parse_budget
 from spec.errors import BackendUnavailable, SpecError
 from spec.parameters import PAPER, TINY, NestedKVParameters
@@ -166,69 +160,6 @@ def test_other_arguments_are_checked_when_the_method_is_made(options: dict[str, 
 def test_a_backend_without_the_stages_is_unavailable() -> None:
     with pytest.raises(BackendUnavailable, match="no stage family 'crystal'"):
         CrystalCache(0.5, ENDS, backend=Backend("bare"))
-
-
-def found_as(name: str | Backend) -> Backend:
-    """Every backend but numba can run, as the reference, of which torch has only a part."""
-    if name == "numba":
-        raise BackendUnavailable("no numba here")
-    return replace(BACKEND, name=str(name), crystal=None if name == "torch" else BACKEND.crystal)
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "name", "taken"),
-    [
-        (False, "crystalcache", "numpy"), (True, "crystalcache", "triton"), (False, "tova", "numpy"),
-        (True, "tova", "torch"), (False, "snapkv", "numpy"), (True, "snapkv", "torch"),
-    ],
-)
-def test_auto_takes_the_first_backend_that_has_the_stages(
-    accelerator: bool, name: str, taken: str, monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fastest, "resolve", found_as)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
-    policy = CrystalCache(0.5, ENDS) if name == "crystalcache" else Published(name)
-    assert (policy.constants["backend"] if isinstance(policy, Published) else policy.backend) == taken
-
-
-class Wrong(NestedKVStages):
-    """Scores upside down."""
-
-    def anomaly_score(self, *args: Any) -> Any:
-        """As the reference, less everything."""
-        return -BACKEND.require_nestedkv().anomaly_score(*args)
-
-
-def test_auto_leaves_a_kernel_out_that_differs_on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(name: str | Backend) -> Backend:
-        return replace(found_as(name), nestedkv=Wrong()) if name == "triton" else found_as(name)
-
-    monkeypatch.setattr(fastest, "resolve", found)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    with pytest.warns(UserWarning, match=r"'triton': the kernel 'nestedkv.anomaly_score' differs from the reference"):
-        assert CrystalCache(0.5, ENDS).backend == "numpy"
-    monkeypatch.setattr(fastest, "resolve", lambda name: Backend("bare"))
-    with pytest.raises(BackendUnavailable, match="none of the backends"):
-        CrystalCache(0.5, ENDS)
-
-
-def test_auto_is_numba_where_there_is_no_cuda_and_the_reference_does_not_know_it() -> None:
-    if not torch.cuda.is_available():
-        assert CrystalCache(0.5, ENDS).backend == "numba"
-    q = np.ones((1, 4, 2))
-    with pytest.raises(SpecError, match="backend = 'auto': must be one of numpy"):
-        reference_prefill(q, q, np.arange(4), ENDS, backend="auto")
-
-
-@pytest.mark.law("figures-are-counted-right")
-def test_a_run_says_which_backend_decided() -> None:
-    model = build("llama")
-    with CrystalCache(0.5, ENDS, TINY, backend="numpy")(model) as run:
-        greedy(model, prompt(40), 2)
-    assert run.backend == "numpy"
-    with CrystalCache(0.5, ENDS, TINY, backend=Backend("mine", BACKEND.crystal))(model) as run:
-        greedy(model, prompt(40), 2)
-    assert run.backend == "mine"
 
 
 @pytest.mark.law("figures-are-counted-right")

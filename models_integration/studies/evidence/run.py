@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from models_integration.session.method import Method
+from models_integration.session.stages import describe_stages
 from models_integration.studies.answers import attempted, read_budget
 from models_integration.studies.evidence.kept import (
     BLIND,
@@ -201,7 +202,7 @@ def methods(rules: Rules, subject: Subject) -> dict[str, Method]:
             raise SpecError("policies", name, f"always evicts only after the prompt, so leave out {AT_PROMPT}")
         if text != name:
             policy = replace(method.policy, cadence=SEGMENT_END)
-            method = Method(policy, method.budget, method.backend, method.engine)
+            method = Method(policy, method.budget, method.engine)
         found[name] = method
     if RANDOM_TRUNKS in rules.controls:
         method = subject.policy("crystalcache", budget).on(subject.model)
@@ -327,6 +328,9 @@ class Measuring:
     def row(self, item: Item, measured: Row) -> Row:
         """Return the row of a sample: identity, part, commit, description and measurements."""
         rules = self._rules
+        for cell in measured.get("cells", ()):
+            if cell["policy"] in self._policies:
+                cell["backend"] = describe_stages(self._policies[cell["policy"]], on_device=False)
         part = item.sample.part if rules.claims else ALL
         registered = {"commit": rules.commit} if rules.commit else {}
         return {**item.identity(rules, self._subject), "part": part, **registered, **_about(item), **measured}

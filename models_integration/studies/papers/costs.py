@@ -25,7 +25,7 @@ from models_integration.studies.results import Row, append_row, load_rows
 from models_integration.studies.subject import Subject
 from models_integration.tasks.context import read_prose
 from spec import SPEC_VERSION
-from spec.backend import Backend, CrystalStages, resolve
+from spec.backend import Backend, CrystalStages
 
 __all__ = ["FILE", "PASSES", "TOKENS", "Costs", "clock_of", "timed"]
 
@@ -110,7 +110,8 @@ def _full(subject: Subject, ids: Tensor) -> Found:
 
 def _crystal(subject: Subject, ids: Tensor, budget: str) -> Found:
     stages = dict.fromkeys(STAGES, 0.0)
-    backend = _watched(resolve(subject.backend), subject.model.device, stages)
+    engine = CrystalCache(budget, subject.sentence_ends, backend=subject.backend).on(subject.model).engine
+    backend = _watched(engine, subject.model.device, stages)
     cache = RetainedCache(subject.model.config.get_text_config(decoder=True))
     with CrystalCache(budget, subject.sentence_ends, backend=backend)(subject.model):
         seconds, token = _generated(subject.model, ids, cache)

@@ -19,14 +19,17 @@ from torch import Tensor
 
 from accelerated.triton_gpu.backend import BACKEND
 from accelerated.triton_gpu.device import INTERPRETED, default_device, takes
+from conformance.assurance.policy_cases import CASES
 from conformance.checks import stage_checks
 from conformance.own.models_integration.session.families import ENDS, at_once, build, prompt
 from conformance.own.models_integration.session.sessions import Looking, method_of
+from conformance.strategies.policy_inputs import drawn
 from conformance.strategies.prompts import AttentionInputs, Prompt, random_prompt
 from models_integration import CrystalCache, RetainedCache, Session
 from models_integration.attention import capture as capture_module
+from models_integration.session.device_choice import policy_on_device
 from reference.crystalcache import prefill
-from spec.backend import Backend
+from spec.backend import Backend, resolve
 from spec.errors import SpecError
 from spec.parameters import TINY
 from spec.policy import Needs
@@ -155,3 +158,9 @@ def test_a_host_scorer_sees_arrays_on_every_device() -> None:
         at_once(model, prompt(N).to(default_device()), RetainedCache(model.config))
     (view,) = scorer.shown[0].layers.values()
     assert isinstance(view.q, np.ndarray)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_policies_select_their_tokens_on_the_device_as_under_torch(name: str) -> None:
+    policy, torch_backend = CASES[name].policy(drawn(1)), resolve("torch")
+    assert (policy_on_device(policy, BACKEND) is None) == (policy_on_device(policy, torch_backend) is None)
