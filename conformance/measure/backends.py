@@ -33,7 +33,7 @@ from models_integration.session.segment import Segment
 from models_integration.session.stages import scores_owner
 from reference.policies.names import BACKEND, POLICIES, constants_of
 
-TOKENS, BUDGET, ROUNDS, LAYERS, WARM = 2_048, 0.3, 3, 12, 256
+TOKENS, BUDGET, ROUNDS, LAYERS, WARM = 2_048, 0.3, 3, 12, 1_280
 BACKENDS = ("numba", "torch")
 FILE = Path(models_integration.policies.__path__[0], MEASURED)
 
@@ -103,7 +103,7 @@ def measured(name: str, model: LlamaForCausalLM, rounds: int, auto: bool) -> dic
     """Return the median share of each side."""
     policies = sides(name, model, auto)
     for policy in policies.values():
-        added(policy, model, WARM)  # compiles
+        added(policy, model, WARM)  # compiles, also for chunks after the first
     found: dict[str, list[float]] = {side: [] for side in policies}
     for _ in range(rounds):
         for side, policy in policies.items():

@@ -37,7 +37,8 @@ def _with_twins(part: Any, backend: Backend) -> Any:
         twin = _with_twins(part.func, backend)
         return part if twin is part.func else partial(twin, *part.args, **part.keywords)
     if not is_dataclass(part) or not hasattr(part, "needs"):
-        return backend.scores.get(part.__name__, part) if hasattr(part, "__name__") and owner_of(part) else part
+        function: Any = part
+        return backend.scores.get(function.__name__, part) if hasattr(part, "__name__") and owner_of(function) else part
     parts = {field.name: getattr(part, field.name) for field in fields(part)}
     changed = {name: twin for name, own in parts.items() if (twin := _with_twins(own, backend)) is not own}
     if changed and "takes" in parts:
