@@ -215,7 +215,8 @@ class Recorder:
     ) -> LayerView:
         """Return queries of some heads of one row, with the keys and values that KV heads of a layer store now."""
         seen = self.seen[index]
-        k, v = self._expanded(seen, row, layer) if self.latent else map(Tensor.detach, layer.held(row, kv_heads))
+        k, v = self._expanded(seen, row, layer) if self.latent else layer.held(row, kv_heads)
+        k, v = k.detach(), None if v is None else v.detach()
         asked = self._asked(seen.q[row, heads], queries)
         return self._shown(seen, asked, k, v if self.needs.values else None, None, heads)
 

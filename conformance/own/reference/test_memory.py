@@ -24,7 +24,7 @@ def peak(name: str, n: int) -> int:
     return most
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["rkv", "snapkv"])
 def test_the_memory_of_a_decision_is_linear_in_the_tokens(name: str) -> None:
     short, long = peak(name, SHORT), peak(name, LONG)
     assert long <= LINEAR * short, f"{short / 1e6:.1f} MB at {SHORT} tokens, {long / 1e6:.1f} MB at {LONG}"
