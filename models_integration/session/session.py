@@ -65,8 +65,8 @@ class Session:
     attributes of the session.
 
     Attributes:
-        backend: name of the backend that computed the last eviction. If there are several, text such as "scores: torch,
-            selection: numba". Before a prompt, the text is what a prompt of one forward pass uses.
+        backend: name of the backend that computed the last eviction. If there are several, `backend` has names for the
+            scores and for the selection. Before a prompt, `backend` is what a prompt of one forward pass uses.
         seen: number of tokens that the model has processed so far, in prompts and answers. The last generated token is
             not included, because the model has not processed this token.
         stored: number of tokens in the cache now, averaged over layers and heads. Generated tokens are included.
