@@ -216,7 +216,6 @@ def test_a_file_of_questions_that_is_none_is_refused_with_its_row(
         (["--questions", "q.csv", "--text", "no.txt"], ("text = 'no.txt': cannot be read",)),
         (["--questions", "q.csv", "--text", "empty.txt"], ("text = 'empty.txt': is empty",)),
         (["--questions", "q.csv", "--text", "long.txt"], ("text = 'number 1 of", "the 8192 positions", "shorten")),
-        (["--questions", "q.csv", "--text", "t.txt", "--budgets", "0.03"], ("snapkv keeps at least 32", "longer text")),
         (["--questions", "q.csv", "--text", "t.txt", "--grade", "bleu"], ("grade = 'bleu'", "contains, exact, f1")),
         (["--questions", "(.csv", "--text", "t.txt", "--grade", "regex"], ("answer = '(.csv, row 1'", "regular exp")),
         (["--questions", "q.csv", "--text", "t.txt", "--length", "99"], ("length = '99': cannot be used with --q",)),

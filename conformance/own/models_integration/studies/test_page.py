@@ -212,7 +212,7 @@ def test_the_best_are_those_by_hand_and_no_flagged_cell_is_one(shown: Page, rows
                 value_, low, high, _ = each[best]
                 assert table.line(title_of(task))[at] == f"{best} {value_:.2f} [{low:.2f}, {high:.2f}]{apart}"
     flagged = [table.lines[1:] for table in shown.tables if "off the median" in table.caption]
-    assert flagged == [[["knorm", "0.3", "306.0", "+2.0%"]]] * 2
+    assert flagged == [[["knorm", "0.3", "306.0 of 461.5", "+2.0%"]]] * 2
 
 
 @pytest.mark.law("as-it-is-described")
