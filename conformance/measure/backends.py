@@ -41,10 +41,12 @@ FILE = Path(models_integration.policies.__path__[0], MEASURED)
 def llama(layers: int = LAYERS, positions: int = 8_192) -> LlamaForCausalLM:
     """A random Llama of 77 M parameters if it has 12 layers: 768 wide, 12 heads on 4 KV heads."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
+    model = LlamaForCausalLM(LlamaConfig(
         vocab_size=1_024, hidden_size=768, intermediate_size=2_048, num_hidden_layers=layers, num_attention_heads=12,
         num_key_value_heads=4, max_position_embeddings=positions,
-    )).train(False)
+    ))
+    model.train(False)
+    return model
 
 
 def prompt(tokens: int) -> Tensor:

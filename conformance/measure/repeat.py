@@ -12,6 +12,7 @@ import json
 import lzma
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
