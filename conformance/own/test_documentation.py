@@ -104,6 +104,7 @@ NOT_RUN = {
     "kvspec paper": "takes minutes: studies/test_paper.py runs it",
     "kvspec sweep": "runs the reader's own model, with workers",
     "kvspec lm-eval": "runs in an environment of its own",
+    "kvspec serve": "needs vLLM: nox -s vllm runs its parts",
     "kvspec verify": "judges the reader's own package, for minutes",
 }
 GUIDE = {

@@ -104,7 +104,6 @@ def one_token_exchanged(own: Any) -> Any:
 
 
 ERRORS: dict[str, Callable[[Engine, pytest.MonkeyPatch], None]] = {
-    "slots are positions": no_shift_of_slots,
     "lengths are positions": replaced("runner", "shift_lengths", lambda own: lambda *_: None),
     "heads are exchanged": replaced("runner", "_Model._slots", lambda own: staticmethod(shuffled_heads(own))),
     "every layer keeps the tokens of the first": replaced(
@@ -113,18 +112,10 @@ ERRORS: dict[str, Callable[[Engine, pytest.MonkeyPatch], None]] = {
     "the first kept token is the next": replaced(
         "runner", "_Model._slots", lambda own: staticmethod(one_token_exchanged(own))
     ),
-    "steps pass the end of the prompt": replaced("plan", "Plan.limit", lambda own: lambda self, done, tokens: tokens),
     "requests go on without a decision": replaced(
         "plan", "Plan.is_event", lambda own: lambda self, seen: seen != self.n and own(self, seen)
     ),
-    "the set is made again after a preemption": replaced(
-        "selection", "Decider.kept", lambda own: lambda self, event: None
-    ),
     "the shift survives a preemption": replaced("plan", "Plan.restart", lambda own: lambda self: None),
-    "evicted requests hash blocks": replaced(
-        "manager", "EvictingManager.cache_blocks",
-        lambda own: lambda self, *a, **k: super(type(self), self).cache_blocks(*a, **k),
-    ),
     "the window is skipped by a shared prefix": replaced(
         "plan", "Plan.reusable_blocks", lambda own: lambda self, size: self.n // size
     ),
