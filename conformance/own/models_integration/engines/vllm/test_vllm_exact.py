@@ -63,7 +63,7 @@ def test_a_batch_of_policies(engine: Engine) -> None:
 @pytest.mark.parametrize("name", EQUAL)
 def test_kept_sets_are_those_of_a_session(engine: Engine, name: str) -> None:
     model, _ = load_pocket()
-    constants = {"W": 16} if "snapkv" in name else {}
+    constants: dict[str, Any] = {"W": 16} if "snapkv" in name else {}
     prompts = [cut(*one) for one in PROMPTS[:3]]
     found = run(engine, prompts, [asking(name, budget=0.3, **constants)] * 3)
     for prompt, one in zip(prompts, found, strict=True):
