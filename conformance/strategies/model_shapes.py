@@ -67,8 +67,9 @@ class Shape(NamedTuple):
         """Logits near the sum of a row's powers, so that sinks take a large and different share of each head."""
         spread = 2 * self.scaling * self.width**0.5
         middle = np.log(self.tokens) + min(spread**2 / 2, 3 * spread)
-        found = middle + 1.5 * rng.standard_normal(self.kv_heads * self.group)
-        return found.astype(np.float32).astype(np.float64)
+        logits = middle + 1.5 * rng.standard_normal(self.kv_heads * self.group)
+        rounded: Array = logits.astype(np.float32).astype(np.float64)
+        return rounded
 
     def _in_dtype(self, x: Array, size: float = 1.0) -> Array:
         """The numbers as the arrays of a model have them; bfloat16 keeps 8 bits, which NumPy stores in float32."""

@@ -189,7 +189,7 @@ def with_an_image(name: str) -> dict[str, Tensor]:
 
 def check_image(name: str, policy: RetentionPolicy) -> Any:
     """An image's tokens are evicted as those of text; later turns are text. The kept sets are returned."""
-    model, given = build(name), with_an_image(name)
+    model, given = build(name), dict[str, Any](with_an_image(name))
     masked, cache = Masked(model), RetainedCache(model.config)
     with policy(model) as run:
         found = at_once(model, given["input_ids"], cache, **{key: given[key] for key in given if key != "input_ids"})

@@ -8,9 +8,9 @@ pytest.importorskip("transformers", reason="the reports are of transformers mode
 
 from rich.console import Console
 
-from models_integration.cli.study_runs import own_rows
 from models_integration.studies.evidence.samples import Samples
 from models_integration.studies.evidence.tables import right_answers
+from models_integration.studies.own_texts import own_rows
 from models_integration.studies.report import fitting_tables
 
 pytestmark = pytest.mark.law("figures-are-counted-right")
