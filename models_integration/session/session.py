@@ -78,8 +78,8 @@ class Session:
         timings: seconds for each step of the last eviction, by name: capture, decision, compaction, and rehearsal (only
             for KVzip).
         bytes_freed: bytes of keys and values that the session has freed so far.
-        kept_tokens: for each prompt of the batch, the numbers of kept tokens beside the budget, and the reason if the
-            policy keeps more tokens than the budget. `print(run.kept_tokens[0])` prints one line.
+        kept_tokens: for each prompt of the batch, the numbers of kept tokens beside the budget, and the reason for a
+            larger number. `print(run.kept_tokens[0])` prints one line.
         over_budget: number of kept tokens minus the budget that you gave, at least 0. If layers or heads keep different
             numbers of tokens, the mean of all sets counts, rounded up. In a batch, the prompt with the most counts.
 
