@@ -80,6 +80,9 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object], need
             raise SpecError("output_attentions", True, reason)
         check_readable(architecture, cache)
     check_recurrence(architecture, arguments, cache)
+    positions = arguments.get("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim > 2 and not hasattr(decoder, "get_rope_index"):
+        raise SpecError("position_ids", tuple(positions.shape), "must be (rows, n): the model has one position a token")
     if architecture.wraps:
         _check_images(architecture, arguments, needs)
 
@@ -87,6 +90,15 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object], need
 def tells_text(name: str, value: object) -> bool:
     """Return True if an argument of a multimodal model says that all tokens are text."""
     return isinstance(value, Tensor) and name.endswith(_KINDS) and not bool(value.any())
+
+
+def _is_given(value: object) -> bool:
+    """Return True if an argument contains a tensor. transformers 5.24 passes an empty dict of encodings with text."""
+    if isinstance(value, Mapping):
+        return any(map(_is_given, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(part is not None for part in value)
+    return isinstance(value, Tensor)
 
 
 def _check_images(architecture: Architecture, arguments: Mapping[str, object], needs: Needs) -> None:
@@ -97,8 +109,7 @@ def _check_images(architecture: Architecture, arguments: Mapping[str, object], n
     """
     cache = arguments.get("past_key_values")
     for name, value in arguments.items():
-        given = isinstance(value, (Tensor, dict, list, tuple)) and name not in _TEXT
-        if not given or tells_text(name, value):
+        if name in _TEXT or not _is_given(value) or tells_text(name, value):
             continue
         if hasattr(architecture.decoder, "get_rope_index"):
             raise SpecError(name, "given", "images with positions on several axes (mRoPE) are not supported: pass text")
@@ -236,7 +247,7 @@ def device_step(vocabulary: int, arguments: Arguments, cache: RetainedCache) -> 
     expected = cache.tokens.expand(len(ids))[:, None].to(ids.device, non_blocking=True)
     wrong = ((ids < 0) | (ids >= vocabulary)).any()
     if (positions := arguments.get("position_ids")) is not None:
-        if positions.shape not in ((1, 1), expected.shape):
+        if positions.shape[-2:] not in ((1, 1), expected.shape):
             raise SpecError("position_ids", tuple(positions.shape), f"must be {tuple(expected.shape)}")
         wrong |= (positions != expected).any()
     if (mask := rest.pop("attention_mask", None)) is not None:
@@ -346,7 +357,8 @@ def _positions(given: Tensor | None, is_token: Tensor, tokens: Tensor) -> Tensor
 
 def _check_positions(given: Tensor, expected: Tensor, is_token: Tensor) -> None:
     rows, n = is_token.shape
-    fits = given.shape in ((1, n), (rows, n))
+    # Models with mRoPE get (axes, rows, n) from generate. The axes of text are equal.
+    fits = given.shape[-2:] in ((1, n), (rows, n))
     if not fits or not bool(((given == expected) | ~is_token).all()):
         first, last = int(expected.max(dim=1).values.min()) + 1 - n, int(expected.max())
         reason = f"must be {max(0, first)} to {last}, because the tokens follow the tokens seen so far"
