@@ -56,7 +56,6 @@ class Brute:
     """Tokens of an input: of fewer, rounding decides."""
     scored: bool = True
     """Whether `scores` of a kept set are those of the item: not if it is chosen by places, or in two stages."""
-    adapted: Callable[[Policy], Policy] = field(default=lambda policy: policy)
 
     @property
     def make(self) -> Callable[..., Policy]:
@@ -68,7 +67,7 @@ class Brute:
     def policy(self, inputs: Inputs, constants: Mapping[str, Any] | None = None) -> Policy:
         """The reference's."""
         row, chosen = replace(POLICIES[self.name], make=self.make), self.small if constants is None else constants
-        return self.adapted(row.policy({**of_model(self.name, inputs), **chosen}))
+        return row.policy({**of_model(self.name, inputs), **chosen})
 
     def expected(self, inputs: Inputs, B: int) -> Kept:
         """At the small constants."""

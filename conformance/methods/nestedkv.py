@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -16,7 +15,6 @@ from conformance.oracles.nestedkv import Row, scores
 from conformance.strategies.numbers import NESTED
 from conformance.strategies.policy_inputs import Inputs, Kept
 from spec.parameters import NESTEDKV, NestedKVParameters
-from spec.policy import Policy
 
 
 def tokens(r: str, N: int) -> int:
@@ -66,14 +64,9 @@ def without_continuum(inputs: Inputs, B: int, parameters: NestedKVParameters) ->
     return shared(keydiff, competition_shares)(inputs, B, parameters.alpha_s)
 
 
-def raised(policy: Policy) -> Policy:
-    """NestedKV refuses a budget below its sinks; here each B is raised to them, so that any B can be drawn."""
-    return replace(policy, least=0)
-
-
 BRUTES = [
     Brute(
-        "NK-NESTEDKV", "nestedkv", of_prompt(True), {"parameters": NESTED}, SINK, sinks, adapted=raised,
+        "NK-NESTEDKV", "nestedkv", of_prompt(True), {"parameters": NESTED}, SINK, sinks,
         published={"parameters": NESTEDKV},
     ),
     Brute(
@@ -82,7 +75,7 @@ BRUTES = [
     ),
     Brute(
         "NK-ABLATIONS", "nestedkv-without-adaptive", of_prompt(False),
-        {"parameters": NESTED}, SINK, sinks, adapted=raised, published={"parameters": NESTEDKV},
+        {"parameters": NESTED}, SINK, sinks, published={"parameters": NESTEDKV},
     ),
     Brute("NK-ABLATIONS", "nestedkv-without-both", by_layer(keydiff)),
 ]

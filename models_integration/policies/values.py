@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+import regex
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -32,7 +33,8 @@ __all__ = ["output_projections", "read_rotation", "repeat_template", "sentence_e
 _PROJECTIONS = ("o_proj", "dense", "out_proj", "wo", "c_proj")
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-_MARKS = (".", "!", "?")
+# Python's unicodedata has no Sentence_Terminal. transformers requires regex, too.
+_TERMINAL = regex.compile(r"\p{Sentence_Terminal}")
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with "
 """Requests to repeat the prompt, in the wording of KVzip's code."""
@@ -144,8 +146,10 @@ def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
         policy = kvspec.CrystalCache(0.4, kvspec.sentence_ends(tokenizer))
 
-    A token ends a sentence if the text of the token contains a newline, or ends in `.`, `!` or `?`. Spaces at the end
-    of the text are ignored. Special tokens never end a sentence.
+    A token ends a sentence if the text of the token contains a newline or ends in a mark. Marks are the characters with
+    the Unicode property Sentence_Terminal (UAX 29). In ASCII these characters are `.`, `!` and `?`. Spaces at the end
+    of the text are ignored. Special tokens never end a sentence. Thai text has no marks. A tokenizer of bytes can store
+    a mark in several tokens, which end no sentence. `run.sentence_ends` is the number of ends in a text.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -172,4 +176,4 @@ def _text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
 
 
 def _ends_a_sentence(text: str) -> bool:
-    return "\n" in text or text.strip(" ").endswith(_MARKS)
+    return "\n" in text or _TERMINAL.match(text.strip(" ")[-1:]) is not None

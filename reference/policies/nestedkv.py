@@ -66,7 +66,7 @@ def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend =
 
     The policy decides once, at the end of the prompt. The quota is the smallest number of tokens that each head keeps.
     The sinks are always kept. The statistics, the budget and the quota include the sinks. A layer keeps exactly H_kv B
-    tokens, so a budget B below N_sink raises an error. The authors' code is not public. The paper's experiments use
+    tokens. A budget B below N_sink is raised to N_sink. The authors' code is not public. The paper's experiments use
     kvpress, which masks tokens instead of evicting them. The quota is computed like the safeguard of Ada-KV in kvpress.
 
     Implements: NK-NESTEDKV
@@ -81,7 +81,7 @@ def nestedkv(parameters: NestedKVParameters = NESTEDKV, backend: str | Backend =
     score = partial(nestedkv_score, stages=engine.require_nestedkv(), parameters=parameters)
     return Policy(
         "nestedkv", LayerScorer(Needs("all", 0, takes=engine.takes), score), Competition(parameters.alpha_s), top_units,
-        SinkAndRecent(parameters.N_sink, 0), granularity=Granularity.HEAD, least=None,
+        SinkAndRecent(parameters.N_sink, 0), granularity=Granularity.HEAD,
     )
 
 

@@ -23,7 +23,7 @@ def scores(i: Json) -> Json:
 def kept(i: Json) -> Json:
     p = nestedkv_parameters(i)
     layers = ([oracle.scores(head, p) for head in layer] for layer in i["k"])
-    return [group for layer in layers for group in kept_of_a_layer(layer, i["B"], p)]
+    return [group for layer in layers for group in kept_of_a_layer(layer, max(i["B"], p.N_sink), p)]
 
 
 def ablations(i: Json) -> Json:
@@ -36,7 +36,7 @@ def ablations(i: Json) -> Json:
         without["both"] += [policies.top(row, B) for row in distinct]
         rows = [oracle.scores(head, p) for head in layer]
         without["adaptive"] += [
-            policies.top([None if at < p.N_sink else x for at, x in enumerate(row)], B) for row in rows
+            policies.top([None if at < p.N_sink else x for at, x in enumerate(row)], max(B, p.N_sink)) for row in rows
         ]
     return without
 

@@ -209,6 +209,23 @@ def test_sentence_ends_follow_the_text_of_each_token() -> None:
     assert {WORDS[end] for end in found} == {".", "!", "?", "Ġend.", "Ċ", "ĠĊ", "...", "?Ġ", "wow!!"}
 
 
+MARKS = {
+    "Chinese": "河。", "Japanese": "か？", "Arabic": "ماء؟", "Urdu": "پانی۔", "Hindi": "जल।", "Armenian": "ջուր։",
+    "Burmese": "ရေ။",
+}
+
+
+@pytest.mark.spec("CC-SENTENCES")
+def test_sentences_of_all_scripts_end() -> None:
+    """In ASCII the marks are those of before; a comma and a quotation mark of another script end no sentence."""
+    words = [*MARKS.values(), "河，", "か」", "river", ";", *map(chr, range(33, 127))]
+    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="river")),
+    )
+    found = {made.decode([end]) for end in sentence_ends(made)}
+    assert found == {*MARKS.values(), ".", "!", "?"}
+
+
 def test_a_special_token_is_not_text() -> None:
     words = [".", "A", "<stop>."]
     assert sentence_ends(tokenizer(words, {})) == {0, 2}

@@ -320,15 +320,16 @@ def test_blocks_of_the_papers_lengths() -> None:
 
 
 @pytest.mark.spec("NK-NESTEDKV")
-def test_a_budget_below_the_sinks_is_refused() -> None:
-    """Heads that cannot get their safeguard: four sinks each, three tokens of budget."""
-    k = keys(1, 2, 20).astype(np.float64)
-    seen = Observation(20, 2, None, {0: LayerView(k[:, :0], k, None, 1.0, None)})
-    with pytest.raises(SpecError, match="protected") as caught:
-        policies.retain(policies.nestedkv(), Budget(count=3), seen)
-    assert caught.value.argument == "budget"
-    kept = policies.retain(policies.nestedkv(), Budget(count=4), seen)
-    assert [kept.group(h).tolist() for h in range(2)] == [[0, 1, 2, 3]] * 2
+@pytest.mark.parametrize("make", [policies.nestedkv, policies.nestedkv_without_adaptive])
+@pytest.mark.parametrize("n", [2, 4, 5, 20])
+@pytest.mark.parametrize("budget", [Budget(count=1), Budget(count=3), Budget(fraction=Fraction(1, 100))])
+def test_a_budget_below_the_sinks_is_raised_to_them(make: Callable[[], Policy], n: int, budget: Budget) -> None:
+    """The floor of the policy, of prompts of any length."""
+    k = keys(1, 2, n).astype(np.float64)
+    seen = Observation(n, 2, None, {0: LayerView(k[:, :0], k, None, 1.0, None)})
+    assert make().floor == 4
+    kept = policies.retain(make(), budget, seen)
+    assert [kept.group(h).tolist() for h in range(2)] == [[0, 1, 2, 3][:n]] * 2
 
 
 @pytest.mark.spec("NK-NESTEDKV")

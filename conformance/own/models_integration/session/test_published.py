@@ -172,8 +172,6 @@ WRONG: dict[str, tuple[str, int, dict[str, Any], Change, str]] = {
     "a pinned prompt above the budget": (
         "triattention", 20, {"pin_prompt": 21}, as_it_is, "pin_prompt = 21: exceeds the budget of 20",
     ),
-    "sinks above the budget": ("nestedkv", 3, {}, as_it_is, "budget = "),
-    "sinks above the budget, even shares": ("nestedkv-without-adaptive", 3, {}, as_it_is, "budget = 3"),
     "a NaN among the values": (
         "diverse-keydiff", 20, {}, lambda model: with_value(model, float("nan")), "V = ",
     ),
