@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec.errors import SpecError
+from spec.html import html_table
 
 if TYPE_CHECKING:
     from conformance.verify.request import Request
@@ -35,6 +36,10 @@ class Verdict:
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        verdict = {"passed": self.passed, "failing": ", ".join(self.failing) or "none"}
+        return html_table(self.headline, verdict | {"files": ", ".join(map(str, self.files))})
 
 
 def verify(

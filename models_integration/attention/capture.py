@@ -37,10 +37,12 @@ from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Repeat
 
 __all__ = [
-    "OTHER_TENSORS", "Attended", "Recorder", "Repeated", "Watcher", "flash_attention", "observing", "reads_attention",
-    "untraced",
+    "OTHER_TENSORS", "OURS", "Attended", "Recorder", "Repeated", "Watcher", "flash_attention", "observing",
+    "reads_attention", "untraced",
 ]
 
+OURS = "kvspec_"
+"""Start of the names of registered attention functions. The config of a model has such a name in a forward pass."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -298,7 +300,7 @@ def _register(stock: str) -> str:
     # Continuous batching passes its own masks, so no mask is made for a "paged|" name.
     plain = stock.removeprefix("paged|")
     assert plain in IMPLEMENTATIONS
-    ours = f"kvspec_{stock}"
+    ours = f"{OURS}{stock}"
     if ours not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(ours, untraced(_observed(stock)))
         # Without a registered mask function, attention under a new name has no mask, and gives wrong results.

@@ -88,6 +88,10 @@ class RetainedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # the base'
     def head_positions(self, row: int, head: int) -> Tensor:
         """Return the absolute positions that one KV head of one row stores, ascending."""
 
+    @abstractmethod
+    def expect(self, is_token: Tensor) -> None:
+        """Record the mask of the next columns, (rows, n), which is True for tokens and False for padding."""
+
     def check_crop(self, tokens_to_remove: int) -> None:
         """Check that `crop` can remove these tokens.
 

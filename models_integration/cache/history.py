@@ -67,10 +67,17 @@ class ReadIds:
         Raises:
             SpecError: if the text differs, or has no more tokens than the cache.
         """
-        given, seen = cast(Tensor, call["input_ids"]), is_token.shape[1]
-        if columns_of(call) <= seen:
+        seen = is_token.shape[1]
+        if columns_of(call) < seen:
             reason = f"must begin with the {seen} tokens seen by the cache: pass the whole text and the new tokens"
             raise SpecError("input_ids", f"{columns_of(call)} tokens", reason)
+        self._check_text(call, is_token)
+        if columns_of(call) == seen:
+            reason = "are all in the cache, and generate needs a token to read: type cache.crop(-1) before generate"
+            raise SpecError("input_ids", f"{seen} tokens", reason)
+
+    def _check_text(self, call: Mapping[str, Any], is_token: Tensor) -> None:
+        given, seen = cast(Tensor, call["input_ids"]), is_token.shape[1]
         if columns_of(call) != given.shape[1] or len(given) < len(self.ids):
             return  # only new tokens, or rows that the cache rejects
         text, columns = given.detach().to("cpu"), min(seen, self.ids.shape[1])
@@ -80,5 +87,5 @@ class ReadIds:
             row, at = (int(index) for index in differs.nonzero()[0])
             raise SpecError(
                 "input_ids", int(text[row, at]), f"is token {at} of the text, but the cache has seen the token "
-                f"{int(known[row, at])}: pass the same text, or leave out past_key_values"
+                f"{int(known[row, at])}: type cache.crop({at - seen}), pass the same text, or leave out past_key_values"
             )

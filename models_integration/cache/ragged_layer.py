@@ -160,7 +160,21 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
     def head_positions(self, row: int, head: int) -> Tensor:
         """Return the absolute positions that one head of one row stores, ascending."""
         segment = row * self.heads + head
-        return self.head_rows(segment).positions(self.layout.lengths[segment])[0]
+        positions = self.head_rows(segment).positions(self.layout.lengths[segment])[0]
+        return positions[positions != EMPTY]
+
+    def expect(self, is_token: Tensor) -> None:
+        """Record the mask of the next columns, (rows, n), which is True for tokens and False for padding."""
+        grown, n = self.rows.grown(self.layout.grown, is_token), is_token.shape[1]
+        kept = [torch.cat([own, grown.kept[at // self.heads]]) for at, own in enumerate(self.layout.kept)]
+        # The next `update` adds the n columns, and makes the number of grown tokens 0.
+        self.layout = HeadLayout(tuple(kept), -n, self.layout.spare)
+        self.rows = _shared_by_heads(grown.seen_at_compaction, grown.holes)
+
+    def free_padding(self) -> None:
+        """Free the slots of padding columns."""
+        heads = range(self.heads)
+        self.plan_keep([[self.head_positions(row, head) for head in heads] for row in range(self.batch)])()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object,
@@ -261,6 +275,17 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         self.keys, self.values = torch.cat(keys), torch.cat(values)
         self.rows, self.layout = _shared_by_heads(torch.tensor([seen], device="cpu")), HeadLayout(tuple(kept))
         self.padded_seen = seen
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Check that `crop` can remove these tokens. Columns that include padding cannot be removed.
+
+        Raises:
+            SpecError: as in `crop`.
+        """
+        super().check_crop(tokens_to_remove)
+        grown = self.layout.grown
+        if self.rows.holes.shape[1] and -tokens_to_remove > grown:
+            raise SpecError("tokens_to_remove", tokens_to_remove, f"must be at least -{grown}: a turn has padding")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens that the layer has seen, whether stored or evicted.

@@ -140,9 +140,13 @@ class RetainedCache(StatefulCache):
     def expect(self, is_token: Tensor) -> None:
         """Record the mask of the next columns, (rows, n), which is True for tokens and False for padding."""
         for layer in self.full_layers:
-            # If heads store different tokens, `session` rejects padding before this call.
-            assert isinstance(layer, DenseLayer)
             layer.expect(is_token)
+
+    def free_padding(self) -> None:
+        """Free the slots of padding columns in layers whose heads store different tokens."""
+        for layer in self.full_layers:
+            if isinstance(layer, RaggedLayer):
+                layer.free_padding()
 
     def step_inputs(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
         """Return position ids and a 2D mask for the next tokens of padded rows.

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -37,7 +37,7 @@ _ROWS = tuple(field.name for field in fields(StoredRows))
 
 
 def save_cache(
-    cache: RetainedCache, model: PreTrainedModel, path: str | Path, identity: ModelIdentity | None = None,
+    cache: RetainedCache | None, model: PreTrainedModel, path: str | Path, identity: ModelIdentity | None = None,
 ) -> None:
     """Save a compacted cache to a file.
 
@@ -47,7 +47,8 @@ def save_cache(
     includes the state for later eviction.
 
     Args:
-        cache: a cache with tokens, such as `run.cache`. Inside `with run.prompt():` a cache cannot be saved.
+        cache: a cache with tokens, such as `run.cache` after a prompt. Inside `with run.prompt():` a cache cannot be
+            saved.
         model: the model that computed the cache.
         path: file to write. An existing file is replaced.
         identity: `ModelIdentity` of the model. Default: the identity is computed from all parameters of the model.
@@ -57,6 +58,9 @@ def save_cache(
             A cache cannot be saved if the policy evicts in each decoding step, as H2O does.
         OSError: if the file cannot be written. An existing file at `path` is unchanged.
     """
+    if cache is None:
+        raise SpecError("cache", None, "is empty before a prompt: save run.cache after the model has read one")
+    _check_order("save_cache(run.cache, model, path)", (cache, RetainedCache), (model, nn.Module), (path, (str, Path)))
     path = _file(path)
     seen = cache.get_seq_length()
     if seen == 0:
@@ -94,6 +98,7 @@ def load_cache(path: str | Path, model: PreTrainedModel, identity: ModelIdentity
             version.
         OSError: if the file cannot be read.
     """
+    _check_order("load_cache(path, model)", (path, (str, Path)), (model, nn.Module))
     path, architecture = _file(path), describe(model)
     manifest, tensors = _read(path)
     for name, own in _belongs(model, identity).items():
@@ -203,6 +208,17 @@ def _dtype(name: str, tensors: Mapping[str, Tensor]) -> str:
     """Return the dtype of all keys or all values, which is the dtype in the first layer with tokens."""
     first = next(tensor for whose, tensor in tensors.items() if whose.endswith(f".{name}"))
     return str(first.dtype).removeprefix("torch.")
+
+
+def _check_order(call: str, *given: tuple[object, type | tuple[type, ...]]) -> None:
+    """Check the types of arguments, which are easily swapped.
+
+    Raises:
+        SpecError: if a type differs. The message has the call.
+    """
+    kinds = [type(value).__name__ for value, _ in given]
+    if not all(isinstance(value, kind) for value, kind in given):
+        raise SpecError(call.partition("(")[0], ", ".join(kinds), f"has other arguments: type kvspec.{call}")
 
 
 def _file(path: str | Path) -> Path:

@@ -209,7 +209,8 @@ def check_free(model: PreTrainedModel) -> None:
         SpecError: if a context is open, because the context's policy would evict from the text.
     """
     if any(decoder in BUSY for decoder in decoders_of(model)):
-        raise SpecError("model", type(model).__name__, "is already inside `with policy(model)`: end that block first")
+        reason = "end that block first, or use a lock around the blocks of all threads and tasks"
+        raise SpecError("model", type(model).__name__, f"is already inside `with policy(model)`: {reason}")
 
 
 def position_range(config: PretrainedConfig) -> int:

@@ -98,6 +98,11 @@ class CrystalMethod(Method):
             scaling=view.scaling, softcap=view.softcap, sinks=view.sinks,
         )
 
+    def count_sentence_ends(self, observed: ObservedSegment) -> int:
+        """Return the number of tokens of a segment that end a sentence."""
+        tokens = observed.input_ids[observed.is_token].tolist()
+        return sum(token in self.sentence_ends for token in tokens)
+
     def before_step(self, cache: RetainedCache) -> None:
         """Check that a decode step can follow.
 

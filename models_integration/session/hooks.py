@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import wraps
 from threading import Lock, RLock, get_ident
 from typing import Any, TypeAlias, cast
+from weakref import WeakMethod
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models_integration.attention.capture import untraced
@@ -23,7 +24,7 @@ from models_integration.model.seams import calls_of_generate
 from models_integration.session.inputs import ONE_FORWARD
 from spec.errors import SpecError
 
-__all__ = ["NO_CALL", "Call", "Hold", "call_under_way", "check_call"]
+__all__ = ["NO_CALL", "Call", "Hold", "call_under_way", "check_call", "weakly"]
 
 State: TypeAlias = dict[str, Any]
 
@@ -107,7 +108,7 @@ def check_call(*stated: Mapping[str, object]) -> None:
     for name, reason in _GENERATE.items():
         value = effective(name)
         # Configs of Gemma on the hub contain "hybrid", which transformers ignores.
-        if value is not None and value is not False and str(value) not in ("dynamic", "hybrid"):
+        if value is not None and value is not False and str(value) not in ("dynamic", "dynamic_full", "hybrid"):
             shown = value if isinstance(value, (int, str)) else type(value).__name__
             raise SpecError(name, shown, reason)
     guidance = effective("guidance_scale")
@@ -120,6 +121,19 @@ def check_call(*stated: Mapping[str, object]) -> None:
             "token_healing", True,
             "cannot be used with prefill_chunk_size, because token healing changes the prompt: leave out one",
         )
+
+
+def _check_inputs(*given: object) -> None:
+    """Check that the tokens of a prompt are a tensor.
+
+    Raises:
+        SpecError: if the tokens are text, a list, or the result of a tokenizer.
+    """
+    for inputs in given:
+        if inputs is not None and not isinstance(inputs, Tensor):
+            shown = inputs if isinstance(inputs, str) else type(inputs).__name__
+            reason = "must be a tensor: type model.generate(**tokenizer(text, return_tensors='pt'))"
+            raise SpecError("inputs", shown, reason)
 
 
 class Hold:
@@ -188,6 +202,13 @@ class Hold:
             )
             raise SpecError("generate", "still running", reason)
 
+    def abandon(self) -> None:
+        """Remove the hooks of a session that was entered by hand, never left, and is no longer referenced."""
+        if self.is_open:
+            self._block.close()
+            self.is_open = False
+            self._release()
+
     def _is_generating(self) -> bool:
         """Return True if a different thread runs a `generate` that was looked up outside the block."""
         known = get_ident(), self._caller
@@ -223,6 +244,7 @@ class Hold:
         @wraps(generate)
         def guarded(*args: object, **kwargs: object) -> object:
             named = {**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs}
+            _check_inputs(named.get("inputs"), named.get("input_ids"))
             configs = (named.get("generation_config"), self._model.generation_config)
             check_call(named, *(getattr(config, "__dict__", {}) for config in configs))
             if (cache := with_one_cache(named).get("past_key_values")) is not None:
@@ -243,6 +265,17 @@ class Hold:
         finally:
             self._caller = outer
             self._release()
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method while the object exists, and does nothing afterwards."""
+    known = WeakMethod(method)
+
+    def call(*args: object, **kwargs: object) -> object:
+        found = known()
+        return None if found is None else found(*args, **kwargs)
+
+    return call
 
 
 @contextmanager

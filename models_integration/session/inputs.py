@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from models_integration.attention.capture import reads_attention
+from models_integration.attention.capture import OURS, reads_attention
 from models_integration.attention.handover import check_readable, check_recurrence
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, check_own
@@ -65,6 +65,9 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object], need
         SpecError: if a check fails.
     """
     decoder, implementation = architecture.decoder, attention_of(architecture.config)
+    if str(implementation).startswith(OURS):
+        reason = "is in a forward pass of a different thread: join the thread, or use a lock around each block"
+        raise SpecError("model", architecture.name, reason)
     if implementation not in IMPLEMENTATIONS:
         reason = f"must be {' or '.join(IMPLEMENTATIONS)} inside a context: type model.set_attn_implementation('sdpa')"
         raise SpecError("attn_implementation", implementation, reason)
@@ -131,7 +134,8 @@ def check_forward(arguments: Mapping[str, object], default_use_cache: bool) -> A
     ids = arguments.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
         shown = (tuple(ids.shape), ids.dtype) if isinstance(ids, Tensor) else ids
-        raise SpecError("input_ids", shown, "must be an integer tensor (rows, n)")
+        reason = "must be an integer tensor (rows, n), such as tokenizer(text, return_tensors='pt').input_ids"
+        raise SpecError("input_ids", shown, reason)
     use_cache = arguments.get("use_cache")
     if not (default_use_cache if use_cache is None else use_cache):
         raise SpecError("use_cache", False, "must be True, because eviction needs a cache")
@@ -267,7 +271,11 @@ def check_rows(cache: RetainedCache, ids: Tensor) -> None:
     """
     rows = next((layer.batch for layer in cache.full_layers if layer.is_initialized), len(ids))
     if len(ids) != rows:
-        raise SpecError("input_ids", tuple(ids.shape), f"must have {rows} rows, like the cache")
+        reason = f"must have {rows} row{'s' * (rows > 1)}, like the cache"
+        if len(ids) % rows == 0:
+            call = f"cache.batch_repeat_interleave({len(ids) // rows})"
+            reason += f": for beams, answers or questions of one prefix, first type {call}"
+        raise SpecError("input_ids", tuple(ids.shape), reason)
 
 
 def check_rehearsed(needs: Needs, span: ForwardSpan) -> None:
@@ -336,6 +344,8 @@ def _tokens_of_mask(marks: Tensor, before: Tensor) -> Tensor:
         raise SpecError("attention_mask", "other numbers", "must have only zeros and ones")
     if not torch.equal(is_token[:, :columns], before):
         reason = f"must have the padding of the earlier prompt, {(~before).sum(dim=1).tolist()}"
+        if bool(before.all()):
+            reason += ": put the padding between the earlier text and the new text"
         raise SpecError("attention_mask", hidden[:, :columns].sum(dim=1).tolist(), reason)
     return is_token[:, columns:]
 

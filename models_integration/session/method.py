@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from models_integration.cache.continuation import Decision, ScorerRecords
 from models_integration.cache.dense_layer import RetainedLayer
@@ -21,7 +23,7 @@ from spec.errors import SpecError
 from spec.policy import Needs, Policy, Running, SeparableScorer
 from spec.retention import Granularity, Retention
 
-__all__ = ["Method", "SteppingMethod", "check_layers_agree", "decide", "join_layers"]
+__all__ = ["BudgetedPolicy", "Method", "SteppingMethod", "check_layers_agree", "decide", "join_layers"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,16 @@ class Method:
                 " decides at ends of segments; otherwise pass turns of equal length"
             )
 
+    def check_padded_reading(self, cache: RetainedCache) -> None:
+        """Check that texts of different lengths can be read inside `reading()`: no decision may follow in decode steps.
+
+        Raises:
+            SpecError: if the policy decides in decode steps.
+        """
+        if self.decode:
+            reason = "must be ones inside reading(), because the policy also evicts while the model generates"
+            raise SpecError("attention_mask", "zeros", f"{reason}: pass questions of equal length, or one at a time")
+
     def flush_pending(self, cache: RetainedCache) -> None:
         """Before a later segment, update the state of the policy in the cache to include all tokens seen so far."""
 
@@ -109,6 +121,10 @@ class Method:
 
     def after_reading(self, cache: RetainedCache, ids: Tensor, observed: ObservedSegment) -> None:
         """Update the state after tokens (rows, n) were appended to the cache without eviction."""
+
+    def count_sentence_ends(self, observed: ObservedSegment) -> int | None:
+        """Return the number of tokens of a segment that end a sentence, or None if the policy has no sentences."""
+        return None
 
     def over_budget(self, retentions: Sequence[Retention]) -> int:
         """Return the mean number of kept tokens of a set minus the budget of the user, in the prompt with the most."""
@@ -185,14 +201,22 @@ class SteppingMethod(Method):
         return Decision(retentions, ScorerRecords(self.policy.name, running))
 
 
-def decide(method: Method, observed: ObservedSegment) -> Decision:
+class BudgetedPolicy(Protocol):
+    """Policy with a budget, such as `policy_from_name` returns."""
+
+    def on(self, model: PreTrainedModel, /) -> Method:
+        """Prepare the policy for a model."""
+        ...
+
+
+def decide(policy: BudgetedPolicy | Method, observed: ObservedSegment) -> Decision:
     """Select the tokens that a policy keeps of each prompt. Several policies can decide from one `observed`.
 
-        decision = kvspec.decide(policy.on(model), observed)
+        decision = kvspec.decide(policy, observed)
         decision.retentions[0].group(0)     # kept positions of the first kept set
 
     Args:
-        method: policy prepared for the model, which `policy.on(model)` returns.
+        policy: policy with a budget. If you decide often, pass `policy.on(model)`, which prepares the policy once.
         observed: result of `observe`.
 
     Returns:
@@ -200,13 +224,28 @@ def decide(method: Method, observed: ObservedSegment) -> Decision:
 
     Raises:
         SpecError: if the policy needs a tensor that `observe` did not capture, or if the policy does not support the
-            prompt.
+            model or the prompt.
     """
+    method = _prepared(policy, observed)
     shown = observed.narrowed(method.policy.scorer.needs)
     with shown.watch.stage("decision"):
         decision = (method.decide_turn if shown.later else method.decide_prompt)(shown)
     over = method.over_budget(decision.retentions)
     return replace(decision, over_budget=over, padding=None if shown.later else shown.padding)
+
+
+def _prepared(policy: object, observed: object) -> Method:
+    if isinstance(policy, Method):
+        return policy
+    if isinstance(policy, Policy):
+        raise SpecError("policy", policy.name, "has no budget: type kvspec.CustomPolicy(policy, 0.3)")
+    if not isinstance(observed, ObservedSegment) or not hasattr(policy, "on"):
+        kinds = f"{type(policy).__name__}, {type(observed).__name__}"
+        raise SpecError("decide", kinds, "has other arguments: type kvspec.decide(policy, observed)")
+    if observed.model is None:
+        raise SpecError("policy", type(policy).__name__, "is not prepared for a model: pass policy.on(model)")
+    method: Method = policy.on(observed.model)
+    return method
 
 
 def join_layers(method: Method, parts: Sequence[Decision]) -> Decision:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from models_integration.attention.capture import Attended, Recorder, Repeated, Watcher, observing
 from models_integration.cache.dense_layer import RetainedLayer
@@ -95,6 +96,8 @@ class ObservedSegment(Watcher):
         self.input_ids, self.is_token = torch.empty(1, 0, device="cpu"), torch.empty(1, 0, device="cpu")
         self.watch = Stopwatch()
         self.logits: Tensor | None = None
+        self.model: PreTrainedModel | None = None
+        """Model that `observe` was called with. `decide` prepares policies for this model."""
         self._decided = architecture.full_layers
         """Layers whose kept tokens are selected."""
         self.later = cache.get_seq_length() > 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models_integration.attention.capture import Attended, Watcher
-from models_integration.cache.continuation import Decision
+from models_integration.cache.continuation import Continuation, Decision
 from models_integration.cache.retained_cache import RetainedCache, failing_whole
 from models_integration.model.architecture import Architecture
 from models_integration.session.cascade import Cascade, can_cascade
@@ -180,13 +180,19 @@ def reading(method: Method, architecture: Architecture, cache: object, arguments
         raise SpecError("past_key_values", "0 tokens", "must contain a prompt inside reading(); pass run.cache")
     span = later_span(architecture.vocabulary, arguments, cache, OPEN)
     if span.padded:
-        raise SpecError("attention_mask", "zeros", "padding is not supported inside reading()")
+        method.check_padded_reading(cache)
     method.before_reading(cache)
     observed = ObservedSegment(method.step_needs, architecture, cache)
     observed.read(span.ids, span.is_token, arguments["input_ids"].device)
+    if span.padded:
+        cache.expect(span.is_token)
 
     def end() -> None:
         with failing_whole(cache, "reading() failed"):
+            if span.padded:
+                # States of a policy describe rows of equal length. Without a state, the next eviction raises an error.
+                cache.continuation = Continuation()
+                cache.free_padding()
             method.after_reading(cache, arguments["input_ids"], observed)
 
     return Forward(cache, observed, arguments, span.defaults, end)

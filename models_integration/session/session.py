@@ -7,6 +7,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 from warnings import warn
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from models_integration.attention.handover import check_handover
 from models_integration.cache.retained_cache import RetainedCache, failing_whole
 from models_integration.model.architecture import decoder_inputs, describe, position_range, unwrapped
 from models_integration.model.cache_argument import cache_name, with_one_cache
-from models_integration.session.hooks import NO_CALL, Hold, call_under_way
+from models_integration.session.hooks import NO_CALL, Hold, call_under_way, weakly
 from models_integration.session.inputs import (
     OPEN,
     Arguments,
@@ -40,6 +41,7 @@ from models_integration.session.streams import Stream
 from reference.policies.kept import KeptTokens, count_kept
 from spec.arrays import IntVector
 from spec.errors import SpecError
+from spec.html import html_table
 from spec.retention import Retention
 
 __all__ = ["Session"]
@@ -72,12 +74,11 @@ class Session:
         stored: number of tokens in the cache now, averaged over layers and heads. Generated tokens are included.
         retentions: positions of the kept tokens after the last segment, one `Retention` for each prompt of the batch.
             `retentions[0].group(i)` returns the i-th set of kept positions. Before a prompt, the tuple is empty.
-        kept: positions of the kept tokens of the last prompt. Raises `SpecError` if layers or heads keep different
-            tokens.
+        kept: positions of the kept tokens of the last prompt. Raises `SpecError` if layers or heads differ.
         cache: compacted cache, which you can also use after the block. Before a prompt, `cache` is None.
-        timings: seconds for each step of the last eviction, by name: capture, decision, compaction, and rehearsal (only
-            for KVzip).
+        timings: seconds for each step of the last eviction: capture, decision, compaction, rehearsal (only KVzip).
         bytes_freed: bytes of keys and values that the session has freed so far.
+        sentence_ends: number of tokens of the last segment that end a sentence. None except for CrystalCache.
         kept_tokens: for each prompt of the batch, the numbers of kept tokens beside the budget, and the reason for a
             larger number. `print(run.kept_tokens[0])` prints one line.
         over_budget: number of kept tokens minus the budget that you gave, at least 0. If layers or heads keep different
@@ -94,6 +95,7 @@ class Session:
         self.timings: dict[str, float] = {}
         self.bytes_freed = 0
         self.over_budget = 0
+        self.sentence_ends: int | None = None
         self._method = method
         self._model = unwrapped(model)
         self._architecture = describe(model)
@@ -111,7 +113,10 @@ class Session:
         """Tensor on the device: True if an input of a decode step was wrong. Read once per segment to avoid waits."""
         self._forward: Forward | None = None
         self._segment: Segment | None = None
-        self._hold = Hold(self._model, self._architecture.decoder, self._before, self._after, self._close)
+        # Hooks hold no reference, so a session that is never left ends when the caller has no reference to it.
+        hooks = map(weakly, (self._before, self._after, self._close))
+        self._hold = Hold(self._model, self._architecture.decoder, *hooks)
+        finalize(self, self._hold.abandon).atexit = False
 
     @property
     def seen(self) -> int:
@@ -150,11 +155,14 @@ class Session:
         kept = f"kept='{max(rows, key=lambda row: row.over_budget)}', " if rows else ""
         return f"Session({method.policy.name!r}, budget={method.budget}, {kept}{numbers})"
 
+    def _repr_html_(self) -> str:
+        values = {name: getattr(self, name) for name in ("backend", "seen", "stored", "bytes_freed", "over_budget")}
+        return html_table(self._method.policy.name, {"budget": self._method.budget} | values)
+
     def __enter__(self) -> "Session":
         if self._hold.begun:
-            raise SpecError(
-                "policy", self._method.policy.name, "a session can be used once; write `with policy(model)` again"
-            )
+            reason = "a session can be used once; write `with policy(model)` again"
+            raise SpecError("policy", self._method.policy.name, reason)
         self._hold.enter()
         return self
 
@@ -255,8 +263,7 @@ class Session:
         span = self._span(cache, arguments)
         if self._stream.is_too_long(span):
             arguments = self._stream.ahead(decoder, arguments, span.segment_end - span.padded_seen)
-            cache = arguments["past_key_values"]
-            span = self._span(cache, arguments)
+            span = self._span(cache := arguments["past_key_values"], arguments)
         return self._segment_forward(cache, arguments, span)
 
     def _is_step(self, cache: Any, ids: Tensor) -> bool:
@@ -323,6 +330,7 @@ class Session:
         with failing_whole(cache, "a policy failed on its prompt"):
             decision = segment.finish()
         self.retentions, self.backend = decision.retentions, describe_stages(self._method, decision.on_device)
+        self.sentence_ends = self._method.count_sentence_ends(observed)
         self.cache, self.timings, self.over_budget = cache, observed.watch.read(), decision.over_budget
 
     def _end(self, segment: Segment) -> None:
@@ -372,8 +380,8 @@ class Session:
     @contextmanager
     def _inside(self, block: str) -> Iterator[None]:
         """Context manager for the blocks `prompt()` and `reading()`. `block` is the name of the block."""
-        in_generate = call_under_way(self._architecture.decoder, self._call) is not NO_CALL
-        if self._block or in_generate or not self._hold.is_open:
+        inside = self._block or call_under_way(self._architecture.decoder, self._call) is not NO_CALL
+        if inside or not self._hold.is_open:
             raise SpecError(block, "a block", "must be inside `with policy(model)`, outside other blocks and generate")
         self._stream.check_block(block)
         self._drop("a prompt was not finished")
@@ -408,7 +416,8 @@ class Session:
                 output = model.generate(context_and_question, past_key_values=run.cache, max_new_tokens=50)
 
         Every policy supports `reading()`. If a policy evicts during decoding, the policy also evicts while the model
-        generates tokens inside the block. The text must have no padding.
+        generates tokens inside the block. Such a policy does not support padding. For other policies, put the padding
+        of a batch of questions between the document and the questions.
 
         Raises:
             SpecError: if the block is nested in a second block, is inside `generate` or a stream, or is outside

@@ -2,7 +2,7 @@
 
     observed = observe(model, input_ids)
     for policy in policies:
-        decision = decide(policy.on(model), observed)
+        decision = decide(policy, observed)
         cache = compact(observed.cache, decision)
 
 With these functions, memory contains the full cache, and `compact` does not change the full cache. A session avoids the
@@ -55,7 +55,7 @@ def observe(
     """Run a model on prompts, keep the full cache, and capture the tensors that policies need.
 
         observed = kvspec.observe(model, input_ids)
-        decision = kvspec.decide(kvspec.policy_from_name("snapkv", 0.3).on(model), observed)
+        decision = kvspec.decide(kvspec.policy_from_name("snapkv", 0.3), observed)
         cache = kvspec.compact(observed.cache, decision)
 
     Args:
@@ -72,8 +72,8 @@ def observe(
     Raises:
         SpecError: if kvspec does not support the model or the prompt.
     """
-    check_free(model)
     architecture = describe(model)
+    check_free(model)
     check_handover(architecture, needs, Granularity.MODEL)
     arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
     given = check_forward(arguments, default_use_cache=True)
@@ -83,6 +83,7 @@ def observe(
     check_rehearsed(needs, span)
     cache = RetainedCache(architecture.config)
     observed = ObservedSegment(needs, architecture, cache, lse=True)
+    observed.model = model
     observed.read(span.ids, span.is_token, input_ids.device)
     observed.logits = _forward(model, observed, input_ids, span, 1, attention_mask)[:, -1:]
     observed.rehearse()
@@ -145,7 +146,7 @@ def read(
 def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
     """Make a new cache that has only the kept tokens. The full cache is not changed.
 
-        cache = kvspec.compact(observed.cache, kvspec.decide(policy.on(model), observed))
+        cache = kvspec.compact(observed.cache, kvspec.decide(policy, observed))
 
     If no token is evicted, the new cache shares tensors with the full cache. Shared tensors are never changed in place.
 
@@ -156,6 +157,9 @@ def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
     Raises:
         SpecError: if the decision does not match the tokens, rows, layers or heads of the cache.
     """
+    if not isinstance(cache, RetainedCache) or not isinstance(decision, Decision):
+        kinds = f"{type(cache).__name__}, {type(decision).__name__}"
+        raise SpecError("compact", kinds, "has other arguments: type kvspec.compact(observed.cache, decision)")
     cache.check_usable()
     rows = cache.full_layers[0].batch
     if len(decision.retentions) != rows:

@@ -1,4 +1,4 @@
-"""generate with text alone on vision-language wrappers, which transformers 5.24 calls with empty encodings of images."""
+"""Text alone in generate on vision-language wrappers. transformers 5.24 adds an empty dict of encodings."""
 
 from functools import cache
 from typing import Any

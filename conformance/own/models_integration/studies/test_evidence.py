@@ -283,7 +283,7 @@ def test_rows_that_keep_different_tokens_read_as_each_alone(family: str) -> None
 @pytest.mark.law("refused-before-anything-changes")
 def test_other_rows_are_refused(subject: Subject, samples: list[Sample]) -> None:
     cache = on_prompt(subject, place(samples[0])).observed.cache
-    with pytest.raises(SpecError, match="must have 1 rows, like the cache"):
+    with pytest.raises(SpecError, match="must have 1 row, like the cache"):
         read(subject.model, cache, torch.zeros(2, 1, dtype=torch.int64))
     with pytest.raises(SpecError, match="rows = 0: must be at least 1"):
         side_by_side(cache, 0)
