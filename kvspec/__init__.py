@@ -12,9 +12,29 @@ each equation) and `models_integration` (sessions on models).
 """
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import spec
+_PACKAGES = ("spec", "reference", "accelerated", "models_integration", "conformance")
+
+
+def _check_packages() -> None:
+    """Check that no file of the user hides a package of kvspec.
+
+    Raises:
+        ImportError: if a package is imported from a different folder than `kvspec`. The message has the file.
+    """
+    home = Path(__file__).resolve().parents[1]
+    for name in _PACKAGES:
+        found = find_spec(name)
+        origin = None if found is None else found.origin
+        if origin is not None and Path(origin).resolve().parent != home / name:
+            raise ImportError(f"{origin} hides the package {name!r} of kvspec: rename that file or folder", name=name)
+
+
+_check_packages()
+import spec  # noqa: E402  # after the check
 
 if TYPE_CHECKING:
     from conformance.verify.function import Verdict, verify

@@ -21,13 +21,12 @@ if TYPE_CHECKING:
         CrystalCache,
         CustomPolicy,
         FullCache,
-        Prefilled,
         Published,
         RetentionPolicy,
         StreamingLLM,
         policy_from_name,
-        prefill,
     )
+    from models_integration.policies.prefill import Prefilled, prefill
     from models_integration.policies.values import repeat_template, sentence_ends
     from models_integration.session.method import decide
     from models_integration.session.observed import ObservedSegment
@@ -45,7 +44,7 @@ _HOME = {
     "CrystalCache": "policies.methods", "CustomPolicy": "policies.methods", "FullCache": "policies.methods",
     "RetentionPolicy": "policies.methods", "StreamingLLM": "policies.methods", "Decision": "cache.continuation",
     "ObservedSegment": "session.observed", "decide": "session.method", "compact": "session.verbs",
-    "observe": "session.verbs", "Prefilled": "policies.methods", "prefill": "policies.methods",
+    "observe": "session.verbs", "Prefilled": "policies.prefill", "prefill": "policies.prefill",
     "Published": "policies.methods", "policy_from_name": "policies.methods",
     "calibrate": "policies.calibration", "Session": "session.session",
     "RetainedCache": "cache.retained_cache", "load_cache": "cache.snapshot", "save_cache": "cache.snapshot",

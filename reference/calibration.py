@@ -139,7 +139,10 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         reason = str(error).split(":")[0].split(". ")[0] if "pickle" not in str(error) else "it is no .npz file"
         bound = f"must be a file that kvspec calibrate wrote: {reason}"
         if Path(path).suffix in (".pt", ".tsv"):
-            bound = f"must be an .npz file: `kvspec calibrate {Path(path).name} --model NAME` writes it"
+            bound = (
+                f"must be an .npz file: pass calibration={Path(path).name!r} to policy_from_name, or convert the file"
+                f" by `kvspec calibrate {Path(path).name} --model NAME`"
+            )
         raise SpecError("path", str(path), bound) from error
     if form != FORMAT:
         bound = f"has the format {form!r}, not {FORMAT!r}: make it again with kvspec calibrate"

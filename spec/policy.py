@@ -45,7 +45,7 @@ class Rehearsal:
 
     def __post_init__(self) -> None:
         if self.template is None or len(self.template) != 3:
-            reason = "must be token ids of two requests and of an answer's start: kvspec.repeat_template(tokenizer)"
+            reason = "must be token ids of two requests and of an answer's start: pass tokenizer= to policy_from_name"
             raise SpecError("template", self.template, reason)
         object.__setattr__(self, "template", tuple(tuple(part) for part in self.template))
         least = {"id": min((at for part in self.template for at in part), default=0), "N_sink": self.N_sink}

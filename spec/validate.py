@@ -38,7 +38,7 @@ def bound_of_names(name: str, known: Collection[str]) -> str:
     """Return the error text for an unknown name: all known names, or only similar names if there are many."""
     if len(known) <= _LISTED_MOST:
         return f"must be one of {', '.join(known)}"
-    near = get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    near = get_close_matches(name.lower(), known, n=3, cutoff=0.6)
     return f"is none of the {len(known)} known names" + (f"; did you mean {', '.join(near)}?" if near else "")
 
 

@@ -16,7 +16,8 @@ from models_integration.archive.store import Archive
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.identity import ModelIdentity, identify
 from models_integration.model.rotation import frequencies_at, recognise
-from models_integration.policies.methods import CustomPolicy, RetentionPolicy, prefill
+from models_integration.policies.methods import CustomPolicy, RetentionPolicy
+from models_integration.policies.prefill import prefill
 from reference.injection.quantisers import ARMS, SCHEMES, SMALLEST_SCALE, quantised_region
 from reference.injection.wrappers import FORMS, Marker, Vocabulary, marker_id, wrap
 from reference.policies.protections import protecting

@@ -18,7 +18,8 @@ from models_integration.engines.keep import keep_and_count
 from models_integration.model.published_weights import WEIGHTS, located
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.policies.calibration import calibrate, read_head_pattern, read_statistics, write_statistics
-from models_integration.policies.methods import CrystalCache, prefill, spelled
+from models_integration.policies.methods import CrystalCache, spelled
+from models_integration.policies.prefill import prefill
 from models_integration.policies.values import repeat_template, sentence_ends
 from models_integration.studies.evidence.rules import PARTS, Rules, check_budget, load_rules
 from models_integration.studies.evidence.run import items

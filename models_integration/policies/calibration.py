@@ -5,7 +5,7 @@ patterns).
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -33,7 +33,10 @@ from spec.arrays import Float64, Matrix, Vector
 from spec.errors import SpecError
 from spec.policy import Policy
 
-__all__ = ["calibrate", "heads_served_by", "read_head_pattern", "read_statistics", "served_by", "write_statistics"]
+__all__ = [
+    "calibrate", "heads_served_by", "is_published_file", "read_head_pattern", "read_published", "read_statistics",
+    "served_by", "write_statistics",
+]
 
 PARTS = ("q_mean_real", "q_mean_imag", "q_abs_mean")
 INSTEAD = "run `kvspec calibrate some-text.txt` with the same --model instead"
@@ -154,8 +157,8 @@ def read_statistics(
 ) -> Calibration:
     """Read statistics in the format of TriAttention's repository. TensorRT-LLM also reads this format.
 
+        policy = kvspec.policy_from_name("triattention", 0.3, calibration="stats.pt")
         found = read_statistics("stats.pt", model)
-        policy = kvspec.policy_from_name("triattention", 0.3, calibration=found)
 
     The file has neither a hash of the weights nor frequencies. Therefore kvspec cannot check whether the file was made
     with the given model. Code in the file is not executed. Statistics of layers with a sliding window are not used.
@@ -243,6 +246,23 @@ def read_head_pattern(
     H = of_layer(architecture.config, "num_attention_heads", layers[0])
     nothing = np.empty((len(layers), H, 0))
     return Calibration(served, layers, nothing, nothing, values)
+
+
+def is_published_file(given: object) -> bool:
+    """Return True for the path of a calibration file of TriAttention (.pt) or DuoAttention (.tsv)."""
+    return isinstance(given, str | PathLike) and Path(given).suffix in _READERS
+
+
+def read_published(path: Any, model: PreTrainedModel, identity: ModelIdentity | None = None) -> Calibration:
+    """Read a calibration file of TriAttention or DuoAttention, by the suffix of the path.
+
+    Raises:
+        SpecError: as in `read_statistics` and `read_head_pattern`.
+    """
+    return _READERS[Path(path).suffix](path, model, identity=identity)
+
+
+_READERS: Mapping[str, Callable[..., Calibration]] = {".pt": read_statistics, ".tsv": read_head_pattern}
 
 
 def _key(layer: int, head: int) -> str:

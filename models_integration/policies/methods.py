@@ -7,19 +7,17 @@ from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from inspect import signature
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 from warnings import warn
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.architecture import describe, unwrapped
 from models_integration.model.identity import ModelIdentity
-from models_integration.policies.calibration import heads_served_by, served_by
+from models_integration.policies.calibration import heads_served_by, is_published_file, read_published, served_by
 from models_integration.policies.fastest import default_device_type, fastest
-from models_integration.policies.values import output_projections, read_rotation
+from models_integration.policies.values import output_projections, read_rotation, repeat_template, sentence_ends
 from models_integration.session.crystal import CrystalMethod
 from models_integration.session.method import Method, SteppingMethod
 from models_integration.session.session import Session
@@ -37,8 +35,8 @@ from spec.policy import Policy
 from spec.validate import check_penalty, check_sentence_ends
 
 __all__ = [
-    "CrystalCache", "CustomPolicy", "FullCache", "Prefilled", "Published", "RetentionPolicy", "StreamingLLM",
-    "check_constants", "constants_of", "method_of", "policy_from_name", "prefill", "spelled",
+    "CrystalCache", "CustomPolicy", "FullCache", "Published", "RetentionPolicy", "StreamingLLM", "check_constants",
+    "constants_of", "method_of", "policy_from_name", "spelled",
 ]
 
 
@@ -77,6 +75,17 @@ class RetentionPolicy(ABC):
             SpecError: if kvspec does not support the model, or the model does not support the policy.
         """
         return Session(self.on(model), model)
+
+    def __enter__(self, *_: object) -> NoReturn:
+        """Raise an error, because the model is missing.
+
+        Raises:
+            SpecError: always. The message says what to type.
+        """
+        raise SpecError("policy", type(self).__name__, "needs a model: type `with policy(model) as run:`")
+
+    __exit__ = __enter__
+    """Python looks up both methods before the block."""
 
 
 def method_of(policy: Policy, budget: Budget, engine: Backend = REFERENCE) -> Method:
@@ -151,7 +160,8 @@ class CrystalCache(CustomPolicy):
     ) -> None:
         share = parse_budget(budget)
         if sentence_ends is None:
-            raise SpecError("sentence_ends", None, "is needed; kvspec.sentence_ends(tokenizer) makes the set")
+            reason = "is needed: kvspec.sentence_ends(tokenizer) makes the set, or pass tokenizer="
+            raise SpecError("sentence_ends", None, reason)
         ends = check_sentence_ends(sentence_ends)
         if not isinstance(parameters, CrystalCacheParameters):
             raise SpecError("parameters", parameters, "must be CrystalCacheParameters")
@@ -225,7 +235,7 @@ class Published(RetentionPolicy):
         kvspec.Published("snapkv", 0.25, W=16)
         kvspec.Published("snapkv", 0.3, block=16)               # keep whole blocks of 16 tokens
         kvspec.Published("diverse-adakv", 0.3, diversity=0.5)   # set-conditioned selection
-        kvspec.Published("triattention", 0.3, calibration="calibration.npz")
+        kvspec.Published("triattention", 0.3, calibration="calibration.npz")     # or TriAttention's stats.pt
 
     Args:
         name: name of a policy that `kvspec policies` lists, except crystalcache, streamingllm and fullcache.
@@ -246,9 +256,9 @@ class Published(RetentionPolicy):
     """Budget as the user gave it, if only the policy on a model can tell whether the budget is too small."""
 
     def __init__(self, name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> None:
-        if name in _CLASSES:
+        if (name := check_name(name)) in _CLASSES:
             raise SpecError("name", name, "has a separate class; call kvspec.policy_from_name instead")
-        check_constants(name, constants)
+        constants = check_constants(name, constants)
         if "calibration" in constants_of(name):
             constants["calibration"] = _calibration(constants.get("calibration"))
         check_penalty(constants.get("diversity", 0.0), "diversity")
@@ -279,30 +289,39 @@ class Published(RetentionPolicy):
         engine = fastest(self.name, unwrapped(model).device.type) if given is None else resolve(given)
         on_device = engine.takes is not None and not names.families_of(self.name)  # KVzip+ runs on the host
         learned = _learned(self.name, model, self.identity, on_device)
-        policy = names.make_policy(self.name, {**learned, **self.constants, BACKEND: engine})
+        if is_published_file(file := self.constants.get("calibration")):
+            learned["calibration"] = read_published(file, model, self.identity)
+        policy = names.make_policy(self.name, {**self.constants, **learned, BACKEND: engine})
         _warn_small(self.unwarned, policy)
         return method_of(policy, self.budget, engine)
 
 
-def policy_from_name(name: str, budget: float | int | str | Budget = 0.5, **constants: Any) -> RetentionPolicy:
+def policy_from_name(
+    name: str, budget: float | int | str | Budget = 0.5, *, tokenizer: PreTrainedTokenizerBase | None = None,
+    **constants: Any,
+) -> RetentionPolicy:
     """Make a policy from a name, a budget and constants.
 
         kvspec.policy_from_name("snapkv", budget=0.3)
-        kvspec.policy_from_name("crystalcache", 0.3, sentence_ends=ends, alpha=0)
+        kvspec.policy_from_name("crystalcache", 0.3, tokenizer=tokenizer, alpha=0)
+        kvspec.policy_from_name("kvzip", 0.3, tokenizer=tokenizer)
         kvspec.policy_from_name("mine:POLICY", 512)
 
     Args:
         name: name of a policy that `kvspec policies` lists, `module:ATTRIBUTE` of your own Policy, or the name of an
-            entry point in the group `kvspec.policies`.
+            entry point in the group `kvspec.policies`. Case, hyphens and underscores do not matter: "SnapKV".
         budget: share of the prompt to keep (0.3 or "30%"), or number of tokens to keep (an int). "fullcache" ignores
             the budget.
+        tokenizer: tokenizer of the model, from which kvspec makes the constants `sentence_ends` and `template` if the
+            policy needs them. Policies that need neither ignore the tokenizer.
         constants: constants of the policy as keyword arguments. `describe_policy(name)` lists the constants.
 
     Raises:
         SpecError: if the name, a constant or the budget is invalid.
         BackendUnavailable: if the backend cannot run on this machine.
     """
-    check_constants(name, constants)
+    name = check_name(name)
+    constants = _from_tokenizer(name, tokenizer) | check_constants(name, constants)
     if name not in _CLASSES:
         return Published(name, budget, **constants)
     if name == "crystalcache":
@@ -317,28 +336,50 @@ def constants_of(name: str) -> frozenset[str]:
     Raises:
         SpecError: if the name is unknown.
     """
-    if name in _CLASSES:
+    if (name := check_name(name)) in _CLASSES:
         own = frozenset(signature(_CLASSES[name]).parameters) - {"budget"}
         return own | _PARAMETERS if name == "crystalcache" else own
     return names.constants_of(name)
 
 
-def check_constants(name: str, constants: Mapping[str, object]) -> None:
-    """Check that the policy has all given constants.
+def check_constants(name: str, constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constants under their own names. `window` means `W`, and case and underscores do not matter.
 
     Raises:
-        SpecError: if the name is unknown, or if the policy does not have a constant.
+        SpecError: if the name is unknown, if the policy does not have a constant, or if a constant is given twice.
     """
-    known = constants_of(name)
+    known, named = constants_of(name), dict[str, Any]()
+    written = ({"window": "W"} if "W" in known else {}) | {_bare(one): one for one in known}
     for constant, value in constants.items():
-        if constant not in known:
-            raise SpecError(constant, value, f"{name} has the constants {', '.join(sorted(known)) or 'none'}")
+        own = constant if constant in known else written.get(_bare(constant), "")
+        if not own:
+            shown = type(value).__name__ if isinstance(value, PreTrainedTokenizerBase) else value
+            raise SpecError(constant, shown, f"{name} has the constants {', '.join(sorted(known)) or 'none'}")
+        if own in named:
+            raise SpecError(constant, value, f"is the constant {own}, which is also given: leave out one")
+        named[own] = value
+    return named
 
 
-def _calibration(given: Calibration | str | PathLike[str] | None) -> Calibration:
+def _bare(constant: str) -> str:
+    return constant.replace("_", "").lower()
+
+
+_MADE: Mapping[str, Callable[[Any], object]] = {"sentence_ends": sentence_ends, "template": repeat_template}
+"""Functions that make a constant from a tokenizer, by constant."""
+
+
+def _from_tokenizer(name: str, tokenizer: object) -> dict[str, Any]:
+    if tokenizer is None:
+        return {}
+    return {constant: make(tokenizer) for constant, make in _MADE.items() if constant in constants_of(name)}
+
+
+def _calibration(given: Calibration | str | PathLike[str] | None) -> Calibration | str | PathLike[str]:
+    """Return a calibration. A file of TriAttention or DuoAttention (.pt, .tsv) is read when the model is known."""
     if given is None:
         raise SpecError("calibration", None, "is needed; `kvspec calibrate` or kvspec.calibrate makes the calibration")
-    return given if isinstance(given, Calibration) else load_calibration(given)
+    return given if isinstance(given, Calibration) or is_published_file(given) else load_calibration(given)
 
 
 def _learned(
@@ -356,42 +397,6 @@ def _learned(
     return learned
 
 
-class Prefilled(NamedTuple):
-    """Result of `prefill`: logits, compacted cache and session."""
-
-    logits: Tensor
-    """Logits of the token after the prompt, (rows, 1, vocabulary)."""
-    cache: RetainedCache
-    run: Session
-
-
-def prefill(model: PreTrainedModel, policy: RetentionPolicy, input_ids: Tensor) -> Prefilled:
-    """Process a prompt, evict tokens, and return the logits and the cache for your own generation loop.
-
-        logits, cache, run = kvspec.prefill(model, kvspec.StreamingLLM(512), input_ids)
-        output = model(input_ids=logits.argmax(-1), cache=cache)  # past_key_values before transformers 5.24
-
-    Your own generation loop does not need to pass position ids or masks. To continue with `generate` instead, pass the
-    prompt again, followed by the new tokens.
-
-    Args:
-        model: a causal language model.
-        policy: a policy that keeps the same tokens in all layers and heads. If the policy keeps different tokens in
-            different layers or heads, use `with policy(model)` instead of `prefill`.
-        input_ids: one prompt, (1, n).
-
-    Returns:
-        The logits of the next token (computed with the full cache), the compacted cache, and the session.
-
-    Raises:
-        SpecError: if kvspec does not support the model or the prompt.
-    """
-    with torch.no_grad(), policy(model) as run:
-        output = model(input_ids=input_ids, use_cache=True)
-    assert run.cache is not None
-    return Prefilled(output.logits[:, -1:], run.cache, run)
-
-
 _FORM = 'must be a policy name, or a policy name with constants, such as crystalcache(alpha=0.5, impact="salience")'
 
 
@@ -402,12 +407,11 @@ def spelled(text: str) -> tuple[str, dict[str, Any]]:
         SpecError: if the text has a wrong form, the name is unknown, or the policy does not have a constant.
     """
     name, bracket, rest = text.partition("(")
-    check_name(name, "policy")
+    name = check_name(name, "policy")
     if bracket and (not rest.endswith(")") or "\n" in rest):
         raise SpecError("policy", text, _FORM)
     try:
         constants: dict[str, Any] = tomllib.loads(f"constants = {{{rest[:-1]}}}")["constants"]
     except tomllib.TOMLDecodeError as error:
         raise SpecError("policy", text, f"{_FORM}: {error}") from error
-    check_constants(name, constants)
-    return name, constants
+    return name, check_constants(name, constants)

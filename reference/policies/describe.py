@@ -133,7 +133,7 @@ def describe_policy(name: str) -> PolicyDescription:
     Raises:
         SpecError: if no policy of kvspec has the given name. Policies that you wrote have no description.
     """
-    if check_name(name) not in NAMES:
+    if (name := check_name(name)) not in NAMES:
         raise SpecError("name", name, "has no description: give a name that `kvspec policies` lists")
     row, policy = POLICIES[name.removeprefix(DIVERSE)], example_policy(name)
     needs = policy.scorer.needs

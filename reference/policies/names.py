@@ -1,9 +1,11 @@
 """The table of named policies. Each name has a function that makes the policy, and a set of constants."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from importlib import import_module
+from importlib.metadata import entry_points
 from pkgutil import iter_modules
 from typing import Any
 
@@ -17,8 +19,8 @@ from spec.promises import promises_of
 from spec.validate import check_choices
 
 __all__ = [
-    "BACKEND", "BLOCK", "DIVERSE", "ENTRY_POINTS", "NAMES", "POLICIES", "NamedPolicy", "check_name", "constants_of",
-    "constants_of_model", "families_of", "make_policy", "own_policy", "with_twins",
+    "BACKEND", "BLOCK", "DIVERSE", "ENTRY_POINTS", "LEFT_OUT", "NAMES", "POLICIES", "NamedPolicy", "check_name",
+    "constants_of", "constants_of_model", "families_of", "make_policy", "own_policy", "with_twins",
 ]
 
 
@@ -92,19 +94,52 @@ NAMES = (*POLICIES, *(DIVERSE + name for name, policy in POLICIES.items() if pol
 """All built-in names. The name of a user's own policy is `module:ATTRIBUTE` or an entry point in ENTRY_POINTS."""
 
 
+_WRITTEN = {"full": "fullcache", "1d": "triattention", "1ddiv": "diverse-triattention"}
+"""Further names that papers use, as `_bare` returns them."""
+
+_EVERY_TOKEN = "keeps every token, so it evicts nothing; to compare it, use fullcache"
+LEFT_OUT: Mapping[str, str] = {
+    "scissorhands": "is not specified: the paper, the official code and the ports are three different rules; use h2o",
+    "epicache": "is not a named policy: its score needs queries of a patched prompt; use kvzip or snapkv",
+    **dict.fromkeys(("think", "kivi", "kvquant", "xkv", "quest", "nsa", "dsa"), _EVERY_TOKEN),
+}
+"""Methods that have no name, with the reasons of "What is not specified" in spec/policies.md."""
+
+
+def _bare(name: str) -> str:
+    """Return a name in lower case without hyphens, underscores, spaces, and kvpress's suffix `Press`."""
+    return re.sub(r"[-_ ]", "", name).lower().removesuffix("press")
+
+
+_CANONICAL = {_bare(name): name for name in NAMES} | _WRITTEN
+
+
 def check_name(name: str, argument: str = "name") -> str:
-    """Return `name` if it is a built-in name or the name of a user's own policy.
+    """Return the name of a built-in policy or of a user's own policy.
+
+    Case, hyphens and underscores of built-in names do not matter: `SnapKV`, `Ada-KV` and `AdaKVPress` are accepted.
 
     Raises:
         SpecError: if the name is unknown, or for a reason that `own_policy` lists. The message contains `argument` and
-            names similar to `name`.
+            names similar to `name`. For a method that kvspec leaves out, the message has the reason.
     """
-    if name not in NAMES:
-        bare, bracket, _ = name.partition("(")
-        if bracket and bare in NAMES:
-            call = f"policy_from_name({bare!r}, constant=value)"
-            raise SpecError(argument, name, f"must be a name; pass constants as arguments, such as {call}")
-        own_policy(name, argument)
+    if not isinstance(name, str):
+        kind = f"{type(name).__module__.split('.')[0]}.{type(name).__name__}"
+        made = "for a Policy object type kvspec.CustomPolicy(policy, 0.3)" if isinstance(name, Policy) else (
+            "the name comes first: policy_from_name('snapkv', 0.3)"
+        )
+        raise SpecError(argument, name if isinstance(name, (int, float)) else kind, f"must be text; {made}")
+    if name in NAMES or name in entry_points(group=ENTRY_POINTS).names:
+        return name
+    if (known := _CANONICAL.get(_bare(name))) is not None:
+        return known
+    if (reason := LEFT_OUT.get(_bare(name))) is not None:
+        raise SpecError(argument, name, reason)
+    bare, bracket, _ = name.partition("(")
+    if bracket and _bare(bare) in _CANONICAL:
+        call = f"policy_from_name({_CANONICAL[_bare(bare)]!r}, constant=value)"
+        raise SpecError(argument, name, f"must be a name; pass constants as arguments, such as {call}")
+    own_policy(name, argument)
     return name
 
 
@@ -128,7 +163,7 @@ def constants_of(name: str) -> frozenset[str]:
     Raises:
         SpecError: as in `check_name`.
     """
-    if check_name(name) not in NAMES:
+    if (name := check_name(name)) not in NAMES:
         return frozenset()
     row = POLICIES[name.removeprefix(DIVERSE)]
     if name.startswith(DIVERSE):
@@ -142,7 +177,7 @@ def families_of(name: str) -> tuple[str, ...]:
     Raises:
         SpecError: as in `check_name`.
     """
-    if check_name(name) not in NAMES:
+    if (name := check_name(name)) not in NAMES:
         return ()
     row, diverse = POLICIES[name.removeprefix(DIVERSE)], ("diversity",) * name.startswith(DIVERSE)
     return (*((row.family,) if BACKEND in row.constants else ()), *diverse)
@@ -154,7 +189,8 @@ def constants_of_model(name: str) -> frozenset[str]:
     Raises:
         SpecError: as in `check_name`.
     """
-    return POLICIES[name.removeprefix(DIVERSE)].of_model if check_name(name) in NAMES else frozenset()
+    name = check_name(name)
+    return POLICIES[name.removeprefix(DIVERSE)].of_model if name in NAMES else frozenset()
 
 
 def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
@@ -164,7 +200,7 @@ def make_policy(name: str, constants: Mapping[str, Any]) -> Policy:
         SpecError: as in `check_name`, and if a constant's value is invalid for the policy.
         BackendUnavailable: if the backend cannot run here, or lacks a stage family that the policy needs.
     """
-    if name not in NAMES:
+    if (name := check_name(name)) not in NAMES:
         given = own_policy(name).value
         assert isinstance(given, Policy)
         return given

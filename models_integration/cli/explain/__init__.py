@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.checks import calibration_of, read_prompt
-from models_integration.policies.methods import prefill, spelled
+from models_integration.policies.methods import spelled
+from models_integration.policies.prefill import prefill
 from models_integration.session.session import Session
 from models_integration.studies.evidence.rules import check_budget
 from models_integration.studies.page import style
