@@ -19,7 +19,7 @@ def test_a_file_in_the_way_is_named(path: str, name: str, tmp_path: Path) -> Non
     file = tmp_path / path
     file.parent.mkdir(exist_ok=True)
     file.write_text("", encoding="utf-8")
-    code = f"import sys; sys.path.append({str(ROOT)!r}); import kvspec"
+    code = f"import sys; sys.path.insert(1, {str(ROOT)!r}); import kvspec"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, env={"PATH": ""},
     )

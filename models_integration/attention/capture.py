@@ -31,18 +31,16 @@ from models_integration.cache.dense_layer import RetainedLayer, on_host
 from models_integration.cache.positions import EMPTY, shown_columns
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache
-from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
+from models_integration.model.architecture import IMPLEMENTATIONS, OURS, Architecture
 from models_integration.model.seams import attention_of, eager_attention, replace_attention
 from spec.errors import SpecError
 from spec.policy import LayerView, Needs, Repeat
 
 __all__ = [
-    "OTHER_TENSORS", "OURS", "Attended", "Recorder", "Repeated", "Watcher", "flash_attention", "observing",
+    "OTHER_TENSORS", "Attended", "Recorder", "Repeated", "Watcher", "flash_attention", "observing",
     "reads_attention", "untraced",
 ]
 
-OURS = "kvspec_"
-"""Start of the names of registered attention functions. The config of a model has such a name in a forward pass."""
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -297,7 +297,7 @@ class Published(RetentionPolicy):
 
 
 def policy_from_name(
-    name: str, budget: float | int | str | Budget = 0.5, *, tokenizer: PreTrainedTokenizerBase | None = None,
+    name: str, budget: float | int | str | Budget = 0.5, *, tokenizer: Any = None,
     **constants: Any,
 ) -> RetentionPolicy:
     """Make a policy from a name, a budget and constants.

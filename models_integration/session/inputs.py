@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from models_integration.attention.capture import OURS, reads_attention
+from models_integration.attention.capture import reads_attention
 from models_integration.attention.handover import check_readable, check_recurrence
 from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.cache.retained_cache import RetainedCache, check_own
-from models_integration.model.architecture import IMPLEMENTATIONS, Architecture
+from models_integration.model.architecture import ELSEWHERE, IMPLEMENTATIONS, OURS, Architecture
 from models_integration.model.seams import attention_of
 from spec.errors import SpecError
 from spec.policy import Needs
@@ -66,8 +66,7 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object], need
     """
     decoder, implementation = architecture.decoder, attention_of(architecture.config)
     if str(implementation).startswith(OURS):
-        reason = "is in a forward pass of a different thread: join the thread, or use a lock around each block"
-        raise SpecError("model", architecture.name, reason)
+        raise SpecError("model", architecture.name, ELSEWHERE)
     if implementation not in IMPLEMENTATIONS:
         reason = f"must be {' or '.join(IMPLEMENTATIONS)} inside a context: type model.set_attn_implementation('sdpa')"
         raise SpecError("attn_implementation", implementation, reason)
