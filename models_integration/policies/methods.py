@@ -10,7 +10,6 @@ from os import PathLike
 from typing import Any, NoReturn
 from warnings import warn
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from models_integration.model.architecture import describe, unwrapped

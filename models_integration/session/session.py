@@ -114,7 +114,7 @@ class Session:
         self._forward: Forward | None = None
         self._segment: Segment | None = None
         # Hooks hold no reference, so a session that is never left ends when the caller has no reference to it.
-        hooks = map(weakly, (self._before, self._after, self._close))
+        hooks = (weakly(one) for one in (self._before, self._after, self._close))
         self._hold = Hold(self._model, self._architecture.decoder, *hooks)
         finalize(self, self._hold.abandon).atexit = False
 

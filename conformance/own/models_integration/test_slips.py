@@ -141,7 +141,7 @@ def test_files_of_triattention_and_duoattention_are_calibrations(tmp_path: Path)
     taken = kvspec.calibrate(model, prompt(60))
     write_statistics(taken, tmp_path / "stats.pt")
     (tmp_path / "full_attention_heads.tsv").write_text("0.1\t0.9\n0.8\t0.2\n0.3\t0.4\n", encoding="utf-8")
-    readers = {"stats.pt": read_statistics, "full_attention_heads.tsv": read_head_pattern}
+    readers: dict[str, Any] = {"stats.pt": read_statistics, "full_attention_heads.tsv": read_head_pattern}
     for name, (file, reader) in zip(("triattention", "kvzip-heads"), readers.items(), strict=True):
         more: dict[str, Any] = {} if name == "triattention" else {"N_sink": 2, "N_recent": 4}
         sets = []
@@ -177,9 +177,9 @@ def test_one_tokenizer_serves_every_policy() -> None:
                 model(input_ids=prompt(40))
             kept.append([one.positions.tolist() for one in run.retentions])
         assert kept[0] == kept[1]
-    given = frozenset({7})
-    policy: Any = kvspec.policy_from_name("crystalcache", 0.5, tokenizer=tokenizer(), sentence_ends=given)
-    assert policy.on(model).sentence_ends == given
+    seven = frozenset({7})
+    policy: Any = kvspec.policy_from_name("crystalcache", 0.5, tokenizer=tokenizer(), sentence_ends=seven)
+    assert policy.on(model).sentence_ends == seven
 
 
 @pytest.mark.law("refused-before-anything-changes")
