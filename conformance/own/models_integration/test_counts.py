@@ -17,7 +17,8 @@ import kvspec
 from conformance.own.models_integration.session.families import build, greedy, prompt
 from models_integration.cli.app import app
 from models_integration.pocket import load_pocket
-from models_integration.policies.methods import CrystalCache, CustomPolicy, StreamingLLM, policy_from_name, prefill
+from models_integration.policies.methods import CrystalCache, CustomPolicy, StreamingLLM, policy_from_name
+from models_integration.policies.prefill import prefill
 from models_integration.studies.report import summary_tables
 from reference.policies import kvcrush, snapkv, vase
 from spec.budget import Budget

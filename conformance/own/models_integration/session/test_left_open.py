@@ -44,7 +44,7 @@ def test_a_second_task_is_told_of_a_lock() -> None:
         with StreamingLLM(0.5)(model):
             await asyncio.sleep(0.01)
 
-    async def both() -> list[Any]:
+    async def both() -> Any:
         return await asyncio.gather(work(), work(), return_exceptions=True)
 
     first, second = asyncio.run(both())
