@@ -148,7 +148,7 @@ def test_numba_without_threadpoolctl_says_so_where_it_is_needed(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("snapkw", "snapkv"), ("SnapKV", "snapkv"), ("crystal", "crystalcache"), ("ada-kv", "adakv")],
+    ("name", "near"), [("snapkw", "snapkv"), ("SnapKW", "snapkv"), ("crystal", "crystalcache"), ("ada-kw", "adakv")],
 )
 def test_an_unknown_policy_is_answered_with_its_nearest(name: str, near: str) -> None:
     with pytest.raises(SpecError) as caught:

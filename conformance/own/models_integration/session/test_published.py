@@ -101,7 +101,7 @@ REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]
     *((Published, (name,), {}, f"name = '{name}': has a separate class; call kvspec.policy_from_name instead")
       for name in CLASSES),
     *((Published, (name,), {}, f"name = '{name}'") for name in ("epicache", "scissorhands", "diverse-h2o")),
-    (Published, ("snapkv",), {"window": 8}, "snapkv has the constants W, backend, block, kernel"),
+    (Published, ("snapkv",), {"pool": 8}, "snapkv has the constants W, backend, block, kernel"),
     (Published, ("snapkv", 1.5), {}, "budget"),
     (Published, ("expected-attention",), {"inv_freq": [1.0]}, "inv_freq"),
     (Published, ("defensivekv",), {"W_o": {}}, "W_o"),
