@@ -265,7 +265,7 @@ def whole_blocks() -> list[list[str]]:
 
 FEW = (
     "fullcache", "kvzip", 'crystalcache(observed_layer=-3, graph="zero")', "nestedkv", "crystalcache", "streamingllm",
-    "chunkkv", "snapkv", "random-trunks", "random",
+    "snapkv", "random-trunks", "random",
 )
 FORM_COLUMNS = [_after(f"facts, {at}", FACT, at) for at in ("0.5", "0.3", "0.15")]
 PAPER_COLUMNS = [
@@ -307,7 +307,7 @@ CLAIMS = {"claims": "rules"} | {
 }
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "few": lambda: figures("facts", [
-        each._replace(title=f"budget {each.budget}", recovery=False) for each in FORM_COLUMNS[1:]
+        each._replace(title=f"budget {each.budget}", recovery=False) for each in FORM_COLUMNS[1:2]
     ], policies=FEW),
     "stages": parts_of_crystalcache, "layers": observed_layers, "blocks": whole_blocks, "answerable": answerable,
     "depths": depths, **{name: partial(figures, *study) for name, study in STUDIES.items()},
