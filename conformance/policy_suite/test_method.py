@@ -19,7 +19,7 @@ from conformance.strategies.model_shapes import SHAPES
 from conformance.strategies.policy_inputs import Inputs, Kept, in_chunks
 from spec.policy import Rehearsal
 
-MOST_LISTED = 40
+MOST_LISTED = 8
 LONG_SPAN = 100
 """Tokens of a window; beyond, an input has one and no more: all attention of 300 tokens takes a second."""
 Subject = Callable[[Method, Inputs, int], Kept]
@@ -140,4 +140,6 @@ def other_score(method: Method, kept: Kept, wanted: Kept, scored: set[str]) -> s
 
 
 def listed(tokens: Sequence[int]) -> str:
-    return f"{list(tokens[:MOST_LISTED])}{' ...' if len(tokens) > MOST_LISTED else ''}" if tokens else "nothing"
+    if len(tokens) > MOST_LISTED:
+        return f"{len(tokens)} tokens ({', '.join(map(str, tokens[:MOST_LISTED]))}, ...)"
+    return str(list(tokens)) if tokens else "nothing"

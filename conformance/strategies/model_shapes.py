@@ -36,8 +36,9 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         capped = f", softcap {self.softcap:g}" if self.softcap else ""
         return (
-            f"{self.tokens} tokens, {self.layers} layers, {self.kv_heads} KV heads of {self.group}, width {self.width},"
-            f" scaling {self.scaling:g}{capped}{', attention sinks' if self.sinks else ''}, {self.dtype}"
+            f"{self.tokens} tokens, layers x KV heads = {self.layers} x {self.kv_heads}, groups of {self.group},"
+            f" width {self.width}, scaling {self.scaling:g}{capped}"
+            f"{', attention sinks' if self.sinks else ''}, {self.dtype}"
         )
 
     @property

@@ -168,7 +168,7 @@ Change = Callable[[PreTrainedModel], PreTrainedModel]
 # Name, budget, constants, what is done to the model, words of the error.
 WRONG: dict[str, tuple[str, int, dict[str, Any], Change, str]] = {
     "zero keys, NestedKV": ("nestedkv", 20, {}, without_keys, "k = "),
-    "zero keys, KeyDiff": ("keydiff", 20, {}, without_keys, "k = "),
+    "zero keys, KeyDiff": ("keydiff", 20, {}, without_keys, "score = 'NaN'"),
     "a pinned prompt above the budget": (
         "triattention", 20, {"pin_prompt": 21}, as_it_is, "pin_prompt = 21: exceeds the budget of 20",
     ),

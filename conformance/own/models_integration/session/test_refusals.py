@@ -384,5 +384,5 @@ def test_steps_need_equal_shares() -> None:
 def test_a_window_above_the_budget_or_a_budget_above_the_prompt_is_served() -> None:
     model = build("llama")
     run, cache = read_prompt(model, method("snapkv", 3))
-    assert (cache.mean_length, run.over_budget) == (8, 0)
+    assert (cache.mean_length, run.over_budget) == (8, 5)
     assert read_prompt(model, method("snapkv", 1.0), 5)[1].mean_length == 5
