@@ -31,15 +31,15 @@ def score(
     k: Row, position: int, t: int, mean: Row, magnitude: Row, inv_freq: Row, factor: float, offsets: Sequence[int],
 ) -> float:
     """The mean over the offsets of S_delta, as the equations have it: amplitudes, phases and distances."""
-    per_band = []
+    per_offset: list[list[float]] = [[] for _ in offsets]
     for f, omega in enumerate(inv_freq):
         k_f = band(k, f) * cmath.exp(complex(0, -omega * position)) / factor
         q_f = band(mean, f)
         phi, size = cmath.phase(q_f * k_f.conjugate()), factor**2 * abs(q_f) * abs(k_f)
-        waves = [math.cos(omega * (t - position + delta) + phi) for delta in offsets]
-        per_band.append(size * math.fsum(waves))
-        per_band.append(factor**2 * (magnitude[f] - abs(q_f)) * abs(k_f) * len(offsets))
-    return math.fsum(per_band) / len(offsets)
+        rest = factor**2 * (magnitude[f] - abs(q_f)) * abs(k_f)
+        for terms, delta in zip(per_offset, offsets, strict=True):
+            terms += [size * math.cos(omega * (t - position + delta) + phi), rest]
+    return math.fsum(map(math.fsum, per_offset)) / len(offsets)
 
 
 def z_score(row: Row, pinned: Sequence[bool]) -> list[float | None]:

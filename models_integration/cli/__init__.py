@@ -20,7 +20,7 @@ BROUGHT_BY = {
 } | dict.fromkeys(
     ("typer", "pytest", "hypothesis"), "conformance"
 ) | dict.fromkeys(
-    ("torch", "transformers", "safetensors", "tokenizers", "rich", "tqdm", "pandas", "pandera"), "models"
+    ("torch", "transformers", "safetensors", "tokenizers", "regex", "rich", "tqdm", "pandas", "pandera"), "models"
 )
 
 

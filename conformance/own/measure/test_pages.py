@@ -16,12 +16,21 @@ from conformance.assurance.trace import read_tree
 from conformance.measure import matrix
 from conformance.measure.certificates import __main__ as certificates
 from conformance.measure.certificates import upstream
-from conformance.measure.matrix import CONFORMS, DIFFERS, IMPLEMENTATIONS, PAGE, STORE, cell_of, measured, unjudged
+from conformance.measure.matrix import (
+    CONFORMS,
+    DIFFERS,
+    IMPLEMENTATIONS,
+    METHODS,
+    PAGE,
+    STORE,
+    cell_of,
+    measured,
+    unjudged,
+)
 from conformance.measure.matrix import page as matrix_page
 from conformance.measure.peers.differences import OURS
 from conformance.measure.peers.inputs import SMALL, drawn, positions_of
 from conformance.measure.site import foreign, linked, main, write
-from conformance.methods.method import METHODS
 from conformance.paths import ROOT, SPEC
 from conformance.verify.outcomes import Outcome
 from conformance.verify.subject import digest_of

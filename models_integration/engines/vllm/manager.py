@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from models_integration.engines.vllm.plan import Compaction, Plan
-from models_integration.engines.vllm.seams import FullAttentionManager, FullAttentionSpec, KVCacheSpecRegistry
+from models_integration.engines.vllm.seams import FullAttentionManager, FullAttentionSpec, spec_registry
 
 __all__ = ["EvictingManager", "EvictingSpec", "evicting_spec"]
 
@@ -93,10 +93,9 @@ def evicting_spec(spec: Any) -> Any:
 
 
 def _register(kinds: Sequence[Any] = (FullAttentionSpec,)) -> None:
-    # Without this call, vLLM takes the first registration for all of its own, and knows no other spec.
-    KVCacheSpecRegistry._ensure_registered()
+    registry = spec_registry()
     for kind in kinds:
-        KVCacheSpecRegistry.register(EvictingSpec, manager_class=EvictingManager, uniform_type_base_spec=kind)
+        registry.register(EvictingSpec, manager_class=EvictingManager, uniform_type_base_spec=kind)
 
 
 _register()

@@ -29,10 +29,10 @@ else:
     from vllm.v1.worker.gpu_worker import Worker
 
 __all__ = [
-    "AsyncScheduler", "FullAttentionManager", "FullAttentionSpec", "GPUModelRunner", "KVCacheSpecRegistry",
+    "AsyncScheduler", "FullAttentionManager", "FullAttentionSpec", "GPUModelRunner",
     "LogitsProcessor", "Scheduler", "Worker", "attention_layers", "check_configuration", "check_layout",
     "check_version", "layer_facts", "only_manager",
-    "output_projection", "replace_block_table", "rotary_frequencies", "shift_lengths", "watch_queries",
+    "output_projection", "replace_block_table", "rotary_frequencies", "shift_lengths", "spec_registry", "watch_queries",
 ]
 
 OLDEST, NEWEST = (0, 32), (0, 32)
@@ -213,6 +213,13 @@ def check_layout(layer: Any, pages: Any) -> None:
         backend = layer.attn_backend.get_name()
         raise SpecError("attention_backend", backend, "stores pages in an unknown order")
     layer.kv_cache[0].zero_()
+
+
+def spec_registry() -> Any:
+    """Return vLLM's registry of cache specs, with the specs of vLLM in it."""
+    # Without this call, vLLM takes the first registration for all of its own, and knows no other spec.
+    KVCacheSpecRegistry._ensure_registered()
+    return KVCacheSpecRegistry
 
 
 def replace_block_table(runner: Any, request_id: str, blocks: Sequence[int]) -> None:

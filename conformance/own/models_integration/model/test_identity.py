@@ -348,6 +348,8 @@ def test_a_command_makes_it_once_and_only_where_a_row_or_a_file_needs_it(
 ) -> None:
     text, archive, statistics = tmp_path / "text.txt", str(tmp_path / "archive"), tmp_path / "mine.npz"
     text.write_text("The secret code is 7492. The chair thanked the members.", encoding="utf-8")
+    long = tmp_path / "long.txt"
+    long.write_text(text.read_text(encoding="utf-8") * 20, encoding="utf-8")  # 256 tokens are the least
     model, _ = load_pocket()
     save_calibration(calibrate(model, prompt(40)), statistics)
     identified.clear()
@@ -355,7 +357,7 @@ def test_a_command_makes_it_once_and_only_where_a_row_or_a_file_needs_it(
     asked += ["--samples", "1", "--length", "200", "--no-controls", "--calibration", str(statistics)]
     for arguments, count in (
         (["compress", str(text)], 0), (["archive", "put", str(text), "--archive", archive], 1),
-        ([*asked, "--out", str(tmp_path / "out")], 1), (["calibrate", str(text), "--out", str(statistics)], 1),
+        ([*asked, "--out", str(tmp_path / "out")], 1), (["calibrate", str(long), "--out", str(statistics)], 1),
     ):
         found = CliRunner().invoke(app, arguments)
         assert found.exit_code == 0, found.output

@@ -27,6 +27,9 @@ PACKAGE = ROOT / "models_integration"
 HOME = PACKAGE / "model" / "seams.py"
 PAGED = {PACKAGE / "engines" / name for name in ("paged.py", "page_pool.py")}
 PAGED_NAMES = {name for methods in _SEAMS.values() for name in methods} | {"_block_manager", "_kv_token_views"}
+VLLM_HOME = PACKAGE / "engines" / "vllm" / "seams.py"
+VLLM_NAMES = {"_compute_inv_freq", "_ensure_registered"}
+"""Private names of vLLM, which has seams of its own: that module alone uses these, and none of transformers."""
 OTHERS = {
     *vars(torch.nn.Module()), "_DropoutNd", "_fused_sdp_choice", "_global_forward_hooks", "_global_forward_pre_hooks",
     "_orig_mod", "_version",  # torch
@@ -60,7 +63,7 @@ def foreign_uses(sources: dict[Path, ast.Module]) -> list[str]:
     own = set(chain.from_iterable(map(own_names, sources.values())))
     found, named = [], {seams.ATTENTION, seams.EXPERTS, "eager_attention_forward"}
     for path, tree in sources.items():
-        known = own | OTHERS | (PAGED_NAMES if path in PAGED else set())
+        known = own | OTHERS | (PAGED_NAMES if path in PAGED else set()) | (VLLM_NAMES if path == VLLM_HOME else set())
         for node in ast.walk(tree):
             used = node.attr if isinstance(node, ast.Attribute) else None
             text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

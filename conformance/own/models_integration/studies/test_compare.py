@@ -184,7 +184,8 @@ def test_options_and_the_rules_that_they_write_are_one_run(tmp_path: Path) -> No
     assert written.exit_code == 0, written.output
     made = load_rules(file)
     again = rules("h2o,snapkv(W=16)", "64", "needle(depth=0.5)", "200,220", seeds="1,2")
-    assert replace(made, digest="", title="t") == replace(again, digest="")
+    assert (made.source, again.source) == (str(file), "")
+    assert replace(made, digest="", title="t", source="") == replace(again, digest="")
     assert (made.lengths, made.seeds, made.policies) == ((200, 220), (1, 2), ("h2o", "snapkv(W=16)"))
 
 

@@ -170,7 +170,7 @@ def test_a_calibration_says_over_which_contexts_it_was_taken(tmp_path: Path, one
     """Made of the rules it lists a dev context; a list with a confirming one is refused; without a list, it is said."""
     text = RULES[RULES.index("[study]") :].replace('["streamingllm"]', '["triattention@prompt"]')
     rules, file = rules_file(tmp_path, text.replace("contexts = 4", "contexts = 12")), tmp_path / "mine.npz"
-    made = CliRunner().invoke(app, ["calibrate", str(rules), "--out", str(file), "--tokens", "90"])
+    made = CliRunner().invoke(app, ["calibrate", str(rules), "--out", str(file), "--tokens", "256"])
     assert made.exit_code == 0, made.output
     calibration = load_calibration(file)
     assert calibration.samples is not None

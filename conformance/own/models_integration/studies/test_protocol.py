@@ -43,6 +43,7 @@ from models_integration.tasks.needle import part_of
 from models_integration.tasks.registry import resolve_task
 from reference.policies.describe import list_policies
 from reference.policies.names import DIVERSE, NAMES
+from spec.budget import Budget, parse_budget
 from spec.errors import SpecError
 
 pytestmark = pytest.mark.law("as-it-is-described")
@@ -270,7 +271,7 @@ def subject(one_thread: None) -> Subject:
 def told(subject: Subject, sample: Sample, placement: Placement, names: Sequence[str]) -> dict[Cell, tuple[Row, Kept]]:
     """What each cell answers and keeps, from one prompt; one forward pass serves five caches."""
     wanted = [(name, str(B)) for name, B in product(names, BUDGETS) if B in BUDGETS[:1] or not name.startswith(DIVERSE)]
-    methods = {name: subject.policy(name, BUDGETS[0]).on(subject.model) for name in names}
+    methods = {name: subject.policy(name, Budget(count=BUDGETS[0])).on(subject.model) for name in names}
     prompt = read_prompt(subject, methods, [str(B) for B in BUDGETS], placement)
     found = dict[Cell, tuple[Row, Kept]]()
     for row, cell in zip(measure(subject, sample, prompt, wanted, 5)["cells"], wanted, strict=True):
@@ -294,7 +295,7 @@ def test_a_cell_keeps_and_says_what_a_context_of_its_own_does(
     names = [*(name for name in SERVED if name in diverse or not name.startswith(DIVERSE)), BREATH]
     before, found = len(presented.prompt_ids) - presented.dropped_slots, told(subject, sample, presented, names)
     for (name, B), (given, kept) in found.items():
-        expected, sets = answer(subject.model, subject.policy(name, int(B)), presented, MOST, subject.stop_ids)
+        expected, sets = answer(subject.model, subject.policy(name, parse_budget(B)), presented, MOST, subject.stop_ids)
         assert kept == [[at for at in own if at < before] for own in sets], name
         assert given["answer"] == decode(subject.tokenizer, expected.token_ids), name
         assert given["right"] == score(subject.tokenizer, expected.token_ids, sample)

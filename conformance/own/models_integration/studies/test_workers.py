@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from models_integration.studies import answers, results
 from models_integration.studies.evidence import run as of_study
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import load_rules
+from models_integration.studies.report import progress_bar
 from models_integration.studies.results import ERROR, START, Leases, Row, append_row, load_rows, rows_behind
 from models_integration.studies.subject import Loading
 from models_integration.studies.workers import run_actors, status
@@ -150,6 +152,7 @@ def test_what_cannot_be_measured_is_a_row_with_its_error(
         return measure(*arguments)
 
     monkeypatch.setattr(of_study, "measure", failing)
+    monkeypatch.setattr("models_integration.cli.study_runs.progress_bar", partial(progress_bar, every=0.0, after=0.0))
     first, path = swept(rules, tmp_path), tmp_path / "study.jsonl"
     assert first.exit_code == 1
     assert f"2 samples in {path} failed, the first by MemoryError: no room; --again makes them again" in first.output

@@ -306,7 +306,7 @@ def test_what_is_longer_is_cut_in_the_middle(kind: str, limit: int, tmp_path: Pa
 
 BAD: dict[str, Callable[[Path], str]] = {
     "task of ruler": lambda p: ruler(p, "squad", NIAH),
-    "path of no file": lambda p: f"ruler-file:{p}/vt/validation.jsonl",
+    "tasks of no file": lambda p: f"ruler-file:{p}/vt/validation.jsonl",
     "path of no question": lambda p: ruler(p, "vt", NIAH),
     "path of no rows": lambda p: ruler(p, "vt"),
     "path of other fields": lambda p: ruler(p, "vt", KV),
@@ -321,7 +321,7 @@ BAD: dict[str, Callable[[Path], str]] = {
     "path of other turns": lambda p: scbench(p, "kv", {**KV, "multi_turns": [{"input": "a"}]}),
     "path of turns that are none": lambda p: scbench(p, "kv", {**KV, "multi_turns": [3]}),
     "dataset": lambda p: longbench(p, "dureader"),
-    "path of no settings": lambda p: f"longbench-file:{p}/data/lcc.jsonl",
+    "tasks of no settings": lambda p: f"longbench-file:{p}/data/lcc.jsonl",
     "path of other settings": lambda p: longbench(p, "lcc", prompts={}),
     "prompt": lambda p: longbench(p, "lcc", prompts={"lcc": "no place"}),
     "dataset of loogle": lambda p: loogle(p, "shortdep_cloze"),

@@ -314,6 +314,9 @@ from dataclasses import replace
 def SHORT(ground, length, index, seed):
     return COLOUR(ground, length - 1, index, seed)
 
+def LONG(ground, length, index, seed):
+    return COLOUR(ground, length + 1, index, seed)
+
 def NOTHING(ground, length, index, seed):
     return []
 
@@ -342,6 +345,8 @@ def test_the_users_own_task_is_one_file_of_the_current_folder(own: None, named: 
     (sample,) = task(named[1], 1500, 0, 0)
     assert (sample.task, sample.length) == ("colour", 1500)
     assert pieces(named[1], sample) == [f"The door is {sample.expected}."]
+    (short,) = resolve_task("kvspec_own_task:SHORT")(named[1], 1500, 0, 0)
+    assert short.length == 1499  # at most the length, never more
 
 
 @pytest.mark.law("refused-before-anything-changes")
@@ -353,7 +358,7 @@ def test_a_name_that_is_no_task_is_refused(name: str, own: None) -> None:
 
 
 @pytest.mark.law("refused-before-anything-changes")
-@pytest.mark.parametrize("attribute", ["SHORT", "NOTHING", "OUTSIDE"])
+@pytest.mark.parametrize("attribute", ["LONG", "NOTHING", "OUTSIDE"])
 def test_a_task_that_gives_anything_else_is_refused(attribute: str, own: None, named: tuple[str, Ground]) -> None:
     with pytest.raises(SpecError) as caught:
         resolve_task(f"kvspec_own_task:{attribute}")(named[1], 1500, 0, 0)

@@ -10,7 +10,7 @@ class Element extends EventTarget {
     super();
     Object.assign(this, { tagName: name.toUpperCase(), attributes: {}, children: [], value: "" });
     this.style = { setProperty() {} };
-    this.classList = { toggle: (word, on) => this.toggle(word, on) };
+    this.classList = { add: (word) => this.toggle(word, true), toggle: (word, on) => this.toggle(word, on) };
   }
 
   get dataset() {
