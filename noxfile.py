@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.options.sessions = ["lint", "types", "trace", "conformance"]
 nox.options.error_on_missing_interpreters = True
@@ -48,6 +49,7 @@ WORKERS = ["-n", "2", "--dist", "worksteal"]
 CHECKED = "--jaxtyping-packages=reference,beartype.beartype"
 # Fifty examples of each property, the same ones in each run of CI: the written mutants die by them. The night has 150.
 FIFTY = ["--kvspec-profile", "dev"]
+FEW = ["--kvspec-profile", "few"]
 # Each worker has a core; more threads of BLAS and PyTorch than that wait for each other, for several times the work.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -182,15 +184,24 @@ def conformance(session: nox.Session) -> None:
         environment = on_device_or_interpreted(session) if kernels else {}
         run(session, "pytest", *WORKERS, *session.posargs, **environment, **ONE_THREAD)
         return
-    run(session, "pytest", *WORKERS, *FIFTY, "-p", "conformance.assurance.sometimes", **ONE_THREAD)
-    numba = ["pytest", *WORKERS, "--backend", "numba", *OF_NUMBA]
-    run(session, *numba, *FIFTY, **ONE_THREAD)
-    few = ["--kvspec-profile", "few"]
-    run(session, *numba, *few, NUMBA_DISABLE_JIT="1", **ONE_THREAD)
-    run(session, "pytest", *WORKERS, *few, "--backend", "torch", *JUDGING, *ON_HOST, **ONE_THREAD)
-    run(session, "pytest", *WORKERS, *few, *OTHER_KERNELS, ATEN_CPU_CAPABILITY="default", **ONE_THREAD)
-    environment = {**on_device_or_interpreted(session), **ONE_THREAD}
-    run(session, "pytest", *WORKERS, *few, "--backend", "triton", *OF_TRITON, *ON_HOST, **environment)
+    numba = ["--backend", "numba", *OF_NUMBA]
+    on_device = on_device_or_interpreted(session)
+    phases: list[tuple[list[str], dict[str, str]]] = [
+        ([*FIFTY, "-p", "conformance.assurance.sometimes"], {}),
+        ([*numba, *FIFTY], {}),
+        ([*numba, *FEW], {"NUMBA_DISABLE_JIT": "1"}),
+        ([*FEW, "--backend", "torch", *JUDGING, *ON_HOST], {}),
+        ([*FEW, *OTHER_KERNELS], {"ATEN_CPU_CAPABILITY": "default"}),
+        ([*FEW, "--backend", "triton", *OF_TRITON, *ON_HOST], on_device),
+    ]
+    failed = []
+    for arguments, environment in phases:
+        try:
+            run(session, "pytest", *WORKERS, *arguments, **environment, **ONE_THREAD)
+        except CommandFailed as error:
+            failed.append(str(error))
+    if failed:
+        session.error("\n".join(failed))
 
 
 @nox.session(venv_backend="none")
@@ -231,7 +242,7 @@ def pythons(session: nox.Session, options: list[str]) -> None:
         if not (home / stamp()).exists():
             new_environment(session, home, "-e", *wanted, base=base)
             (home / stamp()).touch()
-        arguments = ["pytest", *WORKERS, "--kvspec-profile", "few", CHECKED, *tests]
+        arguments = ["pytest", *WORKERS, *FEW, CHECKED, *tests]
         session.run(str(interpreter_of(home)), "-m", *arguments, external=True, env=ONE_THREAD)
         session.run(str(interpreter_of(home)), "-m", "models_integration.cli", "policies", external=True, silent=True)
 
@@ -390,7 +401,7 @@ def transformers(session: nox.Session, options: list[str]) -> None:
     for name, wanted in (("oldest", f"transformers=={oldest}"), ("newest", "transformers")):
         python = new_environment(session, ROOT / ".nox" / f"transformers-{name}", "-e", ".[dev]", wanted)
         session.run(python, "-c", "import transformers; print(transformers.__version__)", external=True)
-        arguments = [*WORKERS, "--kvspec-profile", "few", *options, "conformance/own/models_integration"]
+        arguments = [*WORKERS, *FEW, *options, "conformance/own/models_integration"]
         session.run(python, "-m", "pytest", *arguments, external=True, env=ONE_THREAD)
 
 

@@ -49,15 +49,15 @@ def held_to_rules(backend: Backend, together: bool = True) -> Backend:
 
 
 class _Family:
-    """The stages of a family, each behind the boundary."""
+    """The stages of a family, each behind the boundary.
 
-    def __init__(self, name: str, stages: Any, together: bool) -> None:
-        self._name, self._stages, self._together = name, stages, together
+    They are attributes of the object itself, because `isinstance` of a protocol asks no `__getattr__` from Python 3.12.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        stage = _Boundary(f"{self._name}.{name}", getattr(self._stages, name), self._together)
-        setattr(self, name, stage)
-        return stage
+    def __init__(self, family: str, stages: Any, together: bool) -> None:
+        for name in dir(stages):
+            if not name.startswith("_") and callable(stage := getattr(stages, name)):
+                setattr(self, name, _Boundary(f"{family}.{name}", stage, together))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from models_integration.model.architecture import attention_modules, decoder_inp
 from models_integration.model.cache_argument import cache_name, with_one_cache
 from models_integration.model.layer_kinds import cache_owners
 from models_integration.model.seams import attention_of
-from models_integration.session.inputs import OPEN, accepted, check_forward, later_span
+from models_integration.session.inputs import OPEN, accepted, check_axes, check_forward, later_span
 from spec.errors import SpecError
 
 __all__ = ["additive", "layer_masks"]
@@ -80,6 +80,7 @@ def _agreeing(
         if (other := given.get("past_key_values")) is not cache:
             raise SpecError("past_key_values", type(other).__name__, "must be the cache that layer_masks was given")
         arguments = check_forward(given, getattr(cast(PreTrainedModel, decoder).config, "use_cache", True))
+        check_axes(decoder, arguments)
         span = later_span(vocabulary, arguments, cache, OPEN)
         if span.padded:
             raise SpecError("attention_mask", "zeros", "must be all ones: layer_masks does not support padding")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Required, TypeAlias, TypedDict, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -20,9 +20,9 @@ from spec.errors import SpecError
 from spec.policy import Needs
 
 __all__ = [
-    "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "accepted", "check_forward", "check_mode",
-    "check_rehearsed", "check_rows", "check_tokens", "device_step", "first_span", "later_span", "step_span",
-    "tells_text",
+    "ONE_FORWARD", "OPEN", "Arguments", "DecoderOutput", "ForwardSpan", "accepted", "check_axes", "check_forward",
+    "check_last", "check_mode", "check_rehearsed", "check_rows", "check_tokens", "device_step", "first_span",
+    "later_span", "step_span", "tells_text",
 ]
 
 # Special values of `segment_end`: the segment ends with the first forward pass, or when the caller ends the segment.
@@ -82,11 +82,20 @@ def check_mode(architecture: Architecture, arguments: Mapping[str, object], need
             raise SpecError("output_attentions", True, reason)
         check_readable(architecture, cache)
     check_recurrence(architecture, arguments, cache)
+    check_axes(decoder, arguments)
+    if architecture.wraps:
+        _check_images(architecture, arguments, needs)
+
+
+def check_axes(decoder: nn.Module, arguments: Mapping[str, object]) -> None:
+    """Check that positions have several axes only if the decoder computes positions on several axes (mRoPE).
+
+    Raises:
+        SpecError: if the positions have more axes than the decoder's.
+    """
     positions = arguments.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim > 2 and not hasattr(decoder, "get_rope_index"):
         raise SpecError("position_ids", tuple(positions.shape), "must be (rows, n): the model has one position a token")
-    if architecture.wraps:
-        _check_images(architecture, arguments, needs)
 
 
 def tells_text(name: str, value: object) -> bool:
@@ -302,6 +311,15 @@ def check_tokens(is_token: Tensor) -> None:
             "input_ids", f"{fewest} tokens",
             "must have at least 2 tokens; a single token is a decode step, not a segment",
         )
+    check_last(is_token)
+
+
+def check_last(is_token: Tensor) -> None:
+    """Check that each row of a text, (rows, n), ends with a token.
+
+    Raises:
+        SpecError: if a row ends with padding.
+    """
     if not bool(is_token[:, -1].all()):
         raise SpecError("attention_mask", "zeros", "right padding is not supported: pad on the left")
 
