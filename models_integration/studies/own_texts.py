@@ -2,21 +2,26 @@
 
 import json
 import math
+import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 import numpy as np
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from models_integration.studies.evidence.kept import BLIND, FULL
 from models_integration.studies.evidence.rules import PARTS, rules_of
 from models_integration.studies.evidence.run import Measuring, check_budgets, items, methods
-from models_integration.studies.evidence.samples import ENDS, Samples
+from models_integration.studies.evidence.samples import ENDS, Samples, is_own
 from models_integration.studies.report import progress_bar, table_of
 from models_integration.studies.results import Row
 from models_integration.studies.subject import AUTO, subject_of
@@ -103,43 +108,90 @@ def compare(
     Raises:
         SpecError: if an argument, a row or a file is invalid, or if a text is too long for the model.
     """
-    if model.training:
-        raise SpecError("model", type(model).__name__, "is in training mode: call model.eval() first")
-    with tempfile.TemporaryDirectory(prefix="kvspec-") as folder:
+    _check_arguments(model, text)
+    names, shares = _listed("policies", policies, str), _listed("budgets", budgets, (str, Real))
+    with tempfile.TemporaryDirectory(prefix="kvspec-") as folder, _without_folder(folder):
         rules = rules_of(**question_study(
-            _file_of("questions", questions, Path(folder)), _text_file(text, Path(folder)), grade, title="Comparison",
-            policies=policies, budgets=[str(budget) for budget in budgets], placements=[placement], models=["model"],
+            _file_of(questions, Path(folder)), _text_file(text, Path(folder)), grade, title="Comparison",
+            policies=names, budgets=shares, placements=[placement], models=["model"],
             bare=bare, calibration="" if calibration is None else str(Path(calibration).resolve()),
         ))
         used = None if calibration is None else load_calibration(Path(calibration))
         subject = subject_of("model", model, tokenizer, backend, used)
         named = methods(rules, subject)
         every = list(items(rules, subject, PARTS))
-        list(check_budgets(rules, named, dict.fromkeys(item.context_length for item in every)))
+        lengths = dict.fromkeys(item.context_length for item in every)
+        for warning in dict.fromkeys(check_budgets(rules, named, lengths)):
+            warn(warning, stacklevel=2)
     measuring = Measuring(subject, rules, named, batch_size)
     rows = []
     with progress_bar(Console(stderr=True), len(every)) as progress:
         for item in every:
             rows.append(measuring.row(item, measuring(item, item.cells(rules))))
-            progress(item.title)
+            progress(item.title.replace(f"{folder}{os.sep}", ""))
     return answer_table(rows)
 
 
-def _file_of(argument: str, questions: Any, folder: Path) -> Path:
+def _check_arguments(model: object, text: object) -> None:
+    """Check the model and the text, which are easily swapped with a tokenizer or a path.
+
+    Raises:
+        SpecError: if the model is no model or in training mode, or if the text is the path of a file.
+    """
+    if not isinstance(model, nn.Module):
+        reason = "must be the model: type kvspec.compare(model, tokenizer, questions, text)"
+        raise SpecError("model", type(model).__name__, reason)
+    if model.training:
+        raise SpecError("model", type(model).__name__, "is in training mode: call model.eval() first")
+    if isinstance(text, str) and os.path.isfile(text):  # Path.is_file raises an error for a long text
+        raise SpecError("text", text, f"is the path of a file: type pathlib.Path({text!r})")
+
+
+def _listed(argument: str, value: Iterable[Any], kinds: type | tuple[type, ...]) -> list[str]:
+    """Return the entries of an argument as text.
+
+    Raises:
+        SpecError: if the argument is a single entry instead of a list, or if an entry has a wrong type.
+    """
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise SpecError(argument, value, f"must be a list: type {argument}=[{value!r}]")
+    entries = list(value)
+    if wrong := [one for one in entries if not isinstance(one, kinds)]:
+        example = "['snapkv', 'kvzip']" if argument == "policies" else "[0.3, 512]"
+        raise SpecError(argument, type(wrong[0]).__name__, f"must be a list such as {argument}={example}")
+    return [str(one) for one in entries]
+
+
+@contextmanager
+def _without_folder(folder: str) -> Iterator[None]:
+    """Context manager that removes the name of a temporary folder from errors about the files in the folder."""
+    try:
+        yield
+    except SpecError as error:
+        shown = str(error.value).replace(f"{folder}{os.sep}", "")
+        raise SpecError(error.argument, shown if folder in str(error.value) else error.value, error.bound) from error
+
+
+def _file_of(questions: Any, folder: Path) -> Path:
     """Return the path of the questions. Rows are written to a file, so that both ways have one reader."""
     if isinstance(questions, str | Path):
         return Path(questions)
     rows = questions.to_dict("records") if isinstance(questions, pd.DataFrame) else list(questions)
     if wrong := [row for row in rows if not isinstance(row, Mapping)]:
-        raise SpecError(argument, wrong[0], "must be rows with question and answer, or the path of a file")
+        raise SpecError("questions", wrong[0], "must be rows with question and answer, or the path of a file")
+    if not rows:
+        raise SpecError("questions", [], "must have at least one row with question and answer")
     file = folder / "questions.jsonl"
-    plain = [{name: None if _is_missing(cell) else cell for name, cell in row.items()} for row in rows]
+    plain = [{name: _plain(cell) for name, cell in row.items()} for row in rows]
     file.write_text("\n".join(json.dumps(row, default=str) for row in plain), encoding="utf-8")
     return file
 
 
-def _is_missing(cell: object) -> bool:
-    return isinstance(cell, float) and np.isnan(cell)
+def _plain(cell: object) -> object:
+    """Return a cell as JSON can store it: None for a missing cell of pandas, and a list for several answers."""
+    if isinstance(cell, np.ndarray | tuple | set | frozenset):
+        return list(cell)
+    return None if pd.api.types.is_scalar(cell) and pd.isna(cell) else cell
 
 
 def _text_file(text: str | Path | None, folder: Path) -> Path | None:
@@ -160,7 +212,7 @@ def answer_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 def own_rows(rows: Iterable[Row]) -> list[Row]:
     """Return the rows about your own questions."""
-    return [row for row in rows if "question" in row["metadata"]]
+    return list(filter(is_own, rows))
 
 
 def question_results(rows: Sequence[Row]) -> Iterator[Table | str]:

@@ -114,8 +114,9 @@ def read_questions(file: Path, text: Path | None, grade: str) -> dict[str, list[
     found: dict[str, list[Question]] = {}
     for number, row in enumerate(rows, 1):
         _check_columns(file, number, row, document is not None)
-        own = str(row["text"]) if document is None else document
-        found.setdefault(own, []).append(_question(f"{file}, row {number}", number, row, own, grade))
+        where = f"{file}, row {number}"
+        own = _single(where, "text", row) if document is None else document
+        found.setdefault(own, []).append(_question(where, number, row, own, grade))
     return found
 
 
@@ -125,7 +126,7 @@ def _check_columns(file: Path, number: int, row: Mapping[str, Any], document: bo
     if document and "text" in row:
         raise SpecError("text", where, "has a text in the column 'text': leave out --text, or rename the column")
     if not document and "text" not in row:
-        raise SpecError("questions", where, f"has no column 'text', but {columns}: add --text FILE")
+        raise SpecError("questions", where, f"has no column 'text', but {columns}: add --text FILE (text= in Python)")
     for name in ("question", "answer"):
         if name not in row:
             hint = "separate columns by commas" if len(row) == 1 and ";" in columns else "name the column so"
@@ -134,8 +135,9 @@ def _check_columns(file: Path, number: int, row: Mapping[str, Any], document: bo
 
 
 def _question(where: str, number: int, row: Mapping[str, Any], text: str, grade: str) -> Question:
-    question, answers, evidence = (_texts(row.get(name)) for name in ("question", "answer", "evidence"))
-    for name, cells in (("text", (text,)), ("question", question), ("answer", answers)):
+    question = _single(where, "question", row).strip()
+    answers, evidence = (_texts(row.get(name)) for name in ("answer", "evidence"))
+    for name, cells in (("text", (text,)), ("question", (question,)), ("answer", answers)):
         if not any(cell.strip() for cell in cells):
             raise SpecError("questions", where, f"has an empty {name}: fill in the {name}, or remove the row")
     for passage in evidence:
@@ -148,7 +150,15 @@ def _question(where: str, number: int, row: Mapping[str, Any], text: str, grade:
             re.compile(pattern)
         except re.error as error:
             raise SpecError("answer", where, f"{pattern!r} is not a regular expression: {error}") from error
-    return Question(number, question[0].strip(), answers, evidence)
+    return Question(number, question, answers, evidence)
+
+
+def _single(where: str, name: str, row: Mapping[str, Any]) -> str:
+    """Return the text of a cell that cannot be a list. An empty cell is an empty text."""
+    cells = _texts(row[name])
+    if len(cells) > 1:
+        raise SpecError("questions", where, f"has {len(cells)} entries in {name!r}: write a row for each entry")
+    return "".join(cells)
 
 
 def _texts(cell: object) -> tuple[str, ...]:

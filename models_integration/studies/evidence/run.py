@@ -232,8 +232,8 @@ def check_budgets(rules: Rules, policies: Mapping[str, Method], lengths: Iterabl
                 floor = min(method.policy.floor, length)
                 if tokens < floor:
                     yield (
-                        f"budget {budget} is {tokens} of {length} tokens, but {floor_reason(method.policy)}: the tables"
-                        " show the tokens kept, and the report makes no comparison"
+                        f"budget {budget} is {tokens} of {length} tokens, but {floor_reason(method.policy)}; the"
+                        " results show the tokens kept, and do not compare policies at this budget"
                     )
             other = seen.setdefault(min(tokens, length), budget)
             if other != budget:

@@ -1,6 +1,7 @@
 """Policies compared on own texts and own questions: read once, answered as in a session, graded as asked for."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +82,8 @@ def test_a_text_and_questions_give_every_answer_a_table_and_a_figure(
     assert set(answers["tokens_kept"][answers["budget"] == "200"]) == {200.0}
     counted = pd.read_csv("t.csv")
     assert (counted["n"] == 2).all()
-    assert "7492" in Path("results/report.html").read_text(encoding="utf-8") or Path("f.svg").stat().st_size
+    assert "q.csv (contains)" in Path("results/report.html").read_text(encoding="utf-8")
+    assert "<!-- streamingllm -->" in Path("f.svg").read_text(encoding="utf-8")
     rows = load_rows(Path("results/study.jsonl"))
     ran(*given, *outputs)
     assert load_rows(Path("results/study.jsonl")) == rows  # nothing is measured twice
@@ -275,7 +277,58 @@ def test_an_own_task_is_asked_all_its_questions_at_its_own_length_without_eviden
     assert (pd.read_csv("t.csv")["n"] == 2).all()
 
 
-@pytest.mark.parametrize("rows", [[], ["What?"], [{"question": "What?"}]])
-def test_rows_that_are_none_are_refused_in_python(rows: Any, pocket: Pocket) -> None:
-    with pytest.raises(SpecError, match="questions"):
+@pytest.mark.parametrize(("rows", "words"), [
+    ([], "questions = []: must have at least one row"), (["What?"], "must be rows with question and answer"),
+    ([{"question": "What?"}], "questions = 'questions.jsonl, row 1': has no column 'answer'"),
+    ([{**CODE, "question": ["Which?", "What?"]}], "has 2 entries in 'question': write a row for each entry"),
+])
+def test_rows_that_are_none_are_refused_in_python(rows: Any, words: str, pocket: Pocket) -> None:
+    with pytest.raises(SpecError, match=re.escape(words)):
         kvspec.compare(*pocket, rows, TEXT)
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), pd.NA])
+def test_a_missing_text_is_not_read_as_a_word(missing: object, pocket: Pocket) -> None:
+    """None was read as the text "None"."""
+    rows = [{**CODE, "text": TEXT}, {**MONTH, "text": missing, "evidence": ""}]
+    with pytest.raises(SpecError, match="row 2': has an empty text"):
+        kvspec.compare(*pocket, rows)
+
+
+@pytest.mark.parametrize("answers", [("7492", "x"), np.array(["7492", "x"]), pd.Series(["7492", "x"]).to_numpy()])
+def test_several_right_answers_come_in_any_sequence(answers: object, pocket: Pocket) -> None:
+    """A data frame that was read from Parquet has arrays. An array was one answer, the text of the array."""
+    rows = pd.DataFrame([{**CODE, "answer": answers}, {**MONTH, "answer": "1111", "evidence": None}]).convert_dtypes()
+    found = kvspec.compare(*pocket, rows, TEXT, policies=[], budgets=np.array([200]))
+    assert found["expected"].unique().tolist() == ["7492 | x", "1111"]
+    assert found[found["policy"] == "fullcache"]["score"].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"policies": "snapkv"}, "policies = 'snapkv': must be a list: type policies=['snapkv']"),
+    ({"policies": [policy_from_name("snapkv", 0.3)]}, "policies = 'Published': must be a list such as policies=['sn"),
+    ({"budgets": 0.3}, "budgets = 0.3: must be a list: type budgets=[0.3]"),
+    ({"budgets": "30%"}, "type budgets=['30%']"), ({"text": "t.txt"}, "type pathlib.Path('t.txt')"),
+])
+def test_slips_of_a_call_are_refused_with_what_to_type(
+    given: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pocket: Pocket,
+) -> None:
+    """A path as text was compared as a text of two words."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text(TEXT, encoding="utf-8")
+    with pytest.raises(SpecError, match=re.escape(words)):
+        kvspec.compare(*pocket, [CODE], **{"text": TEXT, **given})
+
+
+def test_a_budget_below_what_a_policy_keeps_is_warned_of(pocket: Pocket) -> None:
+    """The command warned, and the call did not."""
+    with pytest.warns(UserWarning, match="budget 20 is 20 of .* tokens, but snapkv always keeps the last 32 tokens"):
+        found = kvspec.compare(*pocket, [CODE], TEXT, policies=["snapkv"], budgets=[20], backend="numpy")
+    assert found.set_index("policy").loc["snapkv", "tokens_kept"] == 32
+
+
+def test_a_model_and_a_tokenizer_that_are_swapped_are_named(pocket: Pocket) -> None:
+    model, tokenizer = pocket
+    swapped: Any = tokenizer, model
+    with pytest.raises(SpecError, match=re.escape("kvspec.compare(model, tokenizer, questions, text)")):
+        kvspec.compare(*swapped, [CODE], TEXT)
