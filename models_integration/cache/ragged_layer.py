@@ -285,7 +285,8 @@ class RaggedLayer(RetainedLayer):  # type: ignore[no-untyped-call]  # the base's
         super().check_crop(tokens_to_remove)
         grown = self.layout.grown
         if self.rows.holes.shape[1] and -tokens_to_remove > grown:
-            raise SpecError("tokens_to_remove", tokens_to_remove, f"must be at least -{grown}: a turn has padding")
+            reason = f"would remove columns of a padded turn; at most the last {grown} tokens can be removed"
+            raise SpecError("tokens_to_remove", tokens_to_remove, reason)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens that the layer has seen, whether stored or evicted.

@@ -218,7 +218,7 @@ def _check_order(call: str, *given: tuple[object, type | tuple[type, ...]]) -> N
     """
     kinds = [type(value).__name__ for value, _ in given]
     if not all(isinstance(value, kind) for value, kind in given):
-        raise SpecError(call.partition("(")[0], ", ".join(kinds), f"has other arguments: type kvspec.{call}")
+        raise SpecError(call.partition("(")[0], ", ".join(kinds), f"needs different arguments: type kvspec.{call}")
 
 
 def _file(path: str | Path) -> Path:

@@ -235,13 +235,13 @@ def decide(policy: BudgetedPolicy | Method, observed: ObservedSegment) -> Decisi
 
 
 def _prepared(policy: object, observed: object) -> Method:
-    if isinstance(policy, Method):
-        return policy
     if isinstance(policy, Policy):
         raise SpecError("policy", policy.name, "has no budget: type kvspec.CustomPolicy(policy, 0.3)")
-    if not isinstance(observed, ObservedSegment) or not hasattr(policy, "on"):
+    if not isinstance(observed, ObservedSegment) or not (isinstance(policy, Method) or hasattr(policy, "on")):
         kinds = f"{type(policy).__name__}, {type(observed).__name__}"
-        raise SpecError("decide", kinds, "has other arguments: type kvspec.decide(policy, observed)")
+        raise SpecError("decide", kinds, "needs different arguments: type kvspec.decide(policy, observed)")
+    if isinstance(policy, Method):
+        return policy
     if observed.model is None:
         raise SpecError("policy", type(policy).__name__, "is not prepared for a model: pass policy.on(model)")
     method: Method = policy.on(observed.model)

@@ -151,13 +151,17 @@ class Session:
 
     def __repr__(self) -> str:
         method, numbers = self._method, f"seen={self.seen}, stored={self.stored:g}, bytes_freed={self.bytes_freed}"
-        rows = self.kept_tokens
-        kept = f"kept='{max(rows, key=lambda row: row.over_budget)}', " if rows else ""
+        kept = f"kept='{most}', " if (most := self._most_kept()) else ""
         return f"Session({method.policy.name!r}, budget={method.budget}, {kept}{numbers})"
 
     def _repr_html_(self) -> str:
-        values = {name: getattr(self, name) for name in ("backend", "seen", "stored", "bytes_freed", "over_budget")}
-        return html_table(self._method.policy.name, {"budget": self._method.budget} | values)
+        values = {name: getattr(self, name) for name in ("backend", "seen", "stored", "bytes_freed")}
+        kept = {"kept": self._most_kept() or "no prompt yet"}
+        return html_table(self._method.policy.name, {"budget": self._method.budget} | kept | values)
+
+    def _most_kept(self) -> KeptTokens | None:
+        """Return the numbers of the prompt that exceeds the budget most, or None before a prompt."""
+        return max(self.kept_tokens, key=lambda row: row.over_budget, default=None)
 
     def __enter__(self) -> "Session":
         if self._hold.begun:

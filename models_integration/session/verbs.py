@@ -159,7 +159,7 @@ def compact(cache: RetainedCache, decision: Decision) -> RetainedCache:
     """
     if not isinstance(cache, RetainedCache) or not isinstance(decision, Decision):
         kinds = f"{type(cache).__name__}, {type(decision).__name__}"
-        raise SpecError("compact", kinds, "has other arguments: type kvspec.compact(observed.cache, decision)")
+        raise SpecError("compact", kinds, "needs different arguments: type kvspec.compact(observed.cache, decision)")
     cache.check_usable()
     rows = cache.full_layers[0].batch
     if len(decision.retentions) != rows:

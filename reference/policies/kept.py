@@ -26,6 +26,7 @@ class KeptTokens:
         mean: mean number of tokens in a set of kept tokens.
         budget: budget in tokens for each set, as the user gave the budget.
         floor: number of tokens that the policy keeps of this sequence at any budget.
+        over_budget: mean number of kept tokens minus the budget, rounded up, and at least 0.
         reason: sentence about the tokens above the budget. Empty if the mean does not exceed the budget.
     """
 
@@ -35,12 +36,8 @@ class KeptTokens:
     mean: float
     budget: int
     floor: int
+    over_budget: int
     reason: str
-
-    @property
-    def over_budget(self) -> int:
-        """Mean number of kept tokens minus the budget, rounded up, and at least 0."""
-        return max(0, int(np.ceil(self.mean)) - self.budget)
 
     def __str__(self) -> str:
         sizes = f"{self.most}" if self.least == self.most else f"{self.least} to {self.most} (mean {self.mean:.1f})"
@@ -53,9 +50,10 @@ def count_kept(policy: Policy, budget: Budget, retention: Retention) -> KeptToke
     floor = min(policy.floor, retention.seen)
     if isinstance(retention, CrystalRetention):
         floor = int(retention.trunks.sizes[retention.protected].sum())
-    over = excess_tokens(budget, retention) > 0
+    over = excess_tokens(budget, retention)
     reason = _reason(policy, retention, asked, floor) if over else ""
-    return KeptTokens(retention.seen, int(sizes.min()), int(sizes.max()), float(sizes.mean()), asked, floor, reason)
+    most, mean = int(sizes.max()), float(sizes.mean())
+    return KeptTokens(retention.seen, int(sizes.min()), most, mean, asked, floor, over, reason)
 
 
 def excess_tokens(budget: Budget, retention: Retention) -> int:

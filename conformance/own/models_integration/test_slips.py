@@ -102,6 +102,7 @@ def slips() -> dict[str, tuple[Any, str]]:
         "budget first": (lambda: call.policy_from_name(0.3, "snapkv"), r"name = 0.3: must be text; the name comes"),
         "a Policy": (lambda: call.policy_from_name(snapkv(), 0.3), r"type kvspec.CustomPolicy\(policy, 0.3\)"),
         "decide, swapped": (lambda: call.decide(observed, policy), r"type kvspec.decide\(policy, observed\)"),
+        "decide, no prompt": (lambda: call.decide(policy.on(model), model), r"type kvspec.decide\(policy, observed\)"),
         "decide, no budget": (lambda: call.decide(snapkv(), observed), r"type kvspec.CustomPolicy\(policy, 0.3\)"),
         "compact, swapped": (lambda: call.compact(decision, observed.cache), r"type kvspec.compact\(observed.cache"),
         "observe, swapped": (lambda: call.observe(prompt(20), model), "model = 'Tensor': must be a transformers"),

@@ -98,6 +98,8 @@ def test_results_show_themselves_in_a_notebook() -> None:
     shown = run._repr_html_()
     assert f"<tr><th>bytes_freed</th><td>{run.bytes_freed}</td></tr>" in shown
     assert "<caption>snapkv</caption>" in shown
+    assert f"<tr><th>kept</th><td>{run.kept_tokens[0]}</td></tr>" in shown  # beside the budget
+    assert "no prompt yet" in method("snapkv")(model)._repr_html_()
     verdict = Verdict(False, "<b>1 of 2</b> failed", ("PO-<i>",), {}, (), "text")._repr_html_()
     assert "&lt;b&gt;1 of 2&lt;/b&gt; failed" in verdict
     assert "PO-&lt;i&gt;" in verdict
