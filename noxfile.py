@@ -336,11 +336,12 @@ def vllm(session: nox.Session) -> None:
     """Test eviction inside vLLM, with a CPU build of vLLM on Linux and Python 3.11. `-- gain` measures instead."""
     home, version = ROOT / ".nox" / "vllm", "0.32.0"
     python = str(interpreter_of(home))
-    if not (home / "complete").exists():
+    pins = ROOT / "conformance" / "own" / "models_integration" / "engines" / "vllm" / "requirements.txt"
+    complete = home / f"complete {hashlib.sha256(pins.read_bytes()).hexdigest()[:16]}"
+    if not complete.exists():
         new_environment(session, home, "torch")
-        pins = str(ROOT / "conformance" / "own" / "models_integration" / "engines" / "vllm" / "requirements.txt")
         # The CPU build is made by a third party, and its bounds exclude the transformers of kvspec.
-        pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "-r", pins]
+        pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(pins)]
         session.run(*pip, external=True)
         # vLLM looks for a distribution of this name, and chooses the library without AVX-512 by `+cpu`.
         (found,) = home.glob("lib/python*/site-packages")
@@ -348,7 +349,7 @@ def vllm(session: nox.Session) -> None:
         record.mkdir(exist_ok=True)
         metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
         (record / "METADATA").write_text(metadata, encoding="ascii")
-        (home / "complete").touch()
+        complete.touch()
     tests = "conformance/own/models_integration/engines/vllm"
     gain = session.posargs[:1] == ["gain"]
     module = ["conformance.measure.serving"] if gain else ["pytest", *session.posargs, tests]
