@@ -60,11 +60,11 @@ def check_output(option: str, path: Path, reads: Iterable[Path] = (), force: boo
         SpecError: if the path is a folder, if the file cannot be written, if the command reads the file, or if the file
             exists, kvspec did not make the file, and `force` is False.
     """
-    if path.is_dir():
-        raise SpecError(option, str(path), "must be a file, but is a folder")
-    if not path.exists():
+    if not _exists(option, path):
         check_output_folder(option, path.parent)
         return
+    if path.is_dir():
+        raise SpecError(option, str(path), "must be a file, but is a folder")
     if not os.access(path, os.W_OK):
         raise SpecError(option, str(path), "is not writable; choose a different file")
     for read in reads:
@@ -92,10 +92,23 @@ def check_results(option: str, folder: Path, names: Iterable[str], rows: str = "
     Raises:
         SpecError: as in `check_output`.
     """
-    existing = [path for path in (folder / name for name in names) if path.exists()]
+    existing = [path for path in (folder / name for name in names) if _exists(option, path)]
     if not any(map(_is_ours, existing)) and not (rows and (folder / rows).exists()):
         for path in existing:
             check_output(option, path, force=force)
+
+
+def _exists(option: str, path: Path) -> bool:
+    """Return True if a path exists.
+
+    Raises:
+        SpecError: if the name of the path is too long, or if a folder in the path must not be read.
+    """
+    try:
+        return path.exists()
+    except OSError as error:
+        reason = f"is not a possible path ({error.strerror}); choose a different path"
+        raise SpecError(option, str(path), reason) from error
 
 
 def _is_ours(path: Path) -> bool:

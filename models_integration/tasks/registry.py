@@ -270,7 +270,8 @@ def files_of(text: str) -> list[Path]:
     if name == OWN_QUESTIONS:
         constants = _question_constants(text, rest)
         return [Path(constants[key]) for key in ("file", "text") if key in constants]
-    return [Path(text.partition(":")[2].partition("(")[0])] if ":" in text else []
+    kind, _, path = text.partition(":")
+    return [Path(path)] if kind in FILES else []
 
 
 def _question_constants(text: str, rest: str) -> dict[str, Any]:

@@ -102,18 +102,18 @@ def _read(name: str) -> str:
 
 
 TOKENS_MOST = 8192
-"""Of a page: with so many a browser takes some 0.2 s for a step of a slider."""
+"""Largest number of tokens of a page, with which a browser takes some 0.2 s for a step of a slider."""
 
 
 def run_explain(
     prompt: Path, out: Path, budget: str, loading: Loading, beside: str | None, calibration: Path | None,
     force: bool = False,
 ) -> None:
-    """Read one prompt under CrystalCache, and under another policy if one is named, and write the page.
+    """Process one prompt under CrystalCache, and under the policy `beside` if given, and write the page.
 
     Raises:
-        SpecError: before any work for what cannot be read or written; for a prompt of more than TOKENS_MOST tokens,
-            or of more than the model has positions.
+        SpecError: if a file cannot be read or written, or if the prompt has more than TOKENS_MOST tokens or more tokens
+            than the model has positions.
     """
     text = read_prompt("PROMPT", prompt)
     check_budget("budget", budget)
@@ -135,9 +135,7 @@ def run_explain(
     shown = record(result, torch.tensor(ids).numpy(), PAPER)
     page = explain_html(shown, texts_of(subject.tokenizer, ids), prompt.name, said, *compared)
     publish_readable(out, page.encode())
-    say(
-        f"{out}: kept {counts}; {len(result.ratio)} trunks, {len(page) / 1024:.0f} KiB"
-    )
+    say(f"{out}: kept {counts}; {len(result.ratio)} trunks, {len(page) / 1024:.0f} KiB")
 
 
 def _session(subject: Subject, policy: str, budget: str, ids: list[int]) -> Session:
@@ -146,7 +144,8 @@ def _session(subject: Subject, policy: str, budget: str, ids: list[int]) -> Sess
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """The text of each token behind the one before it: alone, some tokenizers drop the space that it begins with."""
+    """Return the text of each token after the previous token. A tokenizer may drop the first space of a single token.
+    """
     def text(some: list[int]) -> str:
         return str(tokenizer.decode(some, clean_up_tokenization_spaces=False))
 

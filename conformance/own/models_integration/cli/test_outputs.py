@@ -20,6 +20,7 @@ from models_integration.pocket import load_pocket_tokenizer
 from models_integration.studies.evidence.rules import rules_text
 from models_integration.studies.results import load_rows
 from models_integration.studies.subject import SHIPPED
+from models_integration.tasks.registry import files_of
 from spec.errors import SpecError
 from spec.files import check_output, check_results, read_text
 
@@ -101,6 +102,19 @@ def test_a_verdict_replaces_no_file_of_the_user(check: bool, tmp_path: Path) -> 
     if not check:
         with pytest.raises(SpecError, match=MADE):
             kvspec.verify(backend="numpy", quick=True, out=tmp_path / "log-txt")
+
+
+def test_a_benchmark_file_with_brackets_in_its_name_is_read(tmp_path: Path) -> None:
+    assert files_of(f"ruler-file:{tmp_path}/a(1).jsonl") == [tmp_path / "a(1).jsonl"]
+    assert files_of("doors:DOORS") == files_of("needle(depth=0.5)") == []
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_an_impossible_path_is_refused(folder: bool, tmp_path: Path) -> None:
+    """The operating system's own error was raised."""
+    name = "a" * 300
+    with pytest.raises(SpecError, match=r"out = .*is not a possible path \(File name too long\); choose"):
+        check_results("out", tmp_path / name, ["a.html"]) if folder else check_output("out", tmp_path / name)
 
 
 def test_an_exceptions_file_is_not_replaced(tmp_path: Path) -> None:
