@@ -92,8 +92,8 @@ class Settings:
     def __post_init__(self) -> None:
         check_choices("on_unserved", (self.on_unserved,), ("refuse", "full"))
         if self.allow_policies is not None:
-            for name in self.allow_policies:
-                names.check_name(name, "allow_policies")
+            allowed = tuple(names.check_name(name, "allow_policies") for name in self.allow_policies)
+            object.__setattr__(self, "allow_policies", allowed)
         if self.allow_budget is not None:
             # As a bound, 1 is the whole prompt, and not one token.
             low, high = (parse_budget("1.0" if one == "1" else one, "allow_budget") for one in self.allow_budget)
@@ -101,6 +101,10 @@ class Settings:
                 raise SpecError("allow_budget", self.allow_budget, "must be two shares, such as 0.2:1.0")
             object.__setattr__(self, "bounds", (low.fraction, high.fraction))
         if self.default is not None:
+            # A request is compared with the name of the default.
+            written: Any = self.default.get("policy")
+            named = {**self.default, "policy": names.check_name(written, "policy")}
+            object.__setattr__(self, "default", named)
             parse_default(self)
 
     @classmethod

@@ -299,7 +299,8 @@ def test_a_missing_text_is_not_read_as_a_word(missing: object, pocket: Pocket) -
 def test_several_right_answers_come_in_any_sequence(answers: object, pocket: Pocket) -> None:
     """A data frame that was read from Parquet has arrays. An array was one answer, the text of the array."""
     rows = pd.DataFrame([{**CODE, "answer": answers}, {**MONTH, "answer": "1111", "evidence": None}]).convert_dtypes()
-    found = kvspec.compare(*pocket, rows, TEXT, policies=[], budgets=np.array([200]))
+    budgets: Any = np.array([200])
+    found = kvspec.compare(*pocket, rows, TEXT, policies=[], budgets=budgets)
     assert found["expected"].unique().tolist() == ["7492 | x", "1111"]
     assert found[found["policy"] == "fullcache"]["score"].tolist() == [1.0, 0.0]
 
@@ -329,6 +330,6 @@ def test_a_budget_below_what_a_policy_keeps_is_warned_of(pocket: Pocket) -> None
 
 def test_a_model_and_a_tokenizer_that_are_swapped_are_named(pocket: Pocket) -> None:
     model, tokenizer = pocket
-    swapped: Any = tokenizer, model
+    call: Any = kvspec.compare
     with pytest.raises(SpecError, match=re.escape("kvspec.compare(model, tokenizer, questions, text)")):
-        kvspec.compare(*swapped, [CODE], TEXT)
+        call(tokenizer, model, [CODE], TEXT)

@@ -70,6 +70,16 @@ def test_unequal_counts_are_refused_or_served_in_full(name: str, reason: str) ->
     assert reason in str(found.unserved)
 
 
+def test_settings_accept_names_as_people_write_them() -> None:
+    """A server with `--allow-policies SnapKV` refused every request for snapkv."""
+    settings = Settings({"policy": "SnapKV", "budget": 0.3, "W": 16}, None, ("Snap-KV", "Knorm"))
+    assert settings.allow_policies == ("snapkv", "knorm")
+    for asked in ({"budget": 0.5}, {"policy": "snapkv", "budget": 0.5}):
+        own = parse_request(asked, settings)
+        assert own is not None
+        assert (own.name, own.window) == ("snapkv", 16)
+
+
 def test_steps_end_at_each_decision() -> None:
     one = plan()
     assert (one.limit(0, 512), one.limit(60, 64), one.limit(100, 8)) == (100, 40, 8)
