@@ -1,6 +1,7 @@
 """The alpha selector of Set-Conditioned Diversity: a token's score falls if similar tokens are already kept."""
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -94,13 +95,13 @@ def diverse(
         SpecError: in all cases that `spec.backend.DiversityStages.diverse` lists.
     """
     check_diversity(s, V, retained, k, lam)
-    worth, sims, S = np.where(np.isnan(s), -np.inf, s), cosines(V), retained.copy()
-    m = sims[S].max(axis=0, initial=0.0)
+    worth, S = np.where(np.isnan(s), -np.inf, s), retained.copy()
+    m = reduce(np.maximum, (dots(V, v) for v in V[S]), np.zeros(len(V)))
     for _ in range(k - int(S.sum())):
         open_ = np.flatnonzero(~S)
         i = open_[np.argmax((worth - lam * m)[open_])]
         S[i] = True
-        m = np.maximum(m, sims[i])
+        m = np.maximum(m, dots(V, V[i]))
     kept: IntVector = np.flatnonzero(S)
     return kept
 

@@ -9,13 +9,13 @@ from spec.arrays import Cube, Float64, Int64, IntVector, Matrix, Vector
 from spec.policy import DeviceArray, LayerView
 
 __all__ = [
-    "accumulated_attention", "average_pool", "group_maximum", "group_mean", "group_sum", "largest_attention",
+    "ROWS", "accumulated_attention", "average_pool", "group_maximum", "group_mean", "group_sum", "largest_attention",
     "max_pool", "mean_rotation", "observed_attention", "received_attention", "softmax", "tables", "turned_back",
     "unrotated", "wide", "wide_sinks",
 ]
 
 
-_ROWS = 32  # queries at a time, so that the weights of one step fit in the CPU cache
+ROWS = 32  # queries at a time, so that the weights of one step fit in the CPU cache
 
 
 def wide(array: DeviceArray) -> Float64[Cube, "H n d"]:
@@ -61,8 +61,8 @@ def _blocks(view: LayerView) -> Iterator[tuple[slice, slice, Float64[Cube, "H ro
     """Split the queries into runs. For each run, yield the queries' slice, the attended keys' slice and the weights."""
     q, k, sinks = wide(view.q), wide(view.k), wide_sinks(view.sinks)
     positions, before = np.arange(k.shape[1]), k.shape[1] - q.shape[1]
-    for first in range(0, q.shape[1], _ROWS):
-        rows = slice(first, first + _ROWS)
+    for first in range(0, q.shape[1], ROWS):
+        rows = slice(first, first + ROWS)
         asked = positions[before:][rows]
         visible = slice(int(asked[-1]) + 1)
         yield rows, visible, attention(

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 
 from reference.crystalcache.coattention import attention
-from reference.policies.attention import group_maximum, wide, wide_sinks
+from reference.policies.attention import ROWS, group_maximum, wide, wide_sinks
 from reference.policies.budgets import Competition
 from reference.policies.protections import SinkAndRecent
 from reference.policies.scorers import LayerScorer
@@ -26,9 +26,12 @@ def epicache_score(view: LayerView) -> Float64[Matrix, "H_kv n"]:
     keys.
     """
     q, k = wide(view.q), wide(view.k)
-    n = k.shape[1]
-    A = attention(q, k, np.full(q.shape[1], n), np.arange(n), view.scaling, view.softcap, wide_sinks(view.sinks))
-    largest: Matrix = group_maximum(A, len(k)).max(axis=1)
+    n, sinks = k.shape[1], wide_sinks(view.sinks)
+    largest: Matrix = np.zeros(k.shape[:2])
+    for first in range(0, q.shape[1], ROWS):
+        rows = q[:, first : first + ROWS]
+        A = attention(rows, k, np.full(rows.shape[1], n), np.arange(n), view.scaling, view.softcap, sinks)
+        np.maximum(largest, group_maximum(A, len(k)).max(axis=1), out=largest)
     return largest
 
 

@@ -11,9 +11,6 @@ SHORT, LONG = 768, 1_536
 LINEAR = 2.8
 """Largest growth of the peak from SHORT to LONG tokens: 2 if it is linear, 4 if it is quadratic."""
 
-QUADRATIC = {"epicache", "diversity", "diversity-in-adakv"}
-"""Cases whose reference still holds a matrix of all pairs of tokens."""
-
 
 def peak(name: str, n: int) -> int:
     """Bytes at the peak of a decision about n tokens, beyond those in use before."""
@@ -27,7 +24,7 @@ def peak(name: str, n: int) -> int:
     return most
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - QUADRATIC))
+@pytest.mark.parametrize("name", sorted(CASES))
 def test_the_memory_of_a_decision_is_linear_in_the_tokens(name: str) -> None:
     short, long = peak(name, SHORT), peak(name, LONG)
     assert long <= LINEAR * short, f"{short / 1e6:.1f} MB at {SHORT} tokens, {long / 1e6:.1f} MB at {LONG}"
