@@ -136,17 +136,24 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
         samples = None if header.get("samples") is None else tuple(map(str, header["samples"]))
         identity = Identity(header["model"], inv_freq, header["factor"])
     except (OSError, KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        reason = str(error).split(":")[0].split(". ")[0] if "pickle" not in str(error) else "it is no .npz file"
-        bound = f"must be a file that kvspec calibrate wrote: {reason}"
-        if Path(path).suffix in (".pt", ".tsv"):
-            bound = (
-                f"must be an .npz file: pass calibration={Path(path).name!r} to policy_from_name, or convert the file"
-                f" by `kvspec calibrate {Path(path).name} --model NAME`"
-            )
-        raise SpecError("path", str(path), bound) from error
+        raise SpecError("calibration", str(path), _way_out(Path(path), error)) from error
     if form != FORMAT:
         bound = f"has the format {form!r}, not {FORMAT!r}: make it again with kvspec calibrate"
-        raise SpecError("path", str(path), bound)
+        raise SpecError("calibration", str(path), bound)
     if identity.rope != rope:
-        raise SpecError("path", str(path), f"is damaged: frequencies are {identity.rope}, in the header {rope}")
+        raise SpecError("calibration", str(path), f"is damaged: frequencies are {identity.rope}, in the header {rope}")
     return Calibration(identity, layers, mean, magnitude, heads, samples)
+
+
+def _way_out(path: Path, error: Exception) -> str:
+    """Return why a file is not a calibration file, and the command that makes one."""
+    if path.suffix in (".pt", ".tsv"):
+        return (
+            f"must be an .npz file: pass calibration={path.name!r} to policy_from_name, or convert the file by"
+            f" `kvspec calibrate {path.name} --model NAME`"
+        )
+    if path.suffix != ".npz" and path.is_file():
+        command = f"kvspec calibrate {path.name} --model NAME --out calibration.npz"
+        return f"must be an .npz file: if this is a text, run `{command}`, and give calibration.npz"
+    reason = str(error).split(":")[0].split(". ")[0] if "pickle" not in str(error) else "it is no .npz file"
+    return f"must be a file that kvspec calibrate wrote: {reason}"

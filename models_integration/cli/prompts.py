@@ -17,7 +17,13 @@ from models_integration.cli.checks import check_counts, read_prompt
 from models_integration.engines.keep import keep_and_count
 from models_integration.model.published_weights import WEIGHTS, located
 from models_integration.pocket import load_pocket_tokenizer
-from models_integration.policies.calibration import calibrate, read_head_pattern, read_statistics, write_statistics
+from models_integration.policies.calibration import (
+    calibrate,
+    check_calibration_length,
+    read_head_pattern,
+    read_statistics,
+    write_statistics,
+)
 from models_integration.policies.methods import CrystalCache, spelled
 from models_integration.policies.prefill import prefill
 from models_integration.policies.values import repeat_template, sentence_ends
@@ -32,13 +38,6 @@ from spec.validate import check_choices
 
 __all__ = ["run_calibrate", "run_compress", "run_keep"]
 
-_CALIBRATION_LEAST = 256
-"""Smallest number of tokens of a calibration.
-
-Measured on the pocket model (three texts each, budget 0.3, a prompt of 600 tokens): with a calibration from 16, 64,
-128, 256 and 1024 tokens, triattention keeps 67, 70, 72, 77 and 75 % of the tokens that triattention keeps with a
-calibration from 2048 tokens of a different text.
-"""
 
 def run_compress(prompt: Path, budget: str, loading: Loading) -> None:
     """Evict tokens of one prompt with CrystalCache, and print the number of kept tokens and the freed memory."""
@@ -128,13 +127,8 @@ def _measure(text: Path, tokens: int, loading: Loading) -> Calibration:
     read = read_prompt("TEXT", text)
     subject = loading.subject()
     given, samples = _dev_context(rules, subject) if rules else (_tokens(text, read, subject), None)
-    if len(given[:tokens]) < _CALIBRATION_LEAST:
-        argument = "tokens" if tokens < _CALIBRATION_LEAST else "TEXT"
-        reason = (
-            f"must be at least {_CALIBRATION_LEAST} tokens, because fewer tokens give means that depend on the choice"
-            " of the text; give a longer text"
-        )
-        raise SpecError(argument, f"{len(given[:tokens])} tokens", reason)
+    argument = "TEXT" if len(given) < tokens else "tokens"
+    check_calibration_length(argument, len(given[:tokens]))
     ids = torch.tensor([given[:tokens]], device=subject.model.device)
     subject.check_positions("tokens", ids.shape[1])
     taken = calibrate(subject.model, ids, template=repeat_template(subject.tokenizer))

@@ -268,7 +268,7 @@ def constants(name: str, model: LlamaForCausalLM) -> dict[str, Any]:
     """What this policy has no default of."""
     required = {"calibration", "sentence_ends", "template"} & constants_of(name)
     return {
-        key: calibrate(model, text(128), template=TEMPLATE) if key == "calibration"
+        key: calibrate(model, text(256), template=TEMPLATE) if key == "calibration"
         else {"template": TEMPLATE, "sentence_ends": frozenset(range(3, VOCABULARY, 9))}[key]
         for key in required
     }

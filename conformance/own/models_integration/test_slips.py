@@ -139,7 +139,7 @@ def test_decide_takes_a_policy_as_people_hold_it() -> None:
 @pytest.mark.spec("TA-CALIBRATION")
 def test_files_of_triattention_and_duoattention_are_calibrations(tmp_path: Path) -> None:
     model: Any = build("llama")
-    taken = kvspec.calibrate(model, prompt(60))
+    taken = kvspec.calibrate(model, prompt(256))
     write_statistics(taken, tmp_path / "stats.pt")
     (tmp_path / "full_attention_heads.tsv").write_text("0.1\t0.9\n0.8\t0.2\n0.3\t0.4\n", encoding="utf-8")
     readers: dict[str, Any] = {"stats.pt": read_statistics, "full_attention_heads.tsv": read_head_pattern}

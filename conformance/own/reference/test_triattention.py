@@ -194,15 +194,16 @@ def test_another_rotation_is_refused_by_name(change: str) -> None:
 
 
 @pytest.mark.spec("TA-CALIBRATION")
-@pytest.mark.parametrize("kind", ["text", "empty", "archive", "format", "frequencies", "scores"])
+@pytest.mark.parametrize("kind", ["text", "prose", "empty", "archive", "format", "frequencies", "scores"])
 def test_a_file_that_is_no_calibration_is_refused(kind: str, tmp_path: Path) -> None:
     """By the name of the argument, whatever is wrong with it."""
     path = tmp_path / "mine.npz"
     save_calibration(a_calibration(), path)
     with np.load(path) as archive:
         parts = dict(archive)
-    if kind in ("text", "empty"):
-        path.write_text("{}" if kind == "text" else "", encoding="ascii")
+    if kind in ("text", "prose", "empty"):
+        path = path.with_suffix(".txt") if kind == "prose" else path
+        path.write_text("{}" if kind == "text" else "Once upon a time" if kind == "prose" else "", encoding="ascii")
     else:
         if kind == "archive":
             del parts["mean"]
@@ -215,8 +216,9 @@ def test_a_file_that_is_no_calibration_is_refused(kind: str, tmp_path: Path) -> 
         np.savez(path, **parts)
     with pytest.raises(SpecError) as caught:
         load_calibration(path)
-    assert caught.value.argument == ("calibration.mean" if kind == "scores" else "path")
+    assert caught.value.argument == ("calibration.mean" if kind == "scores" else "calibration")
     assert ("make it again with kvspec calibrate" in str(caught.value)) is (kind == "format")
+    assert ("run `kvspec calibrate mine.txt --model NAME --out" in str(caught.value)) is (kind == "prose")
 
 
 @pytest.mark.spec("TA-CALIBRATION")

@@ -302,7 +302,7 @@ def test_a_model_with_other_values_behind_the_first_is_another_model_everywhere(
         key = Library(archive, model, VOCABULARY, "alice").put([5, 6, 7])
         with pytest.raises(WrongModel):
             Library(archive, other, VOCABULARY, "alice").get(key)
-    chosen = Published("triattention", 20, calibration=calibrate(model, ids))
+    chosen = Published("triattention", 20, calibration=calibrate(model, ids.repeat(1, 7)))
     with chosen(model):
         pass
     with pytest.raises(SpecError, match="was made for a different model"):
@@ -334,7 +334,7 @@ def test_a_library_makes_it_once_or_takes_it(identified: list[PreTrainedModel], 
 def test_a_policy_with_statistics_takes_what_was_made_once(identified: list[PreTrainedModel]) -> None:
     model, ids = build("Llama"), prompt(40) % 131
     identity = identify(model)
-    statistics = calibrate(model, ids, identity)
+    statistics = calibrate(model, ids.repeat(1, 7), identity)
     chosen = Published("triattention", 20, calibration=statistics).knowing(identity)
     for _ in range(3):
         with chosen(model) as run:
@@ -351,7 +351,7 @@ def test_a_command_makes_it_once_and_only_where_a_row_or_a_file_needs_it(
     long = tmp_path / "long.txt"
     long.write_text(text.read_text(encoding="utf-8") * 20, encoding="utf-8")  # 256 tokens are the least
     model, _ = load_pocket()
-    save_calibration(calibrate(model, prompt(40)), statistics)
+    save_calibration(calibrate(model, prompt(256)), statistics)
     identified.clear()
     asked = ["compare", "--policies", "triattention,crystalcache", "--budgets", "160", "--tasks", "needle"]
     asked += ["--samples", "1", "--length", "200", "--no-controls", "--calibration", str(statistics)]

@@ -117,7 +117,7 @@ CLASSES = ("crystalcache", "streamingllm", "fullcache")
 @lru_cache(1)
 def calibration(model: PreTrainedModel) -> Calibration:
     """Over another text, with head scores."""
-    return calibrate(model, prompt(PROMPT, seed=9), template=REHEARSED["template"])
+    return calibrate(model, prompt(256, seed=9), template=REHEARSED["template"])
 
 
 ONE_SEGMENT = [one.name for one in list_policies() if not one.later_turns]
