@@ -166,8 +166,8 @@ class _Reader:
         """Return the rows of the cells. The full cache is processed first if cells are compared with it."""
         full = _Cell(FULL, "1.0", Retention.shared(np.arange(self._seen), self._seen))
         found = dict[_Content, _Reading]()
-        if self._gold:
-            found[full.content] = self._read_full(full)
+        if self._gold and (known := self._read_full(full)):
+            found[full.content] = known
         elsewhere = {
             (cell.policy, cell.budget): self._in_steps(cell.step) if cell.step else self._blind()
             for cell in cells if cell.step or cell.policy == BLIND
@@ -178,36 +178,60 @@ class _Reader:
         for first in range(0, len(left), batch_size):
             some = left[first : first + batch_size]
             found.update(zip((cell.content for cell in some), self._side_by_side(some), strict=True))
+        if self._full is not None and full.content in found:
+            # Rounding in a batch must not make the full cache differ from itself.
+            found[full.content] = found[full.content]._replace(said=self._full)
         return [
             self._row(cell, elsewhere.get((cell.policy, cell.budget)) or found[cell.content]) for cell in cells
         ]
 
-    def _read_full(self, full: _Cell) -> _Reading:
-        """Process the full cache, and record the attention of the answer's tokens."""
-        rows = len(self._prompt.placement.fed_ids) + len(self._gold) - 1
+    def _read_full(self, full: _Cell) -> _Reading | None:
+        """Process the full cache, and record the attention of the answer's tokens.
+
+        If an answer must be generated, return None. The full cache then shares the steps of the other cells.
+        """
+        fed = self._prompt.placement.fed_ids
+        rows = len(fed) + len(self._gold) - 1
         needs = Needs("all", min(len(self._gold), rows)) if rows else NOTHING
-        (found,) = self._side_by_side([full], needs)
-        self._full = found.said
-        return found
+        self._full = self._gold_said(self._read(self._compacted([full]), fed, 1, needs)[0])
+        answers = self._known_answers([self._full])
+        if answers is None:
+            return None
+        return _Reading(self._full, answers[0], self._stored(self._seen, fed, answers[0]))
 
     def _blind(self) -> _Reading:
         """Process the question without the context."""
         cache, fed = RetainedCache(self._prompt.observed.architecture.config), self._sample.question_ids
-        (found,) = self._said(cache, fed, [0.0], NOTHING)
+        (found,) = self._said(cache, fed, [0.0])
         return found
 
-    def _side_by_side(self, cells: Sequence[_Cell], needs: Needs = NOTHING) -> list[_Reading]:
+    def _side_by_side(self, cells: Sequence[_Cell]) -> list[_Reading]:
         """Process several cells in one forward pass, each with a compacted cache."""
-        decision = Decision(tuple(cell.kept for cell in cells))
-        cache = compact(side_by_side(self._cache, len(cells)), decision)
         lengths = [len(cell.kept.positions) / cell.kept.groups for cell in cells]
-        return self._said(cache, self._prompt.placement.fed_ids, lengths, needs)
+        return self._said(self._compacted(cells), self._prompt.placement.fed_ids, lengths)
 
-    def _said(
-        self, cache: RetainedCache, fed: Sequence[int], lengths: Sequence[float], needs: Needs,
-    ) -> list[_Reading]:
+    def _compacted(self, cells: Sequence[_Cell]) -> RetainedCache:
+        """Return a cache with one row for each cell."""
+        decision = Decision(tuple(cell.kept for cell in cells))
+        return compact(side_by_side(self._cache, len(cells)), decision)
+
+    def _said(self, cache: RetainedCache, fed: Sequence[int], lengths: Sequence[float]) -> list[_Reading]:
         """Process the fed tokens and the gold answer without its last token, then generate an answer."""
-        ids, rows, gold, shown = [*fed, *self._gold[:-1]], len(lengths), max(1, len(self._gold)), list[Tensor]()
+        columns = self._read(cache, fed, len(lengths))
+        each = [self._gold_said(row) for row in columns]
+        answers = self._known_answers(each) or self._answers(cache, columns[:, 0])
+        return [
+            _Reading(said, answer, self._stored(length, fed, answer))
+            for said, answer, length in zip(each, answers, lengths, strict=True)
+        ]
+
+    def _read(self, cache: RetainedCache, fed: Sequence[int], rows: int, needs: Needs = NOTHING) -> Tensor:
+        """Process the fed tokens and the gold answer without its last token.
+
+        Returns:
+            Logits (rows, columns, vocabulary) of the columns that predict the answer's tokens, at least of one column.
+        """
+        ids, gold, shown = [*fed, *self._gold[:-1]], max(1, len(self._gold)), list[Tensor]()
         if not fed:
             assert self._prompt.observed.logits is not None
             shown.append(self._prompt.observed.logits[:, -1:].expand(rows, -1, -1))
@@ -218,27 +242,23 @@ class _Reader:
             shown.append(observed.logits)
             if needs.layers != "none":
                 self._attention = answer_attention(observed.recorder.views(0).values(), self._seen)
-        columns = torch.cat(shown, dim=1)
-        each = [self._gold_said(row) for row in columns]
-        answers = self._answers(cache, columns[:, 0], each)
-        return [
-            _Reading(said, answer, self._stored(length, fed, answer))
-            for said, answer, length in zip(each, answers, lengths, strict=True)
-        ]
+        return torch.cat(shown, dim=1)
 
     def _gold_said(self, columns: Tensor) -> Said | None:
         if not self._gold:
             return None
         return Said(columns.float(), torch.tensor(self._gold, device=columns.device))
 
-    def _answers(
-        self, cache: RetainedCache, first: Tensor, said: Sequence[Said | None],
-    ) -> Sequence[list[int] | None]:
-        """Return greedy answers with a cache that has processed the gold answer, from the logits of the first token."""
+    def _known_answers(self, said: Sequence[Said | None]) -> Sequence[list[int] | None] | None:
+        """Return the answers that need no generation, or None if a row needs one."""
         if not self._judged:
             return [None] * len(said)
         if self._of_gold and all(one is not None and one.exact for one in said):
             return [list(self._gold)] * len(said)
+        return None
+
+    def _answers(self, cache: RetainedCache, first: Tensor) -> list[list[int]]:
+        """Return greedy answers with a cache that has processed the gold answer, from the logits of the first token."""
         if len(self._gold) > 1:
             cache.crop(1 - len(self._gold))
         return generated(onward(self._subject.model, cache), first, self._subject.stop_ids, self._limit)

@@ -24,6 +24,7 @@ from models_integration.cache.ragged_layer import RaggedLayer
 from models_integration.model.architecture import describe
 from models_integration.pocket import ASSETS
 from models_integration.session.verbs import EVERYTHING, observe, read, side_by_side
+from models_integration.studies.answers import generated
 from models_integration.studies.evidence.kept import (
     BLIND,
     EVIDENCE,
@@ -169,14 +170,22 @@ def test_side_by_side_is_one_by_one(subject: Subject, measured: Any) -> None:
 
 @pytest.mark.law("parts-equal-the-whole")
 def test_cells_that_keep_the_same_are_read_once(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without evidence, its control is the random set."""
-    reading = []
+    """Without evidence, its control is the random set. The full cache is read alone, and again with those that answer.
+
+    The answers of the full cache and of five policies are generated together, so that each step reads the weights once.
+    """
+    reading, generating = [], list[int]()
 
     def noted(model: Any, cache: Any, ids: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         reading.append(len(ids))
         return read(model, cache, ids, *arguments, **options)
 
+    def counted(forward: Any, logits: torch.Tensor, *arguments: Any) -> list[list[int]]:
+        generating.append(len(logits))
+        return generated(forward, logits, *arguments)
+
     monkeypatch.setattr("models_integration.studies.evidence.measure.read", noted)
+    monkeypatch.setattr("models_integration.studies.evidence.measure.generated", counted)
     ground = ground_of(subject.tokenizer, read_prose(subject.tokenizer))
     (sample,) = resolve_task("prose_continuation")(ground, LENGTH, 0, 7)
     placement = place(sample)
@@ -187,7 +196,9 @@ def test_cells_that_keep_the_same_are_read_once(subject: Subject, monkeypatch: p
     by_name = {(cell["policy"], cell["budget"]): cell for cell in cells}
     for budget in BUDGETS:
         assert by_name["evidence", budget] == {**by_name["random", budget], "policy": "evidence"}
-    assert sum(reading) == 2 + len(BUDGETS) * (len(NAMES) + len(DRAWN) - 1)
+    different = 1 + len(BUDGETS) * (len(NAMES) + len(DRAWN) - 1)
+    assert sum(reading) == 2 + different
+    assert sorted(generating) == sorted([1, *[5] * (different // 5), *[different % 5] * (different % 5 > 0)])
 
 
 def test_what_a_row_says_is_what_double_precision_says() -> None:
