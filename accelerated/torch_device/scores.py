@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, pad
 
 from accelerated.torch_device.attention import causal_softmax, expected_weights, largest, softmax
-from accelerated.torch_device.attention import received as attention_received
 from accelerated.torch_device.curdkv import curdkv_score
 from accelerated.torch_device.device import block_rows, download, on_device, upload
+from accelerated.torch_device.received import h2o_score, tova_score
 from accelerated.torch_device.selection import ranks
 from spec.arrays import Matrix, Vector
 from spec.errors import SpecError
@@ -372,18 +372,6 @@ def shared(*args: Any) -> Matrix:
             f"the projected value of token {int(np.argmax(lost))} is zero in every head, so no share can be computed",
         )
     return found
-
-
-def h2o_score(view: LayerView, received: object = None) -> Tensor:
-    """Implements: PO-H2O-DESCRIBED"""
-    return attention_received(on_device(view.q), on_device(view.k), view.scaling, view.softcap, view.sinks)
-
-
-def tova_score(view: LayerView, received: object = None) -> Tensor:
-    """Implements: PO-TOVA"""
-    q = on_device(view.q)
-    last = attention_received(q[:, q.shape[1] - 1 :], on_device(view.k), view.scaling, view.softcap, view.sinks)
-    return last.sum(dim=0, keepdim=True) / len(q)
 
 
 SCORES_OF_LAYERS: Mapping[str, Callable[..., Any]] = {

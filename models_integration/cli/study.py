@@ -303,7 +303,7 @@ def report(
     The report first shows the claims, and the best policy for each task and budget. The report then shows figures,
     tables, controls, costs and warnings. The commands compare, sweep and study write the same report.
     """
-    from models_integration.cli.study_runs import write_report
+    from models_integration.cli.study_files import write_report
 
     write_report(folder, rules or [], out, table, figure, force)
 

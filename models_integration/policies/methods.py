@@ -6,24 +6,27 @@ from collections.abc import Callable, Mapping, Set
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from inspect import signature
-from os import PathLike
 from typing import Any, NoReturn
-from warnings import warn
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from models_integration.model.architecture import describe, unwrapped
 from models_integration.model.identity import ModelIdentity
-from models_integration.policies.calibration import heads_served_by, is_published_file, read_published, served_by
+from models_integration.policies.calibration import (
+    given_calibration,
+    heads_served_by,
+    is_published_file,
+    read_published,
+    served_by,
+)
 from models_integration.policies.fastest import default_device_type, fastest
 from models_integration.policies.values import output_projections, read_rotation, repeat_template, sentence_ends
 from models_integration.session.crystal import CrystalMethod
 from models_integration.session.method import Method, SteppingMethod
 from models_integration.session.session import Session
 from reference.backend import BACKEND as REFERENCE
-from reference.calibration import Calibration, load_calibration
 from reference.policies import crystalcache, full_cache, in_blocks, names, streaming_llm
-from reference.policies.kept import floor_reason
+from reference.policies.kept import warn_small_budget
 from reference.policies.names import BACKEND, check_name
 from spec.backend import Backend, resolve
 from spec.budget import Budget, parse_budget
@@ -37,19 +40,6 @@ __all__ = [
     "CrystalCache", "CustomPolicy", "FullCache", "Published", "RetentionPolicy", "StreamingLLM", "check_constants",
     "constants_of", "method_of", "policy_from_name", "spelled",
 ]
-
-
-def _warn_small(budget: float | int | str | Budget, policy: Policy) -> None:
-    """Warn if a number of tokens is 1 or less than the policy always keeps, because a fraction may be meant.
-
-    A `Budget` object and a fraction give no warning: nobody writes `Budget(count=30)` for 30 %.
-    """
-    count = None if isinstance(budget, Budget) else parse_budget(budget).count
-    if count == 1:
-        warn(f"budget={budget!r} keeps one token; write budget=1.0 to keep the whole prompt", stacklevel=4)
-    elif count is not None and count < policy.floor:
-        share = f"; write budget={count / 100:g} to keep {count} % of the prompt" if count <= 100 else ""
-        warn(f"budget={budget!r} is a number of tokens, but {floor_reason(policy)}{share}", stacklevel=4)
 
 
 class RetentionPolicy(ABC):
@@ -109,7 +99,7 @@ class CustomPolicy(RetentionPolicy):
     method: Method
 
     def __init__(self, policy: Policy, budget: float | int | str | Budget = 0.5, backend: str = "numpy") -> None:
-        _warn_small(budget, policy)
+        warn_small_budget(budget, policy)
         self._be(method_of(policy, parse_budget(budget), replace(REFERENCE, name=backend)))
 
     def _be(self, method: Method) -> None:
@@ -173,7 +163,7 @@ class CrystalCache(CustomPolicy):
         if breath:
             chosen.require_breath()
         policy = crystalcache(ends, parameters, chosen)
-        _warn_small(budget, policy)
+        warn_small_budget(budget, policy)
         self._be(CrystalMethod(
             policy, share, chosen, decode, sentence_ends=ends, parameters=parameters, stream=stream,
         ))
@@ -259,14 +249,14 @@ class Published(RetentionPolicy):
             raise SpecError("name", name, "has a separate class; call kvspec.policy_from_name instead")
         constants = check_constants(name, constants)
         if "calibration" in constants_of(name):
-            constants["calibration"] = _calibration(constants.get("calibration"))
+            constants["calibration"] = given_calibration(constants.get("calibration"))
         check_penalty(constants.get("diversity", 0.0), "diversity")
         if constants.get(BACKEND) == "auto":
             del constants[BACKEND]
         resolve(constants.get(BACKEND, REFERENCE))
         share, later = parse_budget(budget), bool(names.constants_of_model(name))
         if not later:
-            _warn_small(budget, names.make_policy(name, constants))
+            warn_small_budget(budget, names.make_policy(name, constants))
         stored = ("name", name), ("budget", share), ("constants", constants), ("unwarned", budget if later else share)
         for own, given in stored:
             object.__setattr__(self, own, given)
@@ -291,7 +281,7 @@ class Published(RetentionPolicy):
         if is_published_file(file := self.constants.get("calibration")):
             learned["calibration"] = read_published(file, model, self.identity)
         policy = names.make_policy(self.name, {**self.constants, **learned, BACKEND: engine})
-        _warn_small(self.unwarned, policy)
+        warn_small_budget(self.unwarned, policy)
         return method_of(policy, self.budget, engine)
 
 
@@ -372,13 +362,6 @@ def _from_tokenizer(name: str, tokenizer: object) -> dict[str, Any]:
     if tokenizer is None:
         return {}
     return {constant: make(tokenizer) for constant, make in _MADE.items() if constant in constants_of(name)}
-
-
-def _calibration(given: Calibration | str | PathLike[str] | None) -> Calibration | str | PathLike[str]:
-    """Return a calibration. A file of TriAttention or DuoAttention (.pt, .tsv) is read when the model is known."""
-    if given is None:
-        raise SpecError("calibration", None, "is needed; `kvspec calibrate` or kvspec.calibrate makes the calibration")
-    return given if isinstance(given, Calibration) or is_published_file(given) else load_calibration(given)
 
 
 def _learned(

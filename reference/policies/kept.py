@@ -1,16 +1,17 @@
 """Numbers of kept tokens beside the budget, and the reason why a policy keeps more tokens than the budget."""
 
 from dataclasses import dataclass
+from warnings import warn
 
 import numpy as np
 
 from reference.policies.protections import SinkAndRecent
-from spec.budget import Budget
+from spec.budget import Budget, parse_budget
 from spec.policy import Policy, Protection
 from spec.records import CrystalRetention
 from spec.retention import Retention
 
-__all__ = ["KeptTokens", "count_kept", "excess_tokens", "floor_reason"]
+__all__ = ["KeptTokens", "count_kept", "excess_tokens", "floor_reason", "warn_small_budget"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,19 @@ def floor_reason(policy: Policy) -> str:
     if protected and policy.floor <= policy.protection.size:
         return f"{policy.name} always keeps {protected} tokens"
     return f"{policy.name} always keeps at least {policy.floor} tokens"
+
+
+def warn_small_budget(budget: float | int | str | Budget, policy: Policy) -> None:
+    """Warn if a number of tokens is 1 or less than the policy always keeps, because a fraction may be meant.
+
+    A `Budget` object and a fraction give no warning: nobody writes `Budget(count=30)` for 30 %.
+    """
+    count = None if isinstance(budget, Budget) else parse_budget(budget).count
+    if count == 1:
+        warn(f"budget={budget!r} keeps one token; write budget=1.0 to keep the whole prompt", stacklevel=4)
+    elif count is not None and count < policy.floor:
+        share = f"; write budget={count / 100:g} to keep {count} % of the prompt" if count <= 100 else ""
+        warn(f"budget={budget!r} is a number of tokens, but {floor_reason(policy)}{share}", stacklevel=4)
 
 
 def _reason(policy: Policy, retention: Retention, asked: int, floor: int) -> str:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import kvspec
 from models_integration import cli
 from models_integration.cli.app import app
-from models_integration.cli.study_runs import write_outputs
+from models_integration.cli.study_files import write_outputs
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.studies.evidence.rules import rules_text
 from models_integration.studies.results import load_rows

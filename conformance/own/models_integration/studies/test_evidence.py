@@ -174,7 +174,7 @@ def test_cells_that_keep_the_same_are_read_once(subject: Subject, monkeypatch: p
 
     The answers of the full cache and of five policies are generated together, so that each step reads the weights once.
     """
-    reading, generating = [], list[int]()
+    reading, generating = list[int](), list[int]()
 
     def noted(model: Any, cache: Any, ids: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         reading.append(len(ids))

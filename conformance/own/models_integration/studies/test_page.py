@@ -27,7 +27,7 @@ from conformance.own.models_integration.studies.experiments import (
     study_rows,
 )
 from models_integration.cli.app import app
-from models_integration.cli.study_runs import write_page
+from models_integration.cli.study_files import write_page
 from models_integration.studies.evidence.kept import EVERY_CONTROL
 from models_integration.studies.evidence.rules import Claim, Rules, Stage
 from models_integration.studies.page import legend
@@ -362,7 +362,7 @@ def test_a_figure_has_a_curve_for_each_policy(form: str, rows: list[Row], tmp_pa
 
 @pytest.mark.law("one-line-with-the-way-out")
 def test_a_figure_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models_integration.cli.study_runs.find_spec", lambda name: None)
+    monkeypatch.setattr("models_integration.cli.study_files.find_spec", lambda name: None)
     refused = CliRunner().invoke(app, ["report", str(tmp_path), "--figure", str(tmp_path / "figure.svg")])
     assert "needs matplotlib: pip install 'kvspec[plots]'" in str(refused.exception)
 
