@@ -48,14 +48,18 @@ def check_outputs(outputs: Mapping[str, Path | None], reads: Sequence[Path], for
     """Check that the files (by option) have a suffix of their option and can be written, as in `check_output`.
 
     Raises:
-        SpecError: if a suffix is unknown, if a file cannot be written, or if a figure needs matplotlib.
+        SpecError: if a suffix is unknown, if a file cannot be written, if two options have the same file, or if a
+            figure needs matplotlib.
     """
     forms = {"table": TABLES, "figure": FIGURES, "answers": ANSWERS}
+    options = dict[Path, str]()
     for option, path in outputs.items():
         if path is not None:
             if path.suffix not in forms[option]:
                 raise SpecError(option, str(path), f"must end in {' or '.join(forms[option])}")
             check_output(option, path, reads, force)
+            if (other := options.setdefault(path.resolve(), option)) != option:
+                raise SpecError(option, str(path), f"is also the file of --{other}; choose a different file")
     if outputs.get("figure") is not None and find_spec("matplotlib") is None:
         raise SpecError("figure", str(outputs["figure"]), "needs matplotlib: pip install 'kvspec[plots]'")
 

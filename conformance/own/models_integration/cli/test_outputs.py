@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import kvspec
 from models_integration import cli
 from models_integration.cli.app import app
-from models_integration.cli.study_files import write_outputs
+from models_integration.cli.study_files import check_outputs, write_outputs
 from models_integration.pocket import load_pocket_tokenizer
 from models_integration.studies.evidence.rules import rules_text
 from models_integration.studies.results import load_rows
@@ -102,6 +102,13 @@ def test_a_verdict_replaces_no_file_of_the_user(check: bool, tmp_path: Path) -> 
     if not check:
         with pytest.raises(SpecError, match=MADE):
             kvspec.verify(backend="numpy", quick=True, out=tmp_path / "log-txt")
+
+
+def test_two_options_cannot_have_one_file(tmp_path: Path) -> None:
+    """The answers replaced the table."""
+    outputs = {"table": tmp_path / "a.csv", "figure": None, "answers": tmp_path / "x" / ".." / "a.csv"}
+    with pytest.raises(SpecError, match=r"answers = .*is also the file of --table"):
+        check_outputs(outputs, (), force=True)
 
 
 def test_a_benchmark_file_with_brackets_in_its_name_is_read(tmp_path: Path) -> None:
