@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from conformance.strategies.policy_inputs import Inputs, Kept, decided, drawn, observation, resized
+from conformance.strategies.policy_inputs import Inputs, Kept, another, decided, observation, resized
 from reference.policies.budgets import Adaptive, Competition, across_layers
 from spec.arrays import Matrix
 from spec.errors import SpecError
@@ -98,8 +98,7 @@ def independent(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
     So do they before it. A copy of the object for each, if it can be copied: what one has seen is not what the next
     one knows. Long inputs show what the object has seen before, as a bound of sizes.
     """
-    heads = (inputs.H_kv, len(inputs.layers[0].q) // inputs.H_kv)
-    other = drawn(seed + 1, inputs.n, len(inputs.layers), heads)
+    other = another(inputs, seed + 1)
     for size in (1.0, FAR):
         same = resized(inputs, size)
         policy, fresh = copied(case.policy(same)), copied(case.policy(same))

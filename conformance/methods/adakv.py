@@ -6,7 +6,7 @@ from conformance.methods.brute import KERNEL, SAFEGUARD, Brute, W, newest, share
 from conformance.methods.policies import (
     GROUPS,
     MASKS,
-    PLACES,
+    POOLED,
     Layer,
     Score,
     adaptive_shares,
@@ -19,21 +19,21 @@ from conformance.methods.policies import (
 )
 from conformance.oracles.boxes import column_sums, over
 
-SLIPS = {"order": ("the group, then pool", "pool, then the group"), "group": GROUPS, "place": PLACES, "mask": MASKS}
+SLIPS = {"order": ("the group, then pool", "pool, then the group"), "group": GROUPS, "pooled": POOLED, "mask": MASKS}
 
 
 def adakv(
     layer: Layer, W: int, kernel: int, pooling: str = "max", order: str = SLIPS["order"][0], group: str = GROUPS[0],
-    place: str = PLACES[0], mask: str = MASKS[0],
+    pooled: str = POOLED[0], mask: str = MASKS[0],
 ) -> list[Score]:
     """Mean over the window and the group, then pool."""
     n, past, rows, found = len(layer["k"][0]), window(layer, W), last_rows(layer, W, mask), []
     for heads in groups(layer):
         means = [over(column_sums(rows[h])[:past], len(rows[h])) for h in heads]
         if order == SLIPS["order"][0]:
-            row = pool(over_group(means, group), kernel, pooling, place)
+            row = pool(over_group(means, group), kernel, pooling, pooled)
         else:
-            row = over_group([pool(own, kernel, pooling, place) for own in means], group)
+            row = over_group([pool(own, kernel, pooling, pooled) for own in means], group)
         found.append(padded(row, n))
     return found
 

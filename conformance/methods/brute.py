@@ -50,8 +50,6 @@ class Brute:
     """Arguments of `kept` beside the constants: ours first, then those of other published codes."""
     slips: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """More arguments of `kept`: the right value first, then known errors, which no published code has."""
-    most: int = 10**6
-    """Tokens times query heads of all layers, in an input of a model's size: more would take minutes."""
     least: int = 1
     """Tokens of an input: of fewer, rounding decides."""
     scored: bool = True

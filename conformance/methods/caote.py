@@ -7,7 +7,7 @@ import numpy as np
 
 from conformance.methods.brute import Brute, stepwise
 from conformance.methods.policies import DECODE, Layer, Row, Score, at_places, groups, last_rows
-from conformance.oracles.boxes import Row as BoxRow
+from conformance.oracles.box_rows import Row as BoxRow
 from conformance.oracles.boxes import (
     column_sums,
     columns,

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from conformance.methods.brute import KERNEL, Brute, W, newest, plain
 from conformance.methods.policies import (
     Layer,
     Row,
     Score,
+    best,
     competition_shares,
     groups,
     last_rows,
@@ -16,7 +18,8 @@ from conformance.methods.policies import (
     top,
     window,
 )
-from conformance.oracles.boxes import column_sums, columns, dots, fsum, largest, leaves
+from conformance.oracles.boxes import column_extremes, column_sums, columns, fsum, largest, leaves, projected, times
+from conformance.oracles.choices import ordered, surely
 from conformance.strategies.policy_inputs import Inputs, Kept
 
 
@@ -29,25 +32,23 @@ def defensive(layer: Layer, W_o: Sequence[Sequence[Row]], W: int, kernel: int, B
     bound = 0.9 - fsum(tail) / len(tail)
     scores, firsts, sizes = [], [], []
     for g, group in enumerate(groups(layer)):
-        worst = [0.0] * past
+        worst: Any = [0.0] * past
         for row in (q[:past] for h in group for q in rows[h]):
             pooled = pool(row, kernel, "average")
             share = fsum(row) / fsum(pooled)
-            worst = [largest([a, b * share]) for a, b in zip(worst, pooled, strict=True)]
+            worst = column_extremes(largest, [worst, times(pooled, share)])
         floor = fsum(worst) / past
         scores.append([largest([x, floor]) for x in worst])
         mean = list(column_sums([q[:past] for h in group for q in rows[h]]))
-        whole, covered, chosen = fsum(mean), 0.0, []
-        for i in sorted(range(past), key=lambda i: (-mean[i], i)):
-            covered += mean[i] / whole
+        whole, covered, chosen = fsum(mean), 0.0, 0
+        for x in ordered(mean):
+            covered += x / whole
             if covered >= bound:
                 break
-            chosen.append(i)
-        firsts.append(chosen[: max(0, B - W)])
-        outputs = [columns(W_o[h]) for h in group]
-        sizes.append([
-            fsum(fsum(map(abs, dots(layer["v"][g][i], own))) for own in outputs) / len(group) for i in range(past)
-        ])
+            chosen += 1
+        firsts.append(surely(best(range(past), mean, max(0, min(chosen, B - W)))))
+        outputs = [projected(layer["v"][g][:past], columns(W_o[h])) for h in group]
+        sizes.append([fsum(fsum(map(abs, own[i])) for own in outputs) / len(group) for i in range(past)])
     for g, row in enumerate(scores):
         scores[g] = [x * (sizes[g][i] / fsum(size[i] for size in sizes)) for i, x in enumerate(row)]
     most = largest(x for row in scores for x in row)
@@ -67,5 +68,5 @@ def kept(inputs: Inputs, B: int, W: int, kernel: int) -> Kept:
 
 BRUTES = [
     Brute("PO-DEFENSIVEKV", "defensivekv", kept, {"W": W, "kernel": KERNEL}, W, newest,
-          published={"W": 32, "kernel": 5}, most=4_500),
+          published={"W": 32, "kernel": 5}),
 ]

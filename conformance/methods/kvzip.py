@@ -8,20 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.methods.brute import REHEARSED, SINK, Brute, W, both_ends, rehearsed
-from conformance.methods.policies import Layer, Row, Score, logits_of, normalise, sink_of, top, won
+from conformance.methods.policies import Layer, Row, Score, rows_on, top, won
 from conformance.oracles.boxes import (
     column_extremes,
     columns,
     dot,
-    dots,
     fsum,
     joined,
     largest,
     leaves,
-    over,
+    projected,
     row,
+    scaled,
     sqrt,
-    times,
 )
 from conformance.strategies.policy_inputs import Inputs, Kept, repeats
 from spec.policy import Rehearsal
@@ -31,20 +30,21 @@ def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None
     """Per KV head the most that any query of a repeat gives to each key of its chunk; with W_o as KVzip+ weighs it."""
     found: list[Score] = [[None] * len(keys) for keys in layer["k"]]
     for part in layer["repeats"]:
-        G, start, stop = len(part["q"]) // len(layer["k"]), part["start"], part["stop"]
+        G, chunk = len(part["q"]) // len(layer["k"]), slice(part["start"], part["stop"])
         for g, cached in enumerate(layer["k"]):
-            given = []
+            keys, values = joined(cached[:N_sink], cached[chunk], part["k"][g]), layer["v"][g][chunk]
+            first, given = N_sink + len(values), list[Any]()
             for h in range(g * G, (g + 1) * G):
-                sizes = None if W_o is None else row([
-                    sqrt(dot(output, output)) for value in layer["v"][g][start:stop]
-                    for output in [dots(value, columns(W_o[h]))]
-                ])
-                for at, query in enumerate(part["q"][h]):
-                    keys = joined(cached[:N_sink], cached[start:stop], part["k"][g][: at + 1])
-                    A = normalise(logits_of(layer, query, keys), sink_of(layer, [h]))[N_sink : N_sink + stop - start]
-                    given.append(A if sizes is None else times(row(A), over(sizes, part["norms"][at])))
-            found[g][start:stop] = column_extremes(largest, given)
+                rows = rows_on(layer, h, part["q"][h], keys, range(first + 1, len(keys) + 1))
+                own = [each[N_sink:first] for each in rows]
+                given += own if W_o is None else scaled(own, output_norms(values, columns(W_o[h])), part["norms"])
+            found[g][chunk] = column_extremes(largest, given)
     return found
+
+
+def output_norms(values: Sequence[Row], outputs: Sequence[Row]) -> Any:
+    """The length of what a head's projection makes of each value."""
+    return row([sqrt(dot(output, output)) for output in projected(values, outputs)])
 
 
 def global_shares(rows: Sequence[Score], B: int) -> list[int]:
@@ -115,19 +115,16 @@ def sinks_and_newest(head_scores: Sequence[float], n: int, B: int, N_sink: int, 
     ]
 
 
-MOST = 4_500
 PUBLISHED = {"template": None, "N_sink": 4, "N_recent": 0, "chunk": 2000, "overlap": 8}
 BRUTES = [
-    Brute("PO-KVZIP", "kvzip", kept(global_shares), REHEARSED, SINK + W, both_ends, published=PUBLISHED, most=MOST),
+    Brute("PO-KVZIP", "kvzip", kept(global_shares), REHEARSED, SINK + W, both_ends, published=PUBLISHED),
     Brute(
         "PO-KVZIP", "kvzip-uniform", kept(lambda rows, B: [B] * len(rows)), REHEARSED, SINK + W, both_ends,
         published=PUBLISHED,
-        most=MOST,
     ),
     Brute(
         "PO-KVZIP-PLUS", "kvzip-plus", kept(global_shares, plus=True), REHEARSED, SINK + W, both_ends,
         published=PUBLISHED,
-        most=MOST,
     ),
     Brute(
         "PO-KVZIP-HEADS", "kvzip-heads", streaming_heads, {"N_sink": SINK, "N_recent": W}, SINK + W, both_ends,

@@ -7,15 +7,14 @@ a score is a list per kept set, None where a token is protected. Kept sets are s
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from math import inf
 from typing import Any
 
 from conformance.oracles.box import Box, Undecided
 from conformance.oracles.box_attention import softmax_rows
+from conformance.oracles.box_rows import Row as BoxRow
+from conformance.oracles.box_rows import Table
 from conformance.oracles.boxes import (
-    Row as BoxRow,
-)
-from conformance.oracles.boxes import (
-    Table,
     column_extremes,
     column_sums,
     dots,
@@ -65,9 +64,18 @@ def logits_of(layer: Layer, query: Row, keys: Sequence[Row]) -> Row:
     return capped
 
 
+def keys_of(layer: Layer, head: int) -> Any:
+    """The keys that a query head reads: those of its group's KV head."""
+    return layer["k"][head // (len(layer["q"]) // len(layer["k"]))]
+
+
 def weights(layer: Layer, head: int, query: Row, visible: int) -> Row:
     """Softmax of one query over the first `visible` keys of its group's KV head; zero on the rest."""
-    keys = layer["k"][head // (len(layer["q"]) // len(layer["k"]))]
+    return weights_on(layer, head, query, keys_of(layer, head), visible)
+
+
+def weights_on(layer: Layer, head: int, query: Row, keys: Sequence[Row], visible: int) -> Row:
+    """`weights` of some keys."""
     found: Row = extended(normalise(logits_of(layer, query, keys[:visible]), sink_of(layer, [head])), len(keys))
     return found
 
@@ -94,12 +102,18 @@ def over_group(rows: Sequence[Any], group: str = GROUPS[0]) -> Any:
 
 def rows_of(layer: Layer, head: int, queries: Sequence[Row], visible: Sequence[int]) -> list[Row]:
     """`weights` of some queries of a head."""
-    keys = layer["k"][head // (len(layer["q"]) // len(layer["k"]))]
+    return rows_on(layer, head, queries, keys_of(layer, head), visible)
+
+
+def rows_on(
+    layer: Layer, head: int, queries: Sequence[Row], keys: Sequence[Row], visible: Sequence[int],
+) -> list[Row]:
+    """`weights` of some queries of a head on keys that are not all of its layer."""
     if isinstance(queries, Table) and isinstance(keys, Table):
         beside = sink_of(layer, [head])
         found: list[Any] = softmax_rows(queries, keys, visible, layer["scaling"], layer.get("softcap"), beside)
         return found
-    return [weights(layer, head, q, m) for q, m in zip(queries, visible, strict=True)]
+    return [weights_on(layer, head, q, keys, m) for q, m in zip(queries, visible, strict=True)]
 
 
 def groups(layer: Layer) -> list[list[int]]:
@@ -112,13 +126,16 @@ def window(layer: Layer, W: int) -> int:
     return max(0, len(layer["k"][0]) - W)
 
 
-PLACES = ("centred", "one token to the left", "one token to the right")
-"""Of the pool over a token."""
+POOLED = ("around the token", "around the next token", "around the previous token")
+"""Which tokens a pool is over."""
 
 
-def pool(row: Row, kernel: int, kind: str, place: str = PLACES[0]) -> list[float]:
-    half, row, out = kernel // 2, list(row), []
-    shift = (PLACES.index(place) + 1) % 3 - 1
+def pool(row: Row, kernel: int, kind: str, pooled: str = POOLED[0]) -> Any:
+    half, out = kernel // 2, []
+    shift = (POOLED.index(pooled) + 1) % 3 - 1
+    if isinstance(row, BoxRow):
+        beside = [row.moved(by, -inf if kind == "max" else 0.0) for by in range(shift - half, shift + half + 1)]
+        return column_extremes(largest, beside) if kind == "max" else over(column_sums(beside), kernel)
     for i in range(shift, len(row) + shift):
         near = [row[j] for j in range(i - half, i + half + 1) if 0 <= j < len(row)]
         out.append(largest(near) if kind == "max" else fsum(near) / kernel)

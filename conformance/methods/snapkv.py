@@ -5,7 +5,7 @@ from conformance.methods.brute import KERNEL, Brute, W, by_layer, newest
 from conformance.methods.policies import (
     GROUPS,
     MASKS,
-    PLACES,
+    POOLED,
     Layer,
     Score,
     groups,
@@ -19,14 +19,14 @@ from conformance.methods.policies import window as tokens_before
 from conformance.oracles.boxes import column_sums
 
 SLIPS = {
-    "order": ("pool, then the group", "the group, then pool"), "group": GROUPS, "place": PLACES, "mask": MASKS,
+    "order": ("pool, then the group", "the group, then pool"), "group": GROUPS, "pooled": POOLED, "mask": MASKS,
     "window": ("kept", "scored"),
 }
 
 
 def snapkv(
     layer: Layer, W: int, kernel: int, pooling: str = "max", softmax: str = "all", order: str = SLIPS["order"][0],
-    group: str = GROUPS[0], place: str = PLACES[0], mask: str = MASKS[0], window: str = "kept",
+    group: str = GROUPS[0], pooled: str = POOLED[0], mask: str = MASKS[0], window: str = "kept",
 ) -> list[Score]:
     """Sum over the window, pool per query head, mean over the group."""
     n, past, rows, found = len(layer["k"][0]), tokens_before(layer, W), last_rows(layer, W, mask), []
@@ -36,9 +36,9 @@ def snapkv(
     for heads in groups(layer):
         sums = [column_sums(rows[h])[:scored] for h in heads]
         if order == SLIPS["order"][0]:
-            row = over_group([pool(own, kernel, pooling, place) for own in sums], group)
+            row = over_group([pool(own, kernel, pooling, pooled) for own in sums], group)
         else:
-            row = pool(over_group(sums, group), kernel, pooling, place)
+            row = pool(over_group(sums, group), kernel, pooling, pooled)
         found.append(padded(row, n))
     return found
 

@@ -18,7 +18,7 @@ from conformance.methods.brute import (
 )
 from conformance.methods.policies import Layer, Row, Score, accumulated, adaptive_shares, groups, top
 from conformance.methods.snapkv import READINGS, SLIPS, snapkv
-from conformance.oracles.boxes import columns, dots, fsum, leaves
+from conformance.oracles.boxes import columns, fsum, leaves, projected
 from conformance.oracles.choices import surely
 from conformance.strategies.policy_inputs import Inputs, Kept
 
@@ -36,10 +36,9 @@ def vatp(layer: Layer) -> list[Score]:
 def output_sizes(layer: Layer, W_o: Projection) -> list[list[float]]:
     """Per KV head and token: magnitudes of what a query head writes into the output, as a mean over the group."""
     return [
-        [
-            fsum(abs(x) for outputs in projections for x in dots(value, outputs)) / len(group)
-            for value in layer["v"][g]
-        ] for g, group in enumerate(groups(layer)) for projections in [[columns(W_o[h]) for h in group]]
+        [fsum(abs(x) for outputs in of_heads for x in outputs) / len(group) for of_heads in zip(*written, strict=True)]
+        for g, group in enumerate(groups(layer))
+        for written in [[projected(layer["v"][g], columns(W_o[h])) for h in group]]
     ]
 
 

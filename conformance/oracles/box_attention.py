@@ -5,15 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from conformance.oracles.box import SPREAD, State
-from conformance.oracles.boxes import Row, Table, each, exp, over, tanh, times
+from conformance.oracles.box_rows import Row, Table
+from conformance.oracles.boxes import each, exp, over, products, stacked, tanh, times, unstacked
 
 
 def softmax_rows(
     queries: Table, keys: Table, visible: Sequence[int], scaling: float, softcap: float | None, beside: Sequence[Any],
 ) -> list[Row]:
     """For each query the softmax over the first visible keys, and zeros; boxes beside the logits have a share."""
-    logits = times(_products(queries, keys), scaling)
+    logits = times(products(stacked(queries), keys), scaling)
     if softcap is not None:
         logits = times(each(tanh, over(logits, softcap)), softcap)
     seen = np.arange(len(keys)) < np.array(visible)[:, None]
@@ -30,12 +30,4 @@ def softmax_rows(
         total = total + exp(sink - Row(low[:, 0], high[:, 0], top.tags[:, 0]))
     total = Row(total.lo[:, None], total.hi[:, None], total.tags[:, None])
     found = powers / total
-    lo, hi = np.where(seen, found.lo, 0.0), np.where(seen, found.hi, 0.0)
-    return [Row(lo[at], hi[at], found.tags[at]) for at in range(len(seen))]
-
-
-def _products(queries: Table, keys: Table) -> Row:
-    """The products of each query with each key."""
-    total, size = queries.array @ keys.array.T, np.abs(queries.array) @ np.abs(keys.array).T
-    error = State.unit * (keys.array.shape[1] + 1) * size + State.tiny
-    return Row(total - error, total + error, (keys.tags[:, 0] * SPREAD) ^ (queries.tags[:, :1] + np.uint64(1)))
+    return unstacked(Row(np.where(seen, found.lo, 0.0), np.where(seen, found.hi, 0.0), found.tags))

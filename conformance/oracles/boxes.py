@@ -4,15 +4,15 @@ Of floats they are those of `math`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import reduce
 from itertools import count
 from typing import Any
 
 import numpy as np
 
 from conformance.oracles.box import FUNCTION, LARGE, SPREAD, WHOLE, Box, State, Undecided, box, exact, widened
+from conformance.oracles.box_rows import Row, Table, odd, part, word
 
 
 def leaves(array: Any) -> Any:
@@ -24,7 +24,7 @@ def leaves(array: Any) -> Any:
     first = next(State.names)
     State.names = count(first + array.size)
     names = np.arange(first, first + array.size, dtype=np.uint64).reshape(array.shape) * SPREAD
-    return _part(np.asarray(array, np.float64), names)
+    return part(np.asarray(array, np.float64), names)
 
 
 def _leaves(x: Any) -> Any:
@@ -146,123 +146,12 @@ def _extreme(values: list[Any], of: Callable[..., Any], may_be: Callable[[Box, f
     return Box(low, high, hash((of.__name__, frozenset(possible))))
 
 
-class Row(Sequence[Any]):
-    """Many boxes at once, for large inputs: ends and tags in arrays. What it computes are boxes as of single ones."""
-
-    __slots__ = ("hi", "lo", "tags")
-
-    def __init__(self, lo: Any, hi: Any, tags: Any) -> None:
-        self.lo, self.hi, self.tags = lo, hi, tags
-
-    @property
-    def exact(self) -> bool:
-        """Whether these are numbers of an input."""
-        return self.lo is self.hi
-
-    def __len__(self) -> int:
-        return len(self.lo)
-
-    def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, int | np.integer):
-            return Box(float(self.lo[at]), float(self.hi[at]), int(self.tags[at]))
-        lo = self.lo[at]
-        return Row(lo, lo if self.exact else self.hi[at], self.tags[at])
-
-    def __iter__(self) -> Iterator[Box]:
-        return map(Box, self.lo.tolist(), self.hi.tolist(), self.tags.tolist())
-
-    def _with(self, other: Any, symbol: str, ends: Sequence[Any], times: float = 1.0) -> "Row":
-        if isinstance(other, Row):
-            tags = (self.tags * SPREAD) ^ (other.tags + np.uint64(_word(symbol)))
-        else:
-            tags = (self.tags * SPREAD) ^ np.uint64((_word(other.tag) + _word(symbol)) % 2**64)
-        lo, hi = _bound(np.minimum, ends), _bound(np.maximum, ends)
-        unit = times * State.unit
-        return Row(lo - unit * np.abs(lo) - State.tiny, hi + unit * np.abs(hi) + State.tiny, tags)
-
-    def __mul__(self, other: Any) -> "Row":
-        b = other if isinstance(other, Row) else box(other)
-        if isinstance(b, Box) and b.lo == b.hi:
-            return self._with(b, "*", (self.lo * b.lo, self.hi * b.lo))
-        return self._with(b, "*", (self.lo * b.lo, self.lo * b.hi, self.hi * b.lo, self.hi * b.hi))
-
-    def __add__(self, other: Any) -> "Row":
-        b = other if isinstance(other, Row) else box(other)
-        return self._with(b, "+", (self.lo + b.lo, self.hi + b.hi))
-
-    def __truediv__(self, other: Any) -> "Row":
-        b = other if isinstance(other, Row) else box(other)
-        if np.any((b.lo <= 0) & (b.hi >= 0)):
-            raise Undecided("a divisor can be zero")
-        if np.all(b.lo == 1) and np.all(b.hi == 1):
-            return self
-        return self._with(b, "/", (self.lo / b.lo, self.lo / b.hi, self.hi / b.lo, self.hi / b.hi))
-
-    def __sub__(self, other: Any) -> "Row":
-        b = other if isinstance(other, Row) else box(other)
-        found = self._with(b, "-", (self.lo - b.hi, self.hi - b.lo))
-        same = self.tags == (b.tags if isinstance(b, Row) else np.uint64(_word(b.tag)))
-        return Row(np.where(same, 0.0, found.lo), np.where(same, 0.0, found.hi), found.tags)
-
-    def mapped(self, of: Any) -> "Row":
-        """A growing function of NumPy of each."""
-        return self._with(box(0.0), of.__name__, (of(self.lo), of(self.hi)), FUNCTION)
-
-    def turned(self, of: Any) -> "Row":
-        """A function of NumPy that changes no faster than its argument, of each."""
-        error = (self.hi - self.lo) / 2 + FUNCTION * State.unit * (1 + np.abs(self.hi))
-        middle = of((self.lo + self.hi) / 2)
-        return Row(middle - error, middle + error, self.tags * SPREAD + np.uint64(_word(of.__name__)))
-
-    def squares(self) -> "Row":
-        """Each times itself."""
-        low, high = np.abs(self.lo), np.abs(self.hi)
-        least_ = np.where((self.lo < 0) & (self.hi > 0), 0.0, np.minimum(low, high))
-        return self._with(box(2.0), "**", (least_**2, np.maximum(low, high) ** 2))
-
-    def totals(self) -> Any:
-        """The sum, or one of each of stacked rows."""
-        size, number = np.maximum(-self.lo, self.hi).sum(axis=-1), self.lo.shape[-1]
-        error, tags = State.unit * number * size + State.tiny, (self.tags * _odd(number)).sum(axis=-1)
-        lo, hi = self.lo.sum(axis=-1) - error, self.hi.sum(axis=-1) + error
-        return Box(float(lo), float(hi), int(tags)) if self.lo.ndim == 1 else Row(lo, hi, tags)
-
-    def extended(self, n: int) -> "Row":
-        """Zeros behind, up to n numbers."""
-        rest = np.zeros(n - len(self.lo))
-        lo, hi = np.concatenate([self.lo, rest]), np.concatenate([self.hi, rest])
-        return Row(lo, hi, np.concatenate([self.tags, np.zeros(len(rest), np.uint64)]))
-
-
-class Table(Sequence[Any]):
-    """The numbers of an array with more than one axis."""
-
-    __slots__ = ("array", "tags")
-
-    def __init__(self, array: Any, tags: Any) -> None:
-        self.array, self.tags = array, tags
-
-    def __len__(self) -> int:
-        return len(self.array)
-
-    def __getitem__(self, at: Any) -> Any:
-        return _part(self.array[at], self.tags[at])
-
-
-def _part(array: Any, tags: Any) -> Any:
-    return Row(array, array, tags) if array.ndim == 1 else Table(array, tags)
-
-
-def _bound(of: Any, ends: Sequence[Any]) -> Any:
-    return reduce(of, ends)
-
-
 def row(boxes: Sequence[Any]) -> Any:
     """Boxes as a row; floats as they are."""
     if isinstance(boxes, Row) or not boxes or not all(isinstance(x, Box) for x in boxes):
         return boxes
     lo, hi = (np.array([getattr(x, end) for x in boxes]) for end in ("lo", "hi"))
-    return Row(lo, hi, np.array([_word(x.tag) for x in boxes], np.uint64))
+    return Row(lo, hi, np.array([word(x.tag) for x in boxes], np.uint64))
 
 
 def stacked(rows: Any) -> Any:
@@ -274,22 +163,19 @@ def stacked(rows: Any) -> Any:
     return Row(*(np.stack([getattr(x, name) for x in rows]) for name in ("lo", "hi", "tags")))
 
 
-def _odd(number: int) -> Any:
-    """So many odd factors, for a tag of several tags in this order."""
-    return (2 * np.arange(number, dtype=np.uint64) + 1) * SPREAD
-
-
-def _word(tag: Any) -> int:
-    """A tag in 64 bits: that of a row's box is the row's."""
-    return tag if type(tag) is int and 0 <= tag < 2**64 else hash((tag,)) % 2**64
+def unstacked(rows: Row) -> list[Row]:
+    """Stacked rows one by one."""
+    return [Row(*parts) for parts in zip(rows.lo, rows.hi, rows.tags, strict=True)]
 
 
 def dots(a: Any, rows: Any) -> Any:
     """The products of a vector with each of some rows, which may be stacked."""
     if isinstance(a, Row) and isinstance(rows, Row):
-        return (rows * a).totals()
-    if not (isinstance(a, Row) and a.exact and isinstance(rows, Table)):
+        return products(rows, a) if a.exact else (rows * a).totals()
+    if not (isinstance(a, Row) and isinstance(rows, Table)):
         return [dot(a, row) for row in rows]
+    if not a.exact:
+        return unstacked(products(stacked([a]), rows))[0]
     total, size = rows.array @ a.lo, np.abs(rows.array) @ np.abs(a.lo)
     numbers = np.concatenate([rows.array.ravel(), a.lo])
     whole = size.max() < WHOLE and bool((numbers == np.rint(numbers)).all())
@@ -298,12 +184,42 @@ def dots(a: Any, rows: Any) -> Any:
     return Row(total - error, total + error, tags)
 
 
+def products(rows: Row, given: Row | Table) -> Row:
+    """The products of each of stacked rows with one row of an input, or with each of some."""
+    numbers = given.lo if isinstance(given, Row) else given.array.T
+    of_given = given.tags[:1] if isinstance(given, Row) else given.tags[:, 0]
+    middle, size, most = (rows.lo + rows.hi) / 2, np.maximum(-rows.lo, rows.hi), np.abs(numbers)
+    total, error = middle @ numbers, State.unit * (len(numbers) + 1) * (size @ most) + State.tiny
+    if not rows.exact:
+        error += (rows.hi - rows.lo) / 2 @ most
+    tags = (rows.tags * odd(len(numbers))).sum(axis=-1)[:, None] * SPREAD ^ (of_given + np.uint64(1))
+    return Row(total - error, total + error, tags.reshape(total.shape))
+
+
+def scaled(rows: Sequence[Any], sizes: Any, divisors: Sequence[Any]) -> Any:
+    """Each row times the sizes, over its divisor."""
+    each_ = row(divisors)
+    if not (isinstance(each_, Row) and all(isinstance(one, Row) for one in [sizes, *rows])):
+        return [times(row(own), over(sizes, x)) for own, x in zip(rows, divisors, strict=True)]
+    factors = stacked([sizes]) / Row(each_.lo[:, None], each_.hi[:, None], each_.tags[:, None])
+    return unstacked(stacked(rows) * factors)
+
+
+def projected(values: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """What each vector gives with each column of a projection."""
+    numbers = [row(own) for own in outputs]
+    if not (isinstance(values, Table) and all(isinstance(own, Row) for own in numbers)):
+        return [dots(value, outputs) for value in values]
+    table = Table(*(np.stack([getattr(own, name) for own in numbers]) for name in ("lo", "tags")))
+    return unstacked(products(stacked(values), table))
+
+
 def column_sums(rows: Sequence[Any]) -> Any:
     """The sum of each column."""
     if not all(isinstance(row, Row) for row in rows):
         return [fsum(column) for column in zip(*rows, strict=True)]
     lo, hi, tags = (np.stack([getattr(one, name) for one in rows]) for name in ("lo", "hi", "tags"))
-    tags = (tags * _odd(len(rows))[:, None]).sum(axis=0)
+    tags = (tags * odd(len(rows))[:, None]).sum(axis=0)
     size = np.maximum(-lo, hi).sum(axis=0)
     error = np.where(size > 0, State.unit * len(rows) * size + State.tiny, 0.0)
     return Row(lo.sum(axis=0) - error, hi.sum(axis=0) + error, tags)
@@ -311,7 +227,14 @@ def column_sums(rows: Sequence[Any]) -> Any:
 
 def column_extremes(of: Callable[..., Any], rows: Sequence[Any]) -> Any:
     """The largest or the least of each column."""
-    return row([of(column) for column in columns(rows)])
+    if not all(isinstance(one, Row) for one in rows):
+        return row([of(column) for column in columns(rows)])
+    lo, hi, tags = (np.stack([getattr(one, name) for one in rows]) for name in ("lo", "hi", "tags"))
+    low, high = ((np.max if of is largest else np.min)(ends, axis=0) for ends in (lo, hi))
+    possible = hi >= low if of is largest else lo <= high
+    first = np.take_along_axis(tags, possible.argmax(axis=0)[None], axis=0)[0]
+    sure = np.where(possible, tags == first, True).all(axis=0)
+    return Row(low, high, np.where(sure, first, np.where(possible, tags * SPREAD, 0).sum(axis=0, dtype=np.uint64)))
 
 
 def squares(values: Any) -> Any:
@@ -327,8 +250,7 @@ def directions(rows: Any, beside: float = 0.0) -> Any:
     lengths = sqrt(together.squares().totals())
     if beside:
         lengths = lengths + beside
-    found = together / Row(lengths.lo[:, None], lengths.hi[:, None], lengths.tags[:, None])
-    return [Row(*parts) for parts in zip(found.lo, found.hi, found.tags, strict=True)]
+    return unstacked(together / Row(lengths.lo[:, None], lengths.hi[:, None], lengths.tags[:, None]))
 
 
 def positive(row: Any) -> Any:

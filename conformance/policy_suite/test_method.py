@@ -15,7 +15,7 @@ from conformance.oracles.choices import fits, holds
 from conformance.plugin import with_rejections
 from conformance.policy_suite.slips import reasons
 from conformance.policy_suite.test_promises import LONG, SHORT, TYING, Draw, with_examples
-from conformance.strategies.model_shapes import SHAPES
+from conformance.strategies.model_shapes import SHAPES, Shape
 from conformance.strategies.policy_inputs import Inputs, Kept, in_chunks
 from spec.policy import Rehearsal
 
@@ -78,15 +78,17 @@ def test_the_kept_sets_are_those_of_the_method(
 def test_the_kept_sets_are_those_of_the_method_at_sizes_of_models(
     method: Method, keeps: Subject, precision: str, explained: dict[str, list[str]], scored: set[str],
 ) -> None:
-    """Fixed inputs, in every run. A choice that float32 does not decide is not judged; each method has others."""
-    for shape in SHAPES:
-        if shape.rows > method.brute.most:
-            continue
+    """Fixed inputs, in every run. If float32 does not decide what is kept, the same sizes are judged in float64."""
+    def judged(shape: Shape) -> bool:
         inputs = method.adapted(shape.inputs())
         floor = method.floor(inputs)
         B = floor + int(shape.share * max(0, inputs.n - floor))
         unit = DOUBLE if precision == shape.dtype == "float64" else SINGLE
-        compared(method, keeps, (inputs, B), unit, explained, scored, f"{shape}, B = {B}")
+        return compared(method, keeps, (inputs, B), unit, explained, scored, f"{shape}, B = {B}")
+
+    for shape in SHAPES:
+        if not judged(shape) and precision == "float64":
+            judged(shape._replace(dtype="float64"))
 
 
 def compared(

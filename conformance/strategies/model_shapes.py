@@ -41,11 +41,6 @@ class Shape(NamedTuple):
             f"{', attention sinks' if self.sinks else ''}, {self.dtype}"
         )
 
-    @property
-    def rows(self) -> int:
-        """Rows of attention."""
-        return self.tokens * self.layers * self.kv_heads * self.group
-
     def inputs(self) -> Inputs:
         """The inputs, always the same."""
         rng = np.random.default_rng([self.tokens, self.layers, self.kv_heads, self.width])
@@ -92,7 +87,7 @@ SHAPES = (
     Shape(600, 3, 4, 1, 64, 0.25, 50.0, "float32", False, 0.2),
     Shape(1100, 1, 2, 2, 128, 0.05, None, "float64", True, 0.4),
 )
-"""From small to large groups and lengths; the largest takes no method longer than some seconds."""
+"""Each takes a method a few seconds at most."""
 
 
 def of_turn(inputs: Inputs, live: Array, first: int) -> Inputs:

@@ -116,6 +116,18 @@ def altered(inputs: Inputs, kind: str, seed: int, values: str = "normal", querie
     return replace(inputs, layers=layers)
 
 
+def another(inputs: Inputs, seed: int) -> Inputs:
+    """Inputs of another sequence, with the same number of tokens and the same model."""
+    rng = np.random.default_rng(seed)
+
+    def normal(x: Any, size: float = 1.0) -> Array:
+        found: Array = size * rng.standard_normal(np.shape(x))
+        return found
+
+    layers = [replace(x, q=normal(x.q, 2.0), k=normal(x.k), v=normal(x.v), repeats=None) for x in inputs.layers]
+    return replace(inputs, layers=layers, token_ids=rng.permutation(inputs.token_ids))
+
+
 def resized(inputs: Inputs, size: float) -> Inputs:
     """Queries, keys and values so many times as long."""
     layers = [replace(x, q=size * x.q, k=size * x.k, v=size * np.asarray(x.v)) for x in inputs.layers]

@@ -1,6 +1,6 @@
 """Wrong policies that small inputs do not tell: each dies on the fixed inputs of every run, and right ones pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 
 from conformance.methods.method import METHODS, Method
 from conformance.policy_suite import test_method, test_turn
+from conformance.strategies.model_shapes import SHAPES, Shape
 from conformance.strategies.policy_inputs import Inputs, decided
 from spec.policy import LayerView, Needs, Observation, Policy, Scores
 
@@ -118,8 +119,12 @@ def test_a_wrong_policy_dies_on_the_fixed_inputs(name: str, how: str, view: View
         fixed(method, make)
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.nightly if brute.most < 10**6 else ()) for name, brute in METHODS.items()
+@pytest.mark.parametrize("shapes", [
+    pytest.param(SHAPES[::5], id="two sizes"), pytest.param(SHAPES, id="all sizes", marks=pytest.mark.nightly),
 ])
-def test_a_right_policy_passes_on_the_fixed_inputs(name: str) -> None:
+@pytest.mark.parametrize("name", METHODS)
+def test_a_right_policy_passes_on_the_fixed_inputs(
+    name: str, shapes: Sequence[Shape], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(test_method, "SHAPES", shapes)
     fixed(Method(name), Method(name).reference)

@@ -57,11 +57,11 @@ def test_each_bound_has_its_reason_and_its_use(key: tuple[str, str]) -> None:
 
 POLICIES_ARE_MADE = ("brute.py", "method.py")
 """Where a policy of the reference is made, to be compared."""
-# Boxes of large inputs are computed in rows: `box` makes their tags, `boxes` and `box_attention` their numbers. The
+# Boxes of large inputs are computed in rows: `box` makes their tags, the other modules of boxes their numbers. The
 # method `crystalcache` is judged by the oracles of full sizes, which take arrays; `caote` makes a row of zeros.
 WITH_ARRAYS = {*(SUITE / "oracles" / "scale").glob("*.py"), *map(SUITE.joinpath, (
-    "oracles/box.py", "oracles/boxes.py", "oracles/box_attention.py", "methods/crystalcache.py",
-    "methods/caote.py",
+    "oracles/box.py", "oracles/box_rows.py", "oracles/boxes.py", "oracles/box_attention.py",
+    "methods/crystalcache.py", "methods/caote.py",
     "strategies/numbers.py", "checks/scale_checks.py", "vectors/codec.py",
     "assurance/vector_writer/expected_large.py",
 ))}

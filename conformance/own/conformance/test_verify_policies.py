@@ -132,6 +132,17 @@ def test_a_false_promise_dies_by_its_column_with_a_small_input(column: str, poli
 
 @pytest.mark.usefixtures("reference_items")
 @pytest.mark.spec("PO-RETAIN")
+def test_a_promise_that_only_a_models_sizes_break_dies() -> None:
+    """Drawn inputs of this policy have fewer tokens and KV heads, and narrower heads."""
+    def fewer(total: int, scores: Any, /) -> Any:
+        return even(total, scores) - (scores.values.shape[1] >= 256)
+
+    with pytest.raises(AssertionError, match=r"budget exact: not so with 300 tokens, B = 121, .* keeps 120, 120, "):
+        judge("budget exact", replace(OWN, budgets=fewer, promises=ALL))
+
+
+@pytest.mark.usefixtures("reference_items")
+@pytest.mark.spec("PO-RETAIN")
 @pytest.mark.parametrize("largest", [1.0, 2.0**20, 2.0**-30])
 @pytest.mark.parametrize(("units", "holds"), [(64, True), (65, False)])
 def test_repeated_query_heads_exchange_tokens_of_one_score_up_to_rounding(

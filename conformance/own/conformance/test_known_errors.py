@@ -1,0 +1,152 @@
+"""A rejected method is told which step differs: each known error is named, and no error that explains nothing."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.methods.method import Method, method_of
+from conformance.oracles.box import DOUBLE
+from conformance.policy_suite import slips, test_method
+from conformance.strategies.model_shapes import SHAPES
+from conformance.strategies.policy_inputs import Inputs, Kept, altered, decided, drawn
+from spec.policy import LayerView
+
+pytestmark = [pytest.mark.law("the-proof-has-teeth"), pytest.mark.usefixtures("reference_items")]
+
+Array = np.ndarray[Any, Any]
+SNAPKV = Method("snapkv", {"W": 8, "kernel": 3})
+TIED = (altered(drawn(0, 60, 1, (2, 2)), "axes", 0), 20)
+"""Equal keys have equal scores."""
+
+
+def attention(view: LayerView, W: int, causal: bool) -> Array:
+    """Weights of the last W queries, (H, W, n)."""
+    n, group = view.k.shape[1], len(view.q) // len(view.k)
+    logits = view.scaling * np.einsum("hqd,hkd->hqk", view.q[:, -W:], np.repeat(view.k, group, axis=0))
+    if view.softcap is not None:
+        logits = view.softcap * np.tanh(logits / view.softcap)
+    if causal:
+        logits = np.where(np.arange(n) <= np.arange(n - W, n)[:, None], logits, -np.inf)
+    beside = np.full(len(view.q), -np.inf) if view.sinks is None else np.asarray(view.sinks)
+    top = np.maximum(logits.max(axis=2), beside[:, None])[:, :, None]
+    powers = np.exp(logits - top)
+    found: Array = powers / (powers.sum(axis=2, keepdims=True) + np.exp(beside[:, None, None] - top))
+    return found
+
+
+def pooled(rows: Array, kernel: int, shift: int) -> Array:
+    """The largest of the tokens around each token, or around a token beside it."""
+    half, n = kernel // 2, rows.shape[1]
+    wide = np.pad(rows, ((0, 0), (half + 1, half + 1)), constant_values=-np.inf)
+    found: Array = np.stack([wide[:, 1 + shift + at : 1 + shift + at + n] for at in range(kernel)]).max(axis=0)
+    return found
+
+
+def snapkv_set(row: Array, n: int, B: int, higher: bool) -> list[int]:
+    """The window and the best of the scored tokens."""
+    past = len(row)
+    order = sorted(range(past), key=lambda i: (-row[i], -i if higher else i))
+    return sorted([*order[: B - (n - past)], *range(past, n)])
+
+
+def snapkv(
+    inputs: Inputs, B: int, W: int = 8, kernel: int = 3, *, pool_first: bool = True, group: str = "mean",
+    shift: int = 0, causal: bool = True, window_kept: bool = True, higher: bool = False,
+) -> Kept:
+    """SnapKV in NumPy, with one step that can differ."""
+    found = Kept()
+    for view in inputs.layers:
+        n, heads = view.k.shape[1], len(view.k)
+        sums = attention(view, W, causal).sum(axis=1)[:, : n - W if window_kept else n]
+        rows = pooled(sums, kernel, shift) if pool_first else sums
+        each = rows.reshape(heads, -1, rows.shape[1])
+        one = {"mean": each.mean(axis=1), "maximum": each.max(axis=1), "first head": each[:, 0]}[group]
+        one = one if pool_first else pooled(one, kernel, shift)
+        found += [snapkv_set(row, n, B, higher) for row in one]
+    return found
+
+
+STEPS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "mean before the pool": ({"pool_first": False}, "order: the group, then pool instead of pool, then the group"),
+    "maximum over a group": ({"group": "maximum"}, "group: maximum instead of mean"),
+    "first head of a group": ({"group": "first head"}, "group: first head instead of mean"),
+    "pool of the previous token": ({"shift": -1}, "pooled: around the previous token instead of around the token"),
+    "pool of the next token": ({"shift": 1}, "pooled: around the next token instead of around the token"),
+    "no causal mask": ({"causal": False}, "mask: none instead of causal"),
+    "window scored": ({"window_kept": False}, "window: scored instead of kept"),
+    "ties upwards": ({"higher": True}, "ties: higher instead of lower"),
+}
+CAPPED = (
+    replace(drawn(8, 60, 1, (2, 2)), layers=[replace(x, softcap=2.0) for x in drawn(8, 60, 1, (2, 2)).layers]), 20,
+)
+SCALED = (
+    replace(drawn(8, 60, 1, (2, 2)), layers=[replace(x, scaling=0.2) for x in drawn(8, 60, 1, (2, 2)).layers]), 20,
+)
+
+
+@pytest.fixture
+def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No documented value or reading explains an answer: to try all takes seconds."""
+    monkeypatch.setattr(slips, "explanations", lambda *given: [])
+
+
+@pytest.mark.spec("PO-SNAPKV")
+@pytest.mark.usefixtures("no_reading")
+@pytest.mark.parametrize("step", STEPS)
+def test_the_step_that_differs_is_named(step: str) -> None:
+    given, said = STEPS[step]
+    failing = TIED if step == "ties upwards" else None
+    found = slips.reasons(partial(snapkv, **given), SNAPKV, DOUBLE, failing)
+    assert found == [f"the step that differs: {said}"]
+    inputs, B = TIED
+    assert not test_method.difference(snapkv(inputs, B), SNAPKV.wanted(inputs, B))
+
+
+@pytest.mark.spec("PO-SNAPKV")
+@pytest.mark.usefixtures("no_reading")
+@pytest.mark.parametrize(("failing", "seen", "said"), [
+    (SCALED, {"scaling": 0.5}, "scaling: 1 / sqrt(width) instead of the layer's"),
+    (CAPPED, {"softcap": None}, "softcap: none instead of the layer's"),
+])
+def test_an_error_in_what_a_method_is_shown_is_named(
+    failing: tuple[Inputs, int], seen: dict[str, Any], said: str,
+) -> None:
+    def wrong(inputs: Inputs, B: int) -> Kept:
+        return snapkv(replace(inputs, layers=[replace(view, **seen) for view in inputs.layers]), B)
+
+    assert slips.reasons(wrong, SNAPKV, DOUBLE, failing) == [f"the step that differs: {said}"]
+
+
+@pytest.mark.spec("PO-SNAPKV")
+def test_an_error_that_no_known_one_explains_is_not_named() -> None:
+    def newest(inputs: Inputs, B: int) -> Kept:
+        return [list(range(max(0, inputs.n - B), inputs.n)) for _ in range(inputs.H_kv * len(inputs.layers))]
+
+    assert slips.reasons(newest, SNAPKV) == []
+
+
+@pytest.mark.spec("PO-SNAPKV")
+@pytest.mark.usefixtures("no_reading")
+def test_the_nearest_known_error_is_named_with_its_distance() -> None:
+    """The first head of a group instead of the mean, and one token of the first set is another one."""
+    def wrong(inputs: Inputs, B: int) -> Kept:
+        first, *others = snapkv(inputs, B, group="first head")
+        return [[*first[1:], min({*range(inputs.n)} - {*first})], *others]
+
+    (said,) = slips.reasons(wrong, SNAPKV)
+    assert said.startswith("the nearest known error: group: first head instead of mean (")
+
+
+@pytest.mark.spec("CC-PREFILL")
+def test_crystalcache_by_name_passes_and_another_one_fails() -> None:
+    method = method_of("crystalcache")
+    inputs, B = method.adapted(SHAPES[2].inputs()), 400
+    wanted = method.wanted(inputs, B)
+    assert not test_method.difference(decided(method.reference(inputs), inputs, B), wanted)
+    for constants in ({"s": 1.0}, {"M_max": 2.0}, {"T_max": 8}):
+        other = decided(method.changed(**constants).reference(inputs), inputs, B)
+        assert test_method.difference(other, wanted).startswith("kept set 0 of 1 holds ")
