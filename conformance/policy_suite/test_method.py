@@ -106,7 +106,7 @@ def compared(
         wanted = method.wanted(*given, unit)
     except Undecided:
         return False
-    said, advised = difference(kept, wanted), ""
+    said, advised = difference(kept, wanted, len(given[0].layers)), ""
     if said:
         if str(method) not in explained:
             explained[str(method)] = reasons(partial(keeps, method), method, unit, given)
@@ -116,7 +116,7 @@ def compared(
     raise AssertionError(f"not {method} with {described}: {said}{advised}")
 
 
-def difference(kept: Kept, wanted: Kept) -> str:
+def difference(kept: Kept, wanted: Kept, layers: int = 1) -> str:
     """The first kept set that is another one, without the tokens that both keep; nothing if all are those wanted."""
     if len(kept) != len(wanted):
         return f"it has {len(kept)} kept sets, and must have {len(wanted)}"
@@ -126,7 +126,15 @@ def difference(kept: Kept, wanted: Kept) -> str:
     more, less = sorted(set(kept[g]) - set(wanted[g])), sorted(set(wanted[g]) - set(kept[g]))
     if not more and not less:
         return f"kept set {g} is {kept[g]}, and must have each position once"
-    return f"kept set {g} of {len(kept)} holds {listed(more)} instead of {listed(less)}"
+    return f"kept set {g} of {len(kept)}{place_of(g, len(kept), layers)} holds {listed(more)} instead of {listed(less)}"
+
+
+def place_of(g: int, sets: int, layers: int) -> str:
+    """The layer and the KV head of a kept set, if layers or heads have their own."""
+    if sets == 1 or sets % layers:
+        return ""
+    layer, head = divmod(g, sets // layers)
+    return f" (layer {layer}, KV head {head})" if sets > layers else f" (layer {layer})"
 
 
 def other_score(method: Method, kept: Kept, wanted: Kept, scored: set[str]) -> str:

@@ -39,7 +39,7 @@ def test_the_kept_sets_after_a_later_turn_are_those_of_the_method(
             continue
         slots = np.full(inputs.n, -1)
         slots[live] = np.arange(len(live))
-        if said := difference([slots[own].tolist() for own in kept], wanted):
+        if said := difference([slots[own].tolist() for own in kept], wanted, len(inputs.layers)):
             raise AssertionError(
                 f"not {method} at the end of a later turn, with {len(live)} tokens left of {inputs.n}, B = {B}: {said}"
             )

@@ -105,6 +105,13 @@ def test_a_right_score_passes_and_a_snapkv_of_key_norms_does_not() -> None:
         judge(Method("snapkv"), lambda inputs: LOUD)
     said = test_method.difference([[0], [1]], [[0]]), test_method.difference([[0, 0]], [[0]])
     assert said == ("it has 2 kept sets, and must have 1", "kept set 0 is [0, 0], and must have each position once")
+    sets = [[0], [1], [2], [3]]
+    assert test_method.difference(sets, [*sets[:3], [4]], 2) == (
+        "kept set 3 of 4 (layer 1, KV head 1) holds [3] instead of [4]"
+    )
+    assert test_method.difference(sets, [[0], [2], *sets[2:]], 4) == (
+        "kept set 1 of 4 (layer 1) holds [1] instead of [2]"
+    )
 
 
 def test_the_first_inputs_tell_a_policy_without_sinks() -> None:
