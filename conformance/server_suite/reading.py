@@ -10,10 +10,14 @@ from transformers import PreTrainedModel
 
 from conformance.cache_suite.oracle import Masked
 from conformance.witness.statement import Statement
-from models_integration import policy_from_name
+from models_integration import RetentionPolicy, policy_from_name
 from models_integration.model.cache_argument import cache_name
+from models_integration.policies.methods import spelled
 
-__all__ = ["POWER", "TOLERANCE", "WEIGHT_NOISE", "Event", "Reader", "apart", "events_of", "policy_sets", "with_noise"]
+__all__ = [
+    "POWER", "TOLERANCE", "WEIGHT_NOISE", "Event", "Reader", "apart", "events_of", "policy_of", "policy_sets",
+    "with_noise",
+]
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.3}
 """Largest difference of a log-probability from the witness's, by dtype of the server."""
@@ -95,13 +99,23 @@ def apart(a: Tensor, b: Tensor) -> float:
     return worst if worst == worst else float("inf")
 
 
+def policy_of(statement: Statement) -> RetentionPolicy:
+    """Return the stated policy, with its constants and budget.
+
+    Raises:
+        SpecError: if kvspec does not know the policy, or if a constant or the budget is not valid.
+    """
+    name, constants = spelled(statement.policy)
+    return policy_from_name(name, statement.budget, **constants)
+
+
 def policy_sets(model: PreTrainedModel, statement: Statement, seen: Sequence[int]) -> list[HeadSets]:
     """Return the sets that a session of the stated policy stores after each of `seen` tokens of the request.
 
     Raises:
         SpecError: if kvspec does not know the policy, or if the budget is not valid.
     """
-    policy = policy_from_name(statement.policy, statement.budget)
+    policy = policy_of(statement)
     found, ids, n = [], torch.tensor([statement.ids]), len(statement.prompt_ids)
     with torch.no_grad(), policy(model) as run:
         model(input_ids=ids[:, :n])

@@ -56,7 +56,7 @@ class Answer:
             if "digests" in stated:
                 before = len(self.answer_ids or [])
                 self.digests += [(before, str(digest)) for digest in stated["digests"]]
-            else:
+            if "evictions" in stated:
                 self.stated = stated
         for choice in event.get("choices") or ():
             self.times.append(time.monotonic())

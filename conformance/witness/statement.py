@@ -1,16 +1,13 @@
 """The statement of spec/witness.md: what a server says about the evictions of one request."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Eviction", "MalformedStatement", "Statement", "digest_of", "parse_statement"]
+from spec.witness import FORMAT, POSITIONS, Ranges, digest_of
 
-FORMAT = 1
-POSITIONS = ("kept", "renumbered")
-Ranges = list[list[int]]
+__all__ = ["Eviction", "MalformedStatement", "Statement", "digest_of", "parse_statement"]
 
 
 class MalformedStatement(ValueError):
@@ -70,11 +67,6 @@ class Statement:
         return self.prompt_ids + self.answer_ids
 
 
-def digest_of(seen: int, sets: Sequence[Ranges], layers: Sequence[Sequence[int]]) -> str:
-    """Return the SHA-256 that commits a server to a kept set."""
-    return hashlib.sha256(json.dumps([seen, sets, layers], separators=(",", ":")).encode()).hexdigest()
-
-
 def parse_statement(body: Mapping[str, Any], answer: Mapping[str, Any]) -> Statement:
     """Return the statement of an answer.
 
@@ -103,11 +95,22 @@ def parse_statement(body: Mapping[str, Any], answer: Mapping[str, Any]) -> State
             _check(whole[field] == answer[field], field, whole[field], "must be the ids of the request and its answer")
     _check(isinstance(whole.get("evictions"), list), "evictions", whole.get("evictions"), "must be a list")
     evictions = [_eviction(entry, whole) for entry in whole["evictions"]]
+    whole |= _listed(whole, evictions)
     seen = [one.seen for one in evictions]
     _check(seen == sorted(set(seen)), "seen", seen, "must grow from one eviction to the next")
     _check(evictions or whole.get("reason"), "reason", whole.get("reason"), "is needed if nothing was evicted")
     fields = ("policy", "budget", "positions", "prompt_ids", "answer_ids", "logprobs")
     return Statement(**{name: whole[name] for name in fields}, evictions=evictions, reason=whole.get("reason") or "")
+
+
+def _listed(whole: Mapping[str, Any], evictions: Sequence[Eviction]) -> dict[str, Any]:
+    """Return the part of the answer that depends on the listed evictions alone."""
+    n, until = len(whole["prompt_ids"]), whole.get("until")
+    if until is None:
+        return {}
+    _check(type(until) is int and evictions and until > evictions[-1].seen, "until", until,
+           "must be larger than `seen` of the last eviction")
+    return {field: whole[field][: max(0, until - n + 1)] for field in ("answer_ids", "logprobs")}
 
 
 def _check(holds: object, field: str, value: object, bound: str) -> None:

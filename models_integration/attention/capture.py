@@ -295,14 +295,12 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _register(stock: str) -> str:
-    # Continuous batching passes its own masks, so no mask is made for a "paged|" name.
-    plain = stock.removeprefix("paged|")
-    assert plain in IMPLEMENTATIONS
+    assert stock in IMPLEMENTATIONS
     ours = f"{OURS}{stock}"
     if ours not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(ours, untraced(_observed(stock)))
         # Without a registered mask function, attention under a new name has no mask, and gives wrong results.
-        AttentionMaskInterface.register(ours, untraced(retained_mask(ALL_MASK_ATTENTION_FUNCTIONS[plain])))
+        AttentionMaskInterface.register(ours, untraced(retained_mask(ALL_MASK_ATTENTION_FUNCTIONS[stock])))
     return ours
 
 

@@ -3,12 +3,12 @@
 import json
 import os
 import sys
-import tomllib
 from collections.abc import Sequence
 from importlib.util import find_spec
 
 from models_integration.engines.vllm.arguments import KEY, Settings
 from models_integration.engines.vllm.plugin import register
+from models_integration.policies.methods import spelled
 from spec.errors import SpecError
 
 __all__ = ["run_serve", "server_settings"]
@@ -25,13 +25,7 @@ def server_settings(
     Raises:
         SpecError: if a name, a constant or a budget is invalid, or if vLLM cannot serve the policy.
     """
-    name, bracket, rest = policy.partition("(")
-    if bracket and (not rest.endswith(")") or "\n" in rest):
-        raise SpecError("policy", policy, "must be a name, or a name with constants such as snapkv(W=16)")
-    try:
-        constants = tomllib.loads(f"constants = {{{rest[:-1]}}}")["constants"]
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError("policy", policy, f"has constants that are not TOML: {error}") from error
+    name, constants = spelled(policy)
     allowed = None if allow_policies is None else [one.strip() for one in allow_policies.split(",")]
     return Settings.read({
         "default": {"policy": name, "budget": budget, **constants}, "allow_budget": allow_budget,

@@ -1,1 +1,1 @@
-"""Eviction in further inference engines: continuous batching of transformers, and llama.cpp."""
+"""Eviction in further inference engines: vLLM and llama.cpp."""

@@ -1,7 +1,4 @@
-"""Private or undocumented names of transformers. A new release can change them, so no other module uses them.
-
-The methods that continuous batching replaces are listed in `engines/page_pool.py`.
-"""
+"""Private or undocumented names of transformers. A new release can change them, so no other module uses them."""
 
 import inspect
 import sys
@@ -14,7 +11,7 @@ from transformers import GenerationMixin, PretrainedConfig
 
 __all__ = [
     "ATTENTION", "EXPERTS", "LOCALS", "VERSIONS", "attention_of", "calls_of_generate", "choose_attention",
-    "eager_attention", "replace_attention", "requeued_length",
+    "eager_attention", "replace_attention",
 ]
 
 VERSIONS = ">=5.21,<5.25"
@@ -64,8 +61,3 @@ def calls_of_generate(frame: FrameType | None = None) -> Iterator[Mapping[str, A
         if frame.f_code is _GENERATE and frame.f_locals.get("generation_mode") is not None:
             yield frame.f_locals
         frame = frame.f_back
-
-
-def requeued_length(state: Any) -> int:
-    """Return the length of the prompt of a request that was put back into the queue. For other requests, return 0."""
-    return cast(int, state._true_initial_tokens)

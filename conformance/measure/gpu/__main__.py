@@ -25,7 +25,7 @@ NO_DEVICE = (
 # Seconds that each part may take.
 LIMITS = {
     "ceilings": 20, "conformance": 400, "sessions": 60, "generation": 100, "speed": 150, "profile": 120, "ragged": 40,
-    "decoding": 200, "policies": 150, "families": 100, "splices": 60, "batched": 240, "paged": 120,
+    "decoding": 200, "policies": 150, "families": 100, "splices": 60, "batched": 240,
 }
 
 
@@ -125,7 +125,6 @@ def _parts(report: "Report", chosen: argparse.Namespace) -> dict[str, Callable[[
         "families": lambda: _of("sessions").families(report, scale),
         "splices": lambda: _of("decoding").splices(report, scale, subject()),
         "batched": lambda: _of("decoding").batched(report, scale, subject()),
-        "paged": lambda: _of("decoding").paged(report, scale, subject()),
     }
 
 

@@ -1,4 +1,4 @@
-"""Decoding after a long prompt, archived chunks against their text, and continuous batching with eviction.
+"""Decoding after a long prompt, and archived chunks against their text.
 
 All of them need a model of transformers: kept sets of heads and chunks are in the cache of `models_integration`.
 """
@@ -17,8 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from accelerated.triton_gpu.device import default_device
 from conformance.measure.gpu.measure import Report, Table, median_ms, say, synchronize
 from conformance.measure.gpu.models import Scale, Subject
-from conformance.measure.paged import Load, served
-from models_integration import Published, RetainedCache, RetentionPolicy, StreamingLLM
+from models_integration import Published, RetainedCache, RetentionPolicy
 from models_integration.archive.splice import Chunk, computed, splice
 from models_integration.attention.cached_attention import attended_in_runs, variable_length
 from models_integration.cache.ragged_layer import HeadLayout
@@ -216,7 +215,6 @@ def _steps(scale: Scale, model: Any, cache: Any, batch: int) -> float:
 CHUNKS = (1, 3, 5)
 QUESTION = 32
 """Tokens behind the chunks."""
-SAID = ("seconds", "forwards", "first token p50, p99", "between tokens p50, p99", "most in flight", "freed pages")
 
 
 def splices(report: Report, scale: Scale, subject: Subject) -> None:
@@ -258,17 +256,3 @@ def _behind(subject: Subject, chunks: list[Chunk], rotary: Rotary, text: list[in
 def _first_token(subject: Subject, cache: RetainedCache | None, ids: list[int]) -> None:
     row = torch.tensor([ids], device=default_device())
     subject.model(input_ids=row, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-
-
-def paged(report: Report, scale: Scale, subject: Subject) -> None:
-    """The same requests in the same pool, without eviction and with it; StreamingLLM's choice costs next to nothing."""
-    load = Load(*scale.load)
-    texts = subject.prompt(load.requests * load.tokens).reshape(load.requests, -1).tolist()
-    rows = []
-    for name, policy in (("no eviction", None), ("streaming-llm, 0.25", StreamingLLM(0.25))):
-        say(f"continuous batching, {name}")
-        found = served(subject.model, texts, load, policy)
-        rows.append((name, *(str(found.get(what, "-")) for what in SAID)))
-    each = f"{load.tokens} + {load.new} tokens"
-    title = f"Continuous batching of {load.requests} requests of {each}, room for {load.pool}"
-    report.tables.append(Table(title, ("policy", *SAID), tuple(rows)))

@@ -49,8 +49,6 @@ class Scale:
     """Of the policies that decide at every step."""
     chunk: int
     """Tokens of an archived chunk."""
-    load: tuple[int, ...]
-    """Of continuous batching: requests, tokens, new ones, requests that fit, tokens of a page and of a forward."""
     tests: tuple[tuple[str, ...], ...]
     """Runs of pytest, all of which must pass."""
     parameters: CrystalCacheParameters
@@ -73,7 +71,7 @@ FULL = Scale(
     dtype="bfloat16", rounds=7, product=8192, copied=2**29, programs=2**15, H=32, H_kv=8, d=128, layers=32,
     inner=14336, vocabulary=128256, checked=2048, new_tokens=50, lengths=(4096, 8192, 16384, 32768, 131072),
     headline=32768, profiled=(4096, 8192, 16384, 32768), ragged=(2048, 8192, 16384),
-    behind=32768, slots=1024, chunk=2000, load=(32, 2048, 64, 8, 16, 8192),
+    behind=32768, slots=1024, chunk=2000,
     tests=(
         ("--backend", "triton", OF_TRITON, f"--ignore={OF_TRITON}/test_aot.py"),
         ("--backend", "triton", "conformance/suite", *ON_HOST),
@@ -85,7 +83,7 @@ FULL = Scale(
 DRY = Scale(
     dtype="float32", rounds=1, product=64, copied=2**10, programs=2, H=4, H_kv=2, d=16, layers=2, inner=96,
     vocabulary=64, checked=40, new_tokens=3, lengths=(24,), headline=24, profiled=(24,), ragged=(16,),
-    behind=96, slots=12, chunk=12, load=(3, 24, 3, 2, 4, 32),
+    behind=96, slots=12, chunk=12,
     tests=(("--backend", "triton", "conformance/suite/test_activation.py"),), parameters=TINY,
 )
 

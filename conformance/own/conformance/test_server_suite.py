@@ -27,6 +27,7 @@ from conformance.witness.statement import MalformedStatement, digest_of, parse_s
 from models_integration import compact, decide, observe, policy_from_name
 from models_integration.cache.continuation import Decision
 from models_integration.model.cache_argument import cache_name
+from models_integration.policies.methods import spelled
 from models_integration.session.verbs import read
 from spec.retention import Granularity, Retention
 
@@ -107,7 +108,8 @@ class Evicting:
     def answer(self, ids: Sequence[int], tokens: int, seed: int) -> Iterator[dict[str, Any]]:
         """Events of a stream; the last one has the statement."""
         n, generator = len(ids), torch.Generator().manual_seed(seed)
-        policy = policy_from_name(self.policy, self.budget)
+        name, constants = spelled(self.policy)
+        policy = policy_from_name(name, self.budget, **constants)
         observed = observe(self.model, torch.tensor([ids]))
         (retention,) = decide(policy.on(self.model), observed).retentions
         sets = [retention.group(group).tolist() for group in range(retention.groups)]
@@ -234,7 +236,7 @@ def verdict(check: Callable[[Reading], Any], reading: Reading) -> str:
     return "passed"
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "streamingllm", "chunkkv", "adakv"])
+@pytest.mark.parametrize("policy", ["snapkv", "snapkv(W=8)", "streamingllm", "chunkkv", "adakv"])
 def test_a_server_that_does_as_it_states_passes(model: PreTrainedModel, policy: str) -> None:
     with serving(Evicting(model, policy)) as url:
         found = verdicts(Witness(model, Server.of(url, "tiny")), "shared prefixes")
@@ -335,3 +337,12 @@ def test_a_malformed_statement_names_the_field(field: str) -> None:
     }
     with pytest.raises(MalformedStatement, match=f"^{field} = "):
         parse_statement({**EXAMPLES[0], **changed}, {})
+
+
+def test_a_statement_that_ends_early_is_checked_up_to_its_end() -> None:
+    whole = {**EXAMPLES[0], "answer_ids": [7, 9, 8], "logprobs": [-1.25, -0.5, -2.0]}
+    assert parse_statement(whole, {}).answer_ids == [7, 9, 8]
+    found = parse_statement({**whole, "until": 41}, {})
+    assert (found.answer_ids, found.logprobs) == ([7, 9], [-1.25, -0.5])
+    with pytest.raises(MalformedStatement, match=r"^until = 40"):
+        parse_statement({**whole, "until": 40}, {})

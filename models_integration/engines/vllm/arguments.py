@@ -34,16 +34,22 @@ class RequestPolicy:
         name: name of the policy.
         constants: constants of the policy, without the constants of the model.
         budget: budget of the prompt and of each later decision.
+        typed: text of the budget, as the user has typed it.
         policy: policy whose constants of the model may be placeholders. The scheduler uses only the cadence, the
             granularity, the floor and the needs.
-        record: True if the statement of the request lists every decision, also the decisions while decoding.
     """
 
     name: str
     constants: Mapping[str, Any]
     budget: Budget
+    typed: str
     policy: Policy
-    record: bool = False
+
+    def __str__(self) -> str:
+        """Return the name with constants, as `spelled` reads them. Constants that are files or sets are left out."""
+        shown = [f"{key}={json.dumps(one)}" for key, one in self.constants.items()
+                 if isinstance(one, int | float | str)]
+        return f"{self.name}({', '.join(shown)})" if shown else self.name
 
     @property
     def decodes(self) -> bool:
@@ -193,10 +199,11 @@ def _mapping(given: Any, argument: str) -> dict[str, Any]:
 def _made(text: str) -> RequestPolicy:
     """Return the policy of a request from JSON text. Requests often repeat their arguments, so results are stored."""
     asked = json.loads(text)
-    name, record = names.check_name(asked.pop("policy", None)), asked.pop("record", False)
+    name = names.check_name(asked.pop("policy", None))
     if name != "fullcache" and "budget" not in asked:
         raise SpecError("budget", None, "is needed: a share such as 0.3, or a number of tokens such as 512")
-    budget = parse_budget(asked.pop("budget", 1.0))
+    budget = parse_budget(given := asked.pop("budget", 1.0))
+    typed = given if isinstance(given, str) else str(budget)
     for constant in asked:
         if constant not in (known := names.constants_of(name)):
             raise SpecError(constant, asked[constant], f"{name} has the constants {', '.join(sorted(known)) or 'none'}")
@@ -204,7 +211,7 @@ def _made(text: str) -> RequestPolicy:
         asked["sentence_ends"] = frozenset(asked["sentence_ends"])
     if "calibration" in names.constants_of(name):
         asked["calibration"] = _calibration(asked.get("calibration"))
-    return RequestPolicy(name, asked, budget, make(name, asked, _placeholders(name, asked)), bool(record))
+    return RequestPolicy(name, asked, budget, typed, make(name, asked, _placeholders(name, asked)))
 
 
 def make(name: str, constants: Mapping[str, Any], learned: Mapping[str, Any]) -> Policy:

@@ -37,13 +37,13 @@ class Report:
     Attributes:
         event: number of tokens of the request that the model has processed.
         kept: number of tokens that each set keeps. -1 if the policy has failed.
-        decision: entry of the request's statement.
+        eviction: entry of the request's statement. None if the policy keeps all tokens, or has decided before.
         error: message of the exception that the policy has raised.
     """
 
     event: int
     kept: int
-    decision: dict[str, Any] | None = None
+    eviction: dict[str, Any] | None = None
     error: str | None = None
 
 

@@ -47,11 +47,13 @@ def _chosen(engine: Any, own: Any, settings: Settings, args: Any, kwargs: Any) -
     Raises:
         SpecError: if the engine has a different scheduler or worker, or a configuration that kvspec does not serve.
     """
+    from models_integration.engines.vllm.front_end import install
     from models_integration.engines.vllm.seams import check_configuration
 
     for name, unset in (("scheduler_cls", (None,)), ("worker_cls", ("auto", WORKER))):
         if getattr(engine, name) not in unset:
             raise SpecError(name, getattr(engine, name), f"must not be set together with additional_config[{KEY!r}]")
+    install()
     os.environ[VARIABLE] = settings.text()
     engine.worker_cls = WORKER
     engine.logits_processors = [*(engine.logits_processors or []), PARAMETERS]

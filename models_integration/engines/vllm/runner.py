@@ -126,7 +126,7 @@ class _Model:
         entry = decider.decide(end, slots, lambda layer: self.pages[layer].read(blocks, at), ids)
         kept = decider.kept(end)
         if kept is None:
-            return Report(end, slots, entry) if end == decider.n else None
+            return Report(end, slots) if end == decider.n else None
         return Report(end, kept.shape[1], entry)
 
     def _index(self, values: Any) -> Tensor:

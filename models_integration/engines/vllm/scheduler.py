@@ -1,44 +1,37 @@
 """Scheduler of vLLM that ends a step at each decision, exchanges blocks, and states what was kept."""
 
-import time
+from collections.abc import Container
 from typing import Any
 
-from models_integration.engines.vllm.arguments import KEY, RequestPolicy, Settings, parse_request
+from models_integration.engines.vllm.arguments import KEY, Settings, parse_request
 from models_integration.engines.vllm.manager import EvictingManager
 from models_integration.engines.vllm.plan import Compaction, Plan, Report, Step
-from models_integration.engines.vllm.seams import AsyncScheduler, Scheduler, check_configuration, only_manager
-from models_integration.engines.vllm.statement import statement, summary
+from models_integration.engines.vllm.seams import AsyncScheduler, Scheduler, check_configuration, only_manager, preempt
 from spec.errors import BackendUnavailable, SpecError
 
 __all__ = ["EvictingAsyncScheduler", "EvictingScheduler"]
 
 
-class _Requests:
-    """Policies, decisions and reasons of all requests, for the statements."""
+class _News:
+    """News for the statement of each request (`statement.Statement.take`), until an output takes them along."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.asked: dict[str, RequestPolicy] = {}
-        self.reasons: dict[str, str] = {}
-        self.decisions: dict[str, list[dict[str, Any]]] = {}
-        self.stored: dict[str, tuple[int, int]] = {}
-        """Number of tokens processed, and number of evicted tokens, of each request."""
-        self.freed: set[str] = set()
-        """Requests that have ended. Their last output may follow."""
+        self.found: dict[str, dict[str, Any]] = {}
 
     def plan(self, request: Any) -> Plan | None:
         """Return the plan of a new request, or None if the request keeps its full cache."""
-        name, parameters = request.request_id, request.sampling_params
-        given = (getattr(parameters, "extra_args", None) or {}).get(KEY)
+        news = self.found[request.request_id] = {"policy": "fullcache", "budget": "1.0"}
+        given = (getattr(request.sampling_params, "extra_args", None) or {}).get(KEY)
         try:
             asked = parse_request(given, self.settings)
         except (SpecError, BackendUnavailable) as error:  # the front end has checked the arguments before
-            self.reasons[name] = str(error)
+            news["reason"] = str(error)
             return None
         if asked is None:
-            self.reasons[name] = "no policy was asked for"
+            news["reason"] = "no policy was asked for"
             return None
-        self.asked[name] = asked
+        news |= {"policy": str(asked), "budget": asked.typed}
         reason = asked.unserved
         if request.prompt_token_ids is None or getattr(request, "mm_features", None):
             reason = "the prompt has embeddings or images, and policies read token ids"
@@ -48,41 +41,28 @@ class _Requests:
             reason = "the prompt has one token"
         if reason is None:
             return Plan(asked, request.num_prompt_tokens)
-        self.reasons[name] = reason
+        news["reason"] = reason
         return None
 
-    def note(self, name: str, report: Report) -> None:
-        """Record a decision, or the reason why there is none."""
-        found = self.decisions.setdefault(name, [])
+    def note(self, name: str, plan: Plan, report: Report) -> None:
+        """Add a decision, or the reason why there is none."""
+        news = self.found.setdefault(name, {})
         if report.error is not None:
-            self.reasons[name] = report.error
-        elif report.decision is not None:
-            one = report.decision
-            if not found or self.asked[name].record:
-                found.append(one)
-            else:
-                found[1:] = [summary(one)]
+            news["failed"] = report.error
+        elif report.eviction is not None:
+            news.setdefault("evictions", []).append(report.eviction)
+        elif report.kept == plan.slots(report.event):
+            news["reason"] = "the budget keeps all tokens"
 
-    def stated(self, name: str, last: bool) -> dict[str, Any]:
-        """Return the statement of a request. Before the last output, the sets are represented by their digest."""
-        seen, evicted = self.stored.get(name, (0, 0))
-        decisions = self.decisions.get(name, [])
-        reason = self.reasons.get(name)
-        if reason is None and not evicted:
-            if not decisions:
-                reason = "the request ended before its decision"
-            elif decisions[-1]["kept_tokens"] == decisions[-1]["seen"]:
-                reason = "the budget keeps all tokens"
-            else:
-                reason = "no token was processed after the decision"
-        return statement(self.asked.get(name), reason, decisions if last else [*map(summary, decisions)], evicted, seen)
+    def freed(self, name: str, blocks: int) -> None:
+        """Add blocks that the request no longer holds after a compaction."""
+        news = self.found.setdefault(name, {})
+        news["freed_blocks"] = news.get("freed_blocks", 0) + blocks
 
-    def forget(self) -> None:
-        """Delete the data of requests that have ended."""
-        for name in self.freed:
-            for table in (self.asked, self.reasons, self.decisions, self.stored):
-                table.pop(name, None)
-        self.freed.clear()
+    def drop(self, requests: Container[str]) -> None:
+        """Delete the news of requests that have ended."""
+        for name in [name for name in self.found if name not in requests]:
+            del self.found[name]
 
 
 class _Evicting:
@@ -90,7 +70,6 @@ class _Evicting:
 
     Attributes:
         evicted: number of compactions so far.
-        freed_blocks: number of blocks that compactions have returned to the pool.
     """
 
     # Attributes of vLLM's scheduler.
@@ -105,10 +84,10 @@ class _Evicting:
         self._manager = only_manager(self, EvictingManager)
         self._plans: dict[str, Plan] = {}
         self._manager.plans = self._plans
-        self._requests = _Requests(Settings.read((self.vllm_config.additional_config or {}).get(KEY, {})))
+        self._news = _News(Settings.read((self.vllm_config.additional_config or {}).get(KEY, {})))
         self._held: set[str] = set()
         self._updating = False
-        self.evicted = self.freed_blocks = 0
+        self.evicted = 0
 
     @property
     def _vllm(self) -> Any:
@@ -118,25 +97,17 @@ class _Evicting:
     def add_request(self, request: Any) -> None:
         """Add a request, with a plan if it has a policy."""
         if request.request_id not in self.requests:
-            plan = self._requests.plan(request)
+            plan = self._news.plan(request)
             if plan is not None:
                 self._plans[request.request_id] = plan
         self._vllm.add_request(request)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        self._store(request)
-        self._requests.freed.add(request.request_id)
         found = self._vllm._free_request(request, *args, **kwargs)
         self._plans.pop(request.request_id, None)
         if not self._updating:  # no output follows
-            self._requests.forget()
+            self._news.drop(self.requests)
         return found
-
-    def _store(self, request: Any) -> None:
-        plan = self._plans.get(request.request_id)
-        computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
-        before = self._requests.stored.get(request.request_id, (0, 0))
-        self._requests.stored[request.request_id] = max(before, (computed, 0 if plan is None else plan.shift))
 
     def _get_local_prefix_cache_hit(self, request: Any) -> Any:
         """Use a cached prefix up to the window whose queries the policy reads."""
@@ -184,27 +155,20 @@ class _Evicting:
         if report.kept == plan.slots(report.event):
             plan.carry_out(report.event, report.kept)
             return None
-        pool = self.kv_cache_manager.block_pool
-        before = pool.get_num_free_blocks()
         job: Compaction | None = self._manager.compact(request.request_id, report.event, report.kept)
         if job is not None:
             self.evicted += 1
-            self.freed_blocks += pool.get_num_free_blocks() - before
-            self._store(request)
+            self._news.freed(request.request_id, len(job.source) - len(job.target))
         return job
 
     def _preempt_last(self) -> None:
         """Preempt the last running request: every request waits for blocks, and no other request frees any."""
         request = self.running.pop()
         self._held.discard(request.request_id)
-        self._preempt_request(request, time.monotonic())
-
-    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        self._store(request)
-        self._vllm._preempt_request(request, *args, **kwargs)
+        preempt(self, request)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Take the decisions of the worker, and add a statement to each output."""
+        """Take the decisions of the worker, and send the news about each request with its output."""
         for name, report in getattr(model_runner_output, KEY, {}).items():
             self._note(name, report)
         for name in scheduler_output.num_scheduled_tokens:
@@ -217,31 +181,22 @@ class _Evicting:
         self._updating = False
         for outputs in found.values():
             for one in outputs.outputs:
-                self._state(one)
-        self._requests.forget()
+                if news := self._news.found.pop(one.request_id, None):
+                    one.kv_transfer_params = {**(one.kv_transfer_params or {}), KEY: news}
+        self._news.drop(self.requests)
         return found
 
     def _note(self, name: str, report: Report) -> None:
         plan = self._plans.get(name)
         if plan is None:
             return
-        self._requests.note(name, report)
+        self._news.note(name, plan, report)
         if report.error is None:
             plan.report = report
         elif plan.shift:
             plan.failed = True
         else:
             del self._plans[name]
-
-    def _state(self, one: Any) -> None:
-        request = self.requests.get(one.request_id)
-        if request is not None:
-            self._store(request)
-        parameters = getattr(request, "sampling_params", None)
-        # The front end finds stop strings itself, so each output of such a request may be the last.
-        last = request is None or one.finish_reason is not None or bool(getattr(parameters, "stop", None))
-        stated = {KEY: self._requests.stated(one.request_id, last)}
-        one.kv_transfer_params = {**(one.kv_transfer_params or {}), **stated}
 
 
 def _in_flight(request: Any) -> bool:

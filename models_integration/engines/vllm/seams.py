@@ -5,6 +5,7 @@ The methods that kvspec overrides are in OVERRIDDEN. All other private names are
 
 import inspect
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +32,9 @@ else:
 __all__ = [
     "AsyncScheduler", "FullAttentionManager", "FullAttentionSpec", "GPUModelRunner",
     "LogitsProcessor", "Scheduler", "Worker", "attention_layers", "check_configuration", "check_layout",
-    "check_version", "layer_facts", "only_manager",
-    "output_projection", "replace_block_table", "rotary_frequencies", "shift_lengths", "spec_registry", "watch_queries",
+    "check_methods", "check_version", "layer_facts", "only_manager",
+    "output_projection", "preempt", "replace_block_table", "rotary_frequencies", "shift_lengths", "spec_registry",
+    "watch_queries",
 ]
 
 OLDEST, NEWEST = (0, 32), (0, 32)
@@ -54,20 +56,29 @@ OVERRIDDEN: Mapping[tuple[type, str], tuple[str, ...]] = {
     (GPUModelRunner, "sample_tokens"): ("grammar_output",),
     (GPUModelRunner, "_prepare_inputs"): ("scheduler_output", "num_scheduled_tokens"),
 }
-"""Methods that kvspec overrides, with the first parameters."""
+"""Methods that kvspec overrides or calls, with the first parameters."""
 
 
 def check_version() -> None:
     """Check that the installed vLLM is a tested version, and has all methods that kvspec overrides.
 
     Raises:
-        SpecError: otherwise. The message contains the tested versions, or the missing method.
+        SpecError: otherwise.
     """
     found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     if found is None or not OLDEST <= tuple(map(int, found.groups())) <= NEWEST:
         tested = " to ".join(f"{major}.{minor}" for major, minor in dict.fromkeys((OLDEST, NEWEST)))
         raise SpecError("vllm", vllm.__version__, f"kvspec was tested with {tested}: install one of these versions")
-    for (owner, name), expected in OVERRIDDEN.items():
+    check_methods(OVERRIDDEN)
+
+
+def check_methods(methods: Mapping[tuple[type, str], tuple[str, ...]]) -> None:
+    """Check that the installed vLLM has methods with these first parameters.
+
+    Raises:
+        SpecError: otherwise. The message contains the missing method.
+    """
+    for (owner, name), expected in methods.items():
         method = getattr(owner, name, None)
         parameters = () if method is None else tuple(inspect.signature(method).parameters)[1:]
         if parameters[: len(expected)] != expected:
@@ -120,6 +131,11 @@ def only_manager(scheduler: Any, kind: type) -> Any:
         found = ", ".join(type(one).__name__ for one in managers)
         raise SpecError("model", found, "must have one group of layers with full attention")
     return managers[0]
+
+
+def preempt(scheduler: Any, request: Any) -> None:
+    """Preempt a request that is no longer in the list of running requests."""
+    scheduler._preempt_request(request, time.monotonic())
 
 
 def attention_layers(runner: Any) -> list[Any]:

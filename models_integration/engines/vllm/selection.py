@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models_integration.engines.vllm.arguments import RequestPolicy
-from models_integration.engines.vllm.statement import decision
+from models_integration.engines.vllm.statement import eviction
 from reference.policies import advance, retain, start
 from spec.arrays import Int64, IntMatrix, IntVector
 from spec.errors import SpecError
@@ -48,7 +48,6 @@ class Decider:
     n: int
     layers: Sequence[LayerFacts]
     heads: int
-    digest: str = ""
     observed: int = 0
     """Number of tokens after which the last decision or decode step was seen."""
     queries: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -105,12 +104,9 @@ class Decider:
         one = Observation(seen, groups, ids if self.needs.token_ids else None, views)
         retention = self._first(one) if seen == self.n else self._later(one)
         self.observed = seen
-        if retention is None:
+        if retention is None or self.kept(seen) is None:
             return None
-        live = retention.positions.reshape(groups, -1)
-        entry = decision(seen, live, self.policy.granularity, len(self.layers), self.heads, self.digest)
-        self.digest = entry["digest"]
-        return entry
+        return eviction(seen, retention.positions.reshape(groups, -1), self.policy.granularity, len(self.layers))
 
     def _first(self, one: Observation) -> Retention:
         if self.policy.cadence.every is None:

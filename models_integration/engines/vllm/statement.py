@@ -1,75 +1,89 @@
-"""Statement about a request: what was asked, which tokens were kept, and a digest of all decisions so far."""
+"""Statement of spec/witness.md about one answer, which grows while vLLM generates the answer."""
 
-import hashlib
-import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from models_integration.engines.vllm.arguments import RequestPolicy
-from spec.arrays import IntMatrix, IntVector
+from spec.arrays import IntMatrix
 from spec.retention import Granularity
+from spec.witness import FORMAT, make_eviction
 
-__all__ = ["decision", "kept_positions", "statement", "summary"]
+__all__ = ["MOST_RANGES", "Statement", "eviction"]
 
-
-def ranges(positions: IntVector) -> list[list[int]]:
-    """Return the ranges [first, end) of ascending positions."""
-    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
-    return [[int(part[0]), int(part[-1]) + 1] for part in np.split(positions, breaks) if len(part)]
+MOST_RANGES = 200_000
+"""Largest number of ranges in a statement. The first eviction is always listed."""
 
 
-def kept_positions(kept: dict[str, Any]) -> list[list[list[int]]]:
-    """Return the kept positions of each layer and KV head from the entry `kept` of a decision."""
-    sets = [[at for first, end in one for at in range(first, end)] for one in kept["sets"]]
-    return [[sets[one] for one in layer] for layer in kept["set_of"]]
-
-
-def decision(
-    seen: int, live: IntMatrix, granularity: Granularity, layers: int, heads: int, before: str,
-) -> dict[str, Any]:
-    """Return the entry of a statement about one decision.
+def eviction(seen: int, live: IntMatrix, granularity: Granularity, layers: int) -> dict[str, Any]:
+    """Return the entry of a statement about one eviction.
 
     Args:
         seen: number of tokens that the model has processed.
         live: kept positions of each set, (g, k).
         granularity: part of the model that has a separate set.
         layers: number of layers.
-        heads: number of KV heads of a layer.
-        before: digest of the decision before, or "".
     """
-    each = {Granularity.MODEL: (0, 0), Granularity.LAYER: (1, 0), Granularity.HEAD: (heads, 1)}[granularity]
-    distinct = dict[tuple[Any, ...], int]()
-    index = [distinct.setdefault(tuple(map(tuple, ranges(row))), len(distinct)) for row in live]
-    kept = {
-        "sets": [[[*part] for part in one] for one in distinct],
-        "set_of": [[index[layer * each[0] + head * each[1]] for head in range(heads)] for layer in range(layers)],
-    }
-    content = json.dumps([before, seen, kept], separators=(",", ":"))
-    digest = hashlib.sha256(content.encode("ascii")).hexdigest()
-    return {"seen": seen, "kept_tokens": live.shape[1], "digest": digest, "kept": kept}
+    rows = {Granularity.MODEL: 1, Granularity.LAYER: layers, Granularity.HEAD: layers}[granularity]
+    return make_eviction(seen, [list(part) for part in live.reshape(rows, -1, live.shape[1])])
 
 
-def summary(one: dict[str, Any]) -> dict[str, Any]:
-    """Return a decision without its sets."""
-    return {key: value for key, value in one.items() if key != "kept"}
+@dataclass
+class Statement:
+    """Statement about one answer.
 
+    The scheduler sends news, which can have these keys:
 
-def statement(
-    asked: RequestPolicy | None, reason: str | None, decisions: list[dict[str, Any]], evicted: int, seen: int,
-) -> dict[str, Any]:
-    """Return the statement about a request.
+    - `policy`, `budget`: with the first news of a request.
+    - `evictions`: new evictions. Each is carried out before the next token of the request is processed.
+    - `reason`: why nothing was evicted. `failed`: why nothing more is evicted.
+    - `freed_blocks`: number of blocks that the request no longer holds after the last evictions.
 
-    Args:
-        asked: policy of the request, or None.
-        reason: why the cache is full, or None.
-        decisions: decisions so far: the first, and the last or all.
+    Attributes:
+        body: JSON object of spec/witness.md.
+        digests: digests of all listed evictions.
+        freed_blocks: number of blocks that the request no longer holds after evictions.
         evicted: number of tokens that each set lacks.
-        seen: number of tokens that the model has processed.
+        finished: True if the answer has ended.
     """
-    found: dict[str, Any] = {"policy": "fullcache" if asked is None else asked.name, "positions": "kept", "seen": seen}
-    if asked is not None:
-        constants = {key: value for key, value in asked.constants.items() if isinstance(value, (int, float, str))}
-        found |= {"budget": str(asked.budget), "constants": constants}
-    found |= {"evicted_tokens": evicted, "decisions": decisions}
-    return found if reason is None else {**found, "reason": reason}
+
+    body: dict[str, Any] = field(default_factory=lambda: {"witness": FORMAT, "positions": "kept", "evictions": []})
+    digests: list[str] = field(default_factory=list)
+    freed_blocks: int = 0
+    evicted: int = 0
+    finished: bool = False
+    _reason: str = "the request ended before its decision"
+    _ranges: int = 0
+
+    def take(self, news: Mapping[str, Any], finished: bool) -> None:
+        """Add news that came with a token.
+
+        Args:
+            news: news of the scheduler.
+            finished: True if the token was the last. Then no token is processed after the evictions of the news.
+        """
+        self.body |= {key: news[key] for key in ("policy", "budget") if key in news}
+        self._reason = news.get("reason", self._reason)
+        self.freed_blocks += news.get("freed_blocks", 0)
+        if finished and news.get("evictions"):
+            self._reason = "no token was processed after the decision"
+        elif "until" not in self.body:
+            for one in news.get("evictions", ()):
+                self._add(one)
+        if "failed" in news:
+            self.body["reason"] = news["failed"]
+        if finished:
+            self._finish()
+
+    def _add(self, one: dict[str, Any]) -> None:
+        self._ranges += sum(map(len, one["sets"]))
+        if self.body["evictions"] and self._ranges > MOST_RANGES:
+            self.body["until"] = one["seen"]
+            return
+        self.body["evictions"].append(one)
+        self.digests.append(one["digest"])
+        self.evicted = one["seen"] - sum(end - first for first, end in one["sets"][0])
+
+    def _finish(self) -> None:
+        self.finished = True
+        if not self.body["evictions"]:
+            self.body.setdefault("reason", self._reason)

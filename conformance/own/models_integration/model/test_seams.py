@@ -14,21 +14,17 @@ transformers = pytest.importorskip("transformers")
 
 from packaging.specifiers import SpecifierSet  # noqa: E402
 from transformers import GenerationMixin, LlamaConfig, PretrainedConfig  # noqa: E402
-from transformers.generation.continuous_batching.requests import RequestState  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward  # noqa: E402
 
 from conformance.paths import ROOT  # noqa: E402
-from models_integration.engines.page_pool import _SEAMS  # noqa: E402
 from models_integration.model import seams  # noqa: E402
 
 pytestmark = pytest.mark.law("as-it-is-described")
 
 PACKAGE = ROOT / "models_integration"
 HOME = PACKAGE / "model" / "seams.py"
-PAGED = {PACKAGE / "engines" / name for name in ("paged.py", "page_pool.py")}
-PAGED_NAMES = {name for methods in _SEAMS.values() for name in methods} | {"_block_manager", "_kv_token_views"}
 VLLM_HOME = PACKAGE / "engines" / "vllm" / "seams.py"
-VLLM_NAMES = {"_compute_inv_freq", "_ensure_registered"}
+VLLM_NAMES = {"_compute_inv_freq", "_ensure_registered", "_preempt_request"}
 """Private names of vLLM, which has seams of its own: that module alone uses these, and none of transformers."""
 OTHERS = {
     *vars(torch.nn.Module()), "_DropoutNd", "_fused_sdp_choice", "_global_forward_hooks", "_global_forward_pre_hooks",
@@ -63,7 +59,7 @@ def foreign_uses(sources: dict[Path, ast.Module]) -> list[str]:
     own = set(chain.from_iterable(map(own_names, sources.values())))
     found, named = [], {seams.ATTENTION, seams.EXPERTS, "eager_attention_forward"}
     for path, tree in sources.items():
-        known = own | OTHERS | (PAGED_NAMES if path in PAGED else set()) | (VLLM_NAMES if path == VLLM_HOME else set())
+        known = own | OTHERS | (VLLM_NAMES if path == VLLM_HOME else set())
         for node in ast.walk(tree):
             used = node.attr if isinstance(node, ast.Attribute) else None
             text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
@@ -92,7 +88,6 @@ def test_the_installed_release_has_every_name() -> None:
     assert seams.attention_of(config) == "sdpa"
     assert seams.eager_attention(LlamaAttention(config, 0)) is eager_attention_forward
     assert seams.eager_attention(torch.nn.Linear(1, 1)) is None
-    assert seams.requeued_length(RequestState(request_id="a", initial_tokens=[1])) == 0
 
 
 def test_the_range_of_versions_is_the_one_that_is_installed() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-SECONDS = 120
+SECONDS = 240
 
 
 @pytest.fixture(autouse=True)

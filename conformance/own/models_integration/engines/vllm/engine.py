@@ -1,5 +1,6 @@
 """vLLM's engine in this process, requests, and the masked model that judges the answers."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -7,12 +8,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 import torch
 
 from conformance.own.models_integration.session.masked import MaskedModel, Row
-from conformance.paths import ROOT
-from models_integration.engines.vllm.statement import kept_positions
+from conformance.paths import ROOT, SPEC
+from conformance.witness.statement import Statement, digest_of, parse_statement
 from models_integration.pocket import ASSETS, load_pocket
 
 NEEDS_VLLM = [
@@ -21,6 +23,8 @@ NEEDS_VLLM = [
 ]
 TOLERANCE = 1e-4
 BLOCK = 32
+SHAPE = (3, 2)
+"""Layers and KV heads of the pocket model."""
 BYTES = 3 * 2 * 2 * BLOCK * 32 * 4
 """Bytes of one block of the pocket model: 3 layers, 2 KV heads, keys and values of 32 numbers in float32."""
 
@@ -78,8 +82,7 @@ class Engine:
         """Check that no data of ended requests is left."""
         if not self.llm.llm_engine.has_unfinished_requests():
             assert not self.scheduler._plans
-            requests = self.scheduler._requests
-            assert not any((requests.asked, requests.reasons, requests.decisions, requests.stored))
+            assert not self.scheduler._news.found
             assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
 
 
@@ -87,15 +90,37 @@ def asking(policy: str | None, tokens: int = 16, options: Mapping[str, Any] | No
     """Return greedy sampling parameters with a policy."""
     from vllm import SamplingParams
 
-    given = None if policy is None else {"kvspec": {"policy": policy, "record": True, **constants}}
-    return SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=5, extra_args=given, **options or {}
-    )
+    given = None if policy is None else {"kvspec": {"policy": policy, **constants}}
+    return SamplingParams(**{
+        "temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 5, "extra_args": given,
+        **(options or {}),
+    })
+
+
+@cache
+def schema() -> Any:
+    return json.loads((SPEC / "witness.schema.json").read_text(encoding="utf-8"))
 
 
 def stated(output: Any) -> dict[str, Any]:
-    statement: dict[str, Any] = output.kv_transfer_params["kvspec"]
-    return statement
+    """Return the statement of an answer, checked by its schema."""
+    body: dict[str, Any] = output.kv_transfer_params["kvspec"]
+    jsonschema.validate(body, schema())
+    return body
+
+
+def parsed(prompt: Sequence[int], answer: Sequence[int], body: Mapping[str, Any]) -> Statement:
+    """Return the statement, checked as `kvspec verify --server` checks it."""
+    own = {"prompt_ids": [*prompt], "answer_ids": [*answer], "logprobs": [0.0] * len(answer)}
+    found = parse_statement(body, own)
+    for one in found.evictions:
+        assert one.digest == digest_of(one.seen, one.sets, one.layers)
+    return found
+
+
+def kept(prompt: Sequence[int], body: Mapping[str, Any]) -> list[list[list[int]]]:
+    """Return the positions that the first eviction keeps, by layer and KV head."""
+    return parsed(prompt, [], body).evictions[0].positions(*SHAPE)
 
 
 @cache
@@ -104,15 +129,14 @@ def masked_model() -> MaskedModel:
     return MaskedModel(model)
 
 
-def expected(prompt: Sequence[int], answer: Sequence[int], statement: Mapping[str, Any]) -> torch.Tensor:
+def expected(prompt: Sequence[int], answer: Sequence[int], body: Mapping[str, Any]) -> torch.Tensor:
     """Return the log-probabilities (n, vocabulary) of the masked model, with the stated sets of kept tokens."""
-    ids, model = [*prompt, *answer], masked_model()
-    decisions = statement["decisions"] if statement["evicted_tokens"] else []
-    ends = [*(one["seen"] for one in decisions), len(ids)]
+    ids, model, evictions = [*prompt, *answer], masked_model(), parsed(prompt, answer, body).evictions
+    assert "until" not in body
+    ends = [*(one.seen for one in evictions), len(ids)]
     row: Row = model.nothing.read(ids[: ends[0]])
-    for one, end in zip(decisions, ends[1:], strict=True):
-        if end > one["seen"]:
-            row = row.read(ids[one["seen"] : end], kept_positions(one["kept"]))
+    for one, end in zip(evictions, ends[1:], strict=True):
+        row = row.read(ids[one.seen : end], one.positions(*SHAPE))
     return torch.log_softmax(model.expect(row).logits, dim=-1)
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
@@ -12,10 +13,11 @@ from conformance.own.models_integration.engines.vllm.engine import (
     asking,
     check_masked,
     cut,
+    kept,
+    schema,
     stated,
 )
 from models_integration import decide, observe
-from models_integration.engines.vllm.statement import kept_positions
 from models_integration.pocket import load_pocket
 from models_integration.policies.methods import policy_from_name
 from spec.retention import Granularity
@@ -52,9 +54,10 @@ def test_a_batch_of_policies(engine: Engine) -> None:
         asking("tova", 24, budget=16), asking("knorm", budget=0.5),
     ]
     found = run(engine, [cut(*one) for one in PROMPTS], asked)
-    assert [bool(one["evicted_tokens"]) for one in found] == [True, True, True, False, True, True, True, True]
+    assert [bool(one["evictions"]) for one in found] == [True, True, True, False, True, True, True, True]
+    assert found[1]["policy"] == "snapkv(W=16)"
     assert found[3] == {
-        "policy": "fullcache", "positions": "kept", "seen": found[3]["seen"], "evicted_tokens": 0, "decisions": [],
+        "witness": 1, "policy": "fullcache", "budget": "1.0", "positions": "kept", "evictions": [],
         "reason": "no policy was asked for",
     }
 
@@ -73,13 +76,13 @@ def test_kept_sets_are_those_of_a_session(engine: Engine, name: str) -> None:
         each = {Granularity.MODEL: (0, 0), Granularity.LAYER: (1, 0), Granularity.HEAD: (2, 1)}[alone.granularity]
         shown = observed.prompt(0, method.policy.granularity)
         scores = method.policy.scorer(shown, method.policy.protection(len(prompt))).values
-        for layer, heads in enumerate(kept_positions(one["decisions"][0]["kept"])):
+        for layer, heads in enumerate(kept(prompt, one)):
             for head, own in enumerate(heads):
                 group = layer * each[0] + head * each[1]
-                kept = alone.group(group).tolist()
-                assert len(own) == len(kept)
+                there = alone.group(group).tolist()
+                assert len(own) == len(there)
                 # Both programs round differently, so tokens may be exchanged whose scores are equal up to rounding.
-                if exchanged := sorted({*own} ^ {*kept}):
+                if exchanged := sorted({*own} ^ {*there}):
                     assert np.ptp(scores[group][exchanged]) < 1e-5 * np.nanmax(np.abs(scores[group])), exchanged
 
 
@@ -92,8 +95,8 @@ def test_tokens_are_evicted_while_the_answer_is_generated(
     prompts = [cut(200), cut(97, 13), cut(40, 3)]
     found = run(engine, prompts, [asking(name, 100, budget=64, **constants)] * 3)
     for prompt, one in zip(prompts, found, strict=True):
-        assert one["seen"] - one["evicted_tokens"] <= 64 + constants.get("every", 1)
-        assert len(one["decisions"]) >= (100 - max(0, 64 - len(prompt))) // constants.get("every", 1) - 1
+        assert all(sum(b - a for a, b in own) <= 64 for step in one["evictions"] for own in step["sets"])
+        assert len(one["evictions"]) >= (100 - max(0, 64 - len(prompt))) // constants.get("every", 1) - 2
 
 
 def test_a_shared_prefix_is_used_before_and_after_evictions(engine: Engine) -> None:
@@ -138,7 +141,7 @@ def test_preempted_requests_keep_the_same_sets(small: Engine) -> None:
     finally:
         del small.scheduler._preempt_request
     assert count[0] > 0
-    assert sum(bool(one["evicted_tokens"]) for one in found) == 10
+    assert sum(bool(one["evictions"]) for one in found) == 10
 
 
 def test_what_is_not_served_is_stated(engine: Engine) -> None:
@@ -167,10 +170,15 @@ def test_a_policy_that_fails_costs_only_its_eviction(engine: Engine, monkeypatch
 @pytest.mark.law("promised-is-there-forgotten-is-not")
 def test_samples_stop_strings_and_aborts_have_statements(engine: Engine) -> None:
     prompt = cut(97, 13)
-    stops = asking("snapkv", 30, {"stop": ["e"]}, budget=0.3, W=16)
+    stops = asking("snapkv", 30, {"stop": ["e"], "min_tokens": 4}, budget=0.3, W=16)
     (stopped,) = engine.answer([prompt], [stops])
     assert stopped.outputs[0].finish_reason in ("stop", "length")
-    assert stated(stopped)["decisions"][0]["kept"]
+    assert stated(stopped)["evictions"]
+    (several,) = engine.answer([prompt], [asking("snapkv", 8, {"n": 3, "temperature": 1.0}, budget=0.3)])
+    assert [one["index"] for one in several.kv_transfer_params["kvspec"]] == [0, 1, 2]
+    for one in several.kv_transfer_params["kvspec"]:
+        jsonschema.validate(one, schema())
+        assert one["evictions"]
     core = engine.llm.llm_engine
     core.add_request("gone", {"prompt_token_ids": prompt}, asking("snapkv", 400, budget=0.3, W=16))
     for _ in range(8):

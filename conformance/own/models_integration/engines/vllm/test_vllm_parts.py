@@ -1,19 +1,23 @@
 """Parts of the door to vLLM that need no vLLM: arguments, plans, pages, statements and decisions."""
 
+import json
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.paths import SPEC
+from conformance.witness.statement import parse_statement
 from models_integration.cli.serve import run_serve, server_settings
 from models_integration.engines.vllm.arguments import Settings, parse_request
 from models_integration.engines.vllm.pages import LAYOUTS, Pages
 from models_integration.engines.vllm.plan import Plan
 from models_integration.engines.vllm.selection import Decider, LayerFacts
-from models_integration.engines.vllm.statement import decision, kept_positions
+from models_integration.engines.vllm.statement import MOST_RANGES, Statement, eviction
 from spec.errors import SpecError
 from spec.retention import Granularity
 
@@ -128,12 +132,52 @@ def test_every_layout_reads_what_it_writes(blocks: int, heads: int, size: int, s
         Pages(torch.zeros(blocks, heads, size, 2 * d), "FLEX_ATTENTION")
 
 
-def test_statements_give_back_the_sets() -> None:
-    live = np.array([[0, 1, 5], [0, 3, 4], [0, 1, 5], [2, 3, 4]])
-    entry = decision(6, live, Granularity.HEAD, 2, 2, "")
-    assert len(entry["kept"]["sets"]) == 3
-    assert kept_positions(entry["kept"]) == [[[0, 1, 5], [0, 3, 4]], [[0, 1, 5], [2, 3, 4]]]
-    assert entry["digest"] != decision(6, live, Granularity.HEAD, 2, 2, "before")["digest"]
+NEWS = {"policy": "knorm", "budget": "3", "evictions": [eviction(6, np.array([[0, 1, 5]]), Granularity.MODEL, 2)]}
+WITNESS = json.loads((SPEC / "witness.schema.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("granularity", "live", "layers"), [
+    (Granularity.MODEL, [[0, 1, 5]], [[0]]), (Granularity.LAYER, [[0, 1, 5], [2, 3, 4]], [[0], [1]]),
+    (Granularity.HEAD, [[0, 1, 5], [0, 3, 4], [0, 1, 5], [2, 3, 4]], [[0, 1], [0, 2]]),
+])
+def test_an_eviction_gives_back_the_sets(granularity: Granularity, live: list[list[int]], layers: list[Any]) -> None:
+    entry = eviction(6, np.array(live), granularity, 2)
+    assert entry["layers"] == layers
+    body = {**NEWS, "witness": 1, "positions": "kept", "evictions": [entry]}
+    jsonschema.validate(body, WITNESS)
+    statement = parse_statement(body, {"prompt_ids": [1] * 6, "answer_ids": [], "logprobs": []})
+    each = statement.evictions[0].positions(2, 2)
+    assert [own for heads in each for own in heads] == [live[at * len(live) // 4] for at in range(4)]
+
+
+@pytest.mark.parametrize(("news", "reason"), [
+    ([NEWS, {}], None), ([{**NEWS, "evictions": []}, {"evictions": NEWS["evictions"]}], "no token was processed"),
+    ([{"policy": "knorm", "budget": "3"}, {}], "ended before its decision"),
+    ([{**NEWS, "evictions": [], "reason": "the budget keeps all tokens"}, {}], "keeps all"),
+    ([{**NEWS, "evictions": [], "failed": "ArithmeticError: x"}, {}], "ArithmeticError: x"),
+    ([NEWS, {"reason": "the budget keeps all tokens"}], None), ([NEWS, {"failed": "ArithmeticError: x"}], "Arithmetic"),
+])
+def test_a_statement_grows_with_the_answer(news: list[dict[str, Any]], reason: str | None) -> None:
+    one = Statement()
+    for at, part in enumerate(news):
+        one.take(part, at == len(news) - 1)
+    jsonschema.validate(one.body, WITNESS)
+    assert one.finished
+    assert one.digests == [each["digest"] for each in one.body["evictions"]]
+    assert one.evicted == (3 if one.digests else 0)
+    assert (reason or "") in one.body.get("reason", "")
+    assert ("reason" in one.body) == (reason is not None)
+
+
+def test_a_long_statement_says_where_it_ends() -> None:
+    one, kept = Statement(), np.array([range(0, 4 * MOST_RANGES // 5, 2)])
+    for seen in (MOST_RANGES, MOST_RANGES + 1, MOST_RANGES + 2, MOST_RANGES + 3):
+        one.take({**NEWS, "evictions": [eviction(seen, kept, Granularity.MODEL, 2)]}, False)
+    one.take({}, True)
+    assert [each["seen"] for each in one.body["evictions"]] == [MOST_RANGES, MOST_RANGES + 1]
+    assert one.body["until"] == MOST_RANGES + 2
+    own = {"prompt_ids": [1] * MOST_RANGES, "answer_ids": [2] * 9, "logprobs": [-0.5] * 9}
+    assert parse_statement(one.body, own).answer_ids == [2] * 3
 
 
 def test_a_decision_is_made_once() -> None:
@@ -147,11 +191,11 @@ def test_a_decision_is_made_once() -> None:
             one.queries[layer] = [torch.randn(1, 4, 8, generator=random)]
         return one.decide(seen, slots, lambda _: (torch.randn(2, slots, 8, generator=random),) * 2, np.arange(20))
 
-    assert decide(20, 20)["kept_tokens"] == 16
+    assert sum(b - a for a, b in decide(20, 20)["sets"][0]) == 16
     kept = one.kept(20)
     assert decide(20, 20) is None
     assert one.kept(20) is kept
-    assert decide(21, 17)["kept_tokens"] == 16
+    assert sum(b - a for a, b in decide(21, 17)["sets"][0]) == 16
     with pytest.raises(AssertionError):
         decide(23, 17)
 

@@ -1,0 +1,149 @@
+"""Statements in the answers of vLLM's front end, in its streams, and in `/metrics`."""
+
+import inspect
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any
+
+from prometheus_client import Counter
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.v1.engine.output_processor import RequestState
+
+from models_integration.engines.vllm.arguments import KEY
+from models_integration.engines.vllm.seams import check_methods
+from models_integration.engines.vllm.statement import Statement
+from spec.witness import FORMAT
+
+__all__ = ["install"]
+
+REPLACED: Mapping[tuple[type, str], tuple[str, ...]] = {
+    (RequestState, "make_request_output"): (
+        "new_token_ids", "pooling_output", "finish_reason", "stop_reason", "kv_transfer_params",
+    ),
+    (RequestState, "_new_completion_output"): ("token_ids", "finish_reason", "stop_reason"),
+    (OpenAIServingCompletion, "request_output_to_completion_response"): ("final_res_batch",),
+    (OpenAIServingCompletion, "completion_stream_generator"): ("request", "engine_inputs", "result_generator"),
+    (OpenAIServingChat, "chat_completion_stream_generator"): ("request", "result_generator"),
+}
+"""Methods that `install` replaces, with the first parameters (vLLM 0.32)."""
+
+SEEN = Counter("kvspec_seen_tokens", "Prompt and answer tokens of finished requests.")
+KEPT = Counter("kvspec_kept_tokens", "Prompt and answer tokens of finished requests that were not evicted.")
+FREED = Counter("kvspec_freed_blocks", "Blocks that requests no longer held after evictions.")
+FULL = Counter("kvspec_full_cache_requests", "Finished requests that kept their full cache.", ["reason"])
+
+
+def install() -> None:
+    """Replace methods of vLLM's front end, so that answers have statements. Later calls do nothing.
+
+    Raises:
+        SpecError: if the installed vLLM has other methods.
+    """
+    if hasattr(RequestState.make_request_output, KEY):
+        return
+    check_methods(REPLACED)
+    _replace(RequestState, "make_request_output", _make_request_output)
+    _replace(RequestState, "_new_completion_output", _new_completion_output)
+    _replace(OpenAIServingCompletion, "request_output_to_completion_response", _completion_response)
+    for owner, name in ((OpenAIServingCompletion, "completion_stream_generator"),
+                        (OpenAIServingChat, "chat_completion_stream_generator")):
+        _replace(owner, name, _stream)
+
+
+def _replace(owner: type, name: str, new: Callable[..., Any]) -> None:
+    own = getattr(owner, name)
+
+    @wraps(own)
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return new(own, self, *args, **kwargs)
+
+    setattr(replaced, KEY, True)
+    setattr(owner, name, replaced)
+
+
+def _make_request_output(
+    own: Any, state: Any, new_token_ids: Any, pooling_output: Any, finish_reason: Any, stop_reason: Any,
+    kv_transfer_params: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any,
+) -> Any:
+    """Add the scheduler's news to the statement, and put the statements of finished answers in the output."""
+    parameters = dict(kv_transfer_params or {})
+    if not hasattr(state, KEY):
+        state.kvspec = Statement()
+    state.kvspec.take(parameters.pop(KEY, {}), finish_reason is not None)
+    if finish_reason is not None:
+        _count(state.kvspec, state.prompt_len + state.detokenizer.num_output_tokens())
+    output = own(
+        state, new_token_ids, pooling_output, finish_reason, stop_reason, parameters or None, *args, **kwargs
+    )
+    if output is not None and (stated := _stated(output.outputs)) is not None:
+        output.kv_transfer_params = {**(output.kv_transfer_params or {}), KEY: stated}
+    return output
+
+
+def _new_completion_output(own: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give the output of one answer its statement. vLLM merges outputs, and the statement is one object."""
+    output = own(state, *args, **kwargs)
+    output.kvspec = state.kvspec
+    return output
+
+
+def _stated(outputs: Iterable[Any]) -> Any:
+    """Return the statement of an answer, or a list of statements if a request has several. None before the end."""
+    found = [one.kvspec for one in outputs]
+    if not found or not all(one.finished and "policy" in one.body for one in found):
+        return None
+    return found[0].body if len(found) == 1 else [{**one.body, "index": at} for at, one in enumerate(found)]
+
+
+def _completion_response(own: Any, serving: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add the statements of all prompts. vLLM gives those of the first."""
+    response = own(serving, batch, *args, **kwargs)
+    if (stated := _stated([one for result in batch for one in result.outputs])) is not None:
+        response.kv_transfer_params = {**(response.kv_transfer_params or {}), KEY: stated}
+    return response
+
+
+async def _stream(own: Any, serving: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
+    """Add digests and statements to the events of a stream. No event is added, because clients read `choices[0]`.
+
+    A digest is in the event of the token that was chosen before the eviction, or in an earlier event.
+    """
+    found, sent, ended = dict[int, Statement](), dict[int, int](), False
+    count = request.n or 1
+    name = "result_generator"
+
+    async def watched(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for item in results:
+            prompt, result = item if isinstance(item, tuple) else (0, item)
+            found.update({prompt * count + one.index: one.kvspec for one in result.outputs})
+            yield item
+
+    bound = inspect.signature(own).bind(serving, request, *args, **kwargs)
+    prompts = bound.arguments.get("num_prompts", 1)
+    bound.arguments[name] = watched(bound.arguments[name])
+    async for chunk in own(*bound.args, **bound.kwargs):
+        events = list[dict[str, Any]]()
+        last = not ended and len(found) == count * prompts and all(one.finished for one in found.values())
+        for index, one in sorted(found.items()):
+            new = one.digests[sent.get(index, 0) :]
+            sent[index] = len(one.digests)
+            body = {"witness": FORMAT, **({"digests": new} if new else {}), **(one.body if last else {})}
+            if new or last:
+                events.append(body if count * prompts == 1 else {**body, "index": index})
+        if events and chunk.startswith("data: {"):
+            ended |= last
+            stated = json.dumps(events[0] if count * prompts == 1 else events)
+            chunk = f'data: {{"{KEY}": {stated}, {chunk.removeprefix("data: {")}'
+        yield chunk
+
+
+def _count(statement: Statement, tokens: int) -> None:
+    """Add a finished answer to the counters."""
+    SEEN.inc(tokens)
+    KEPT.inc(tokens - statement.evicted)
+    FREED.inc(statement.freed_blocks)
+    if not statement.body["evictions"]:
+        reason: str = statement.body["reason"]
+        FULL.labels(reason.split(":")[0]).inc()  # without the message of an error, which can have any number of values
