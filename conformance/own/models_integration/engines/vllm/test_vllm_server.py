@@ -1,4 +1,4 @@
-"""`kvspec serve` as users start it, and what clients receive."""
+"""`kvspec serve` as users start it: what clients receive, and what `kvspec verify --server` says about the server."""
 
 import json
 import os
@@ -164,3 +164,18 @@ def test_a_bad_policy_is_a_bad_request(snapkv: str, given: dict[str, Any], told:
         ask(snapkv, prompt=cut(20), vllm_xargs={"kvspec": json.dumps(given)})
     assert caught.value.code == 400
     assert told in caught.value.read().decode()
+
+
+def verify(url: str, *options: str) -> str:
+    command = [sys.executable, "-m", "conformance.verify", "--server", url, "--model", str(ASSETS), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    return done.stdout + done.stderr
+
+
+FAST = ["--", "-q", "-k", "shared or long"]
+"""A part of the prompts: shared prefixes, and long answers."""
+
+
+@pytest.mark.law("eviction-equals-masking")
+def test_the_witness_confirms_snapkv(snapkv: str) -> None:
+    assert "10 passed" in verify(snapkv, *FAST)
