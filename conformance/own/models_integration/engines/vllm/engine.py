@@ -29,6 +29,10 @@ BYTES = 3 * 2 * 2 * BLOCK * 32 * 4
 """Bytes of one block of the pocket model: 3 layers, 2 KV heads, keys and values of 32 numbers in float32."""
 
 
+ALIVE: list["Engine"] = []
+"""All engines. If one is collected, vLLM destroys the process groups that the others use (vLLM 0.32)."""
+
+
 @cache
 def text() -> list[int]:
     """Return token ids of a long text."""
@@ -68,6 +72,7 @@ class Engine:
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler, self.runner = core.scheduler, core.model_executor.driver_worker.worker.model_runner
         self.pool = self.scheduler.kv_cache_manager.block_pool
+        ALIVE.append(self)
 
     def answer(self, prompts: Sequence[list[int]], parameters: Sequence[Any]) -> list[Any]:
         """Return the outputs of all requests, and check that no block is lost."""

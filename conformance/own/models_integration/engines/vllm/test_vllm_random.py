@@ -1,12 +1,14 @@
 """Random requests with arrivals, aborts, preemption and shared prefixes, and planted errors that they must notice."""
 
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
 from conformance.own.models_integration.engines.vllm.engine import NEEDS_VLLM, Engine, asking, check_masked, cut
+from conformance.paths import ROOT
 
 pytestmark = [pytest.mark.law("eviction-equals-masking"), *NEEDS_VLLM]
 
@@ -14,6 +16,10 @@ POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("streamingllm", {}), ("snapkv", {"W": 16}), ("keydiff", {}), ("knorm", {}), ("h2o-described", {"W": 8}),
     ("tova", {}), ("rkv", {"every": 16}), ("morphkv", {"W": 8}),
 )
+
+
+MOST_STEPS = 3000
+"""Steps after which requests count as stuck. 30 requests need some 600."""
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +42,12 @@ def serve(engine: Engine, random: Random, count: int) -> float:
     for number in range(count):
         prompt = cut(random.randint(0, 3) * 32, 64 * random.randint(0, 2)) + cut(random.randint(1, 250), 9 * number)
         waiting.append((f"{random.random()}", prompt, asked(random)))
-    prompts = {name: prompt for name, prompt, _ in waiting}
+    prompts, steps = {name: prompt for name, prompt, _ in waiting}, 0
     while waiting or core.has_unfinished_requests():
         while waiting and (random.random() < 0.3 or not core.has_unfinished_requests()):
             name, prompt, parameters = waiting.pop()
             core.add_request(name, {"prompt_token_ids": prompt}, parameters)
+        assert (steps := steps + 1) < MOST_STEPS, "requests do not end"
         for output in core.step():
             if output.finished:
                 worst = max(worst, check_masked(prompts.pop(output.request_id), output))
@@ -128,13 +135,22 @@ ERRORS: dict[str, Callable[[Engine, pytest.MonkeyPatch], None]] = {
 }
 
 
+UNNOTICED = (
+    "the shift survives a preemption", "the window is skipped by a shared prefix", "queries of the wrong tokens",
+)
+"""Errors that the test does not notice yet. The second and third change the kept set, which the statement repeats."""
+
+
 @pytest.mark.law("the-proof-has-teeth")
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", [
+    pytest.param(one, marks=pytest.mark.xfail(strict=True, reason="not noticed yet")) if one in UNNOTICED else one
+    for one in ERRORS
+])
 def test_planted_errors_are_noticed(error: str) -> None:
-    """An error is an exception, a lost block, or an answer that differs. Each error needs a new engine."""
+    """A check of kvspec or of this test notices each error. An exception of vLLM or a time limit does not count."""
     engine = Engine(blocks=39, max_model_len=512, max_num_batched_tokens=128, max_num_seqs=8)
     with pytest.MonkeyPatch.context() as patch:
         ERRORS[error](engine, patch)
-        with pytest.raises(Exception, match=r"") as caught:  # noqa: PT011
+        with pytest.raises(AssertionError) as caught:
             serve(engine, Random(0), 24)
-    assert not isinstance(caught.value, TimeoutError), error
+    assert Path(caught.traceback[-1].path).is_relative_to(ROOT), caught.getrepr()
