@@ -32,14 +32,19 @@ def scores(layer: Layer, N_sink: int, W_o: Sequence[Sequence[Row]] | None = None
     for part in layer["repeats"]:
         G, chunk = len(part["q"]) // len(layer["k"]), slice(part["start"], part["stop"])
         for g, cached in enumerate(layer["k"]):
-            keys, values = joined(cached[:N_sink], cached[chunk], part["k"][g]), layer["v"][g][chunk]
-            first, given = N_sink + len(values), list[Any]()
+            keys = joined(cached[:N_sink], cached[chunk], part["k"][g])
+            first, given = N_sink + part["stop"] - part["start"], list[Any]()
             for h in range(g * G, (g + 1) * G):
                 rows = rows_on(layer, h, part["q"][h], keys, range(first + 1, len(keys) + 1))
                 own = [each[N_sink:first] for each in rows]
-                given += own if W_o is None else scaled(own, output_norms(values, columns(W_o[h])), part["norms"])
+                given += own if W_o is None else weighed(own, layer["v"][g][chunk], W_o[h], part["norms"])
             found[g][chunk] = column_extremes(largest, given)
     return found
+
+
+def weighed(own: Any, values: Sequence[Row], W_o: Sequence[Row], norms: Sequence[Score]) -> Any:
+    """What KVzip+ makes of a head's weights: times the length of its output, by the norm of the query's state."""
+    return scaled(own, output_norms(values, columns(W_o)), norms)
 
 
 def output_norms(values: Sequence[Row], outputs: Sequence[Row]) -> Any:

@@ -30,7 +30,8 @@ main()
 """
 OURS = {"spec", "reference", "accelerated", "conformance", "models_integration"}
 MODELS = ["torch", "transformers", "safetensors", "tokenizers", "pandas", "numba"]
-READERS_OWN = {"vllm"}  # in no extra: a build of vLLM is for one device, and `kvspec serve` runs in the reader's own
+# In no extra: a build of vLLM is for one device, and `kvspec serve` runs in the reader's own, with what it brings.
+READERS_OWN = {"vllm", "prometheus_client"}
 
 
 def started(command: str, missing: list[str]) -> subprocess.CompletedProcess[str]:
