@@ -114,7 +114,7 @@ REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]
     (Published, ("kvzip",), {}, "template = None"),
     (Published, ("kvzip",), {"template": [[1], [2]]}, "template = "),
     *((Published, (name,), {}, "calibration = None") for name in ("triattention", "diverse-triattention")),
-    (Published, ("triattention",), {"calibration": "nowhere.npz"}, "path = 'nowhere.npz'"),
+    (Published, ("triattention",), {"calibration": "nowhere.npz"}, "calibration = 'nowhere.npz'"),
     *((Published, ("triattention",), {name: given}, name) for name, given in (("served", None), ("mode", "head"))),
 ]
 
