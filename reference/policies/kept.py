@@ -73,7 +73,7 @@ def floor_reason(policy: Policy) -> str:
 def warn_small_budget(budget: float | int | str | Budget, policy: Policy) -> None:
     """Warn if a number of tokens is 1 or less than the policy always keeps, because a fraction may be meant.
 
-    A `Budget` object and a fraction give no warning: nobody writes `Budget(count=30)` for 30 %.
+    A `Budget` object and a fraction give no warning, because their unit is stated.
     """
     count = None if isinstance(budget, Budget) else parse_budget(budget).count
     if count == 1:

@@ -113,7 +113,7 @@ def test_two_options_cannot_have_one_file(tmp_path: Path) -> None:
 
 def test_a_benchmark_file_with_brackets_in_its_name_is_read(tmp_path: Path) -> None:
     assert files_of(f"ruler-file:{tmp_path}/a(1).jsonl") == [tmp_path / "a(1).jsonl"]
-    assert files_of("doors:DOORS") == files_of("needle(depth=0.5)") == []
+    assert files_of("mine:TASKS") == files_of("needle(depth=0.5)") == []
 
 
 @pytest.mark.parametrize("folder", [False, True])
