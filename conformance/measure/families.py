@@ -25,7 +25,7 @@ from conformance.paths import DOCS
 from models_integration import (
     CrystalCache,
     FullCache,
-    Published,
+    NamedPolicy,
     RetainedCache,
     RetentionPolicy,
     Session,
@@ -48,8 +48,8 @@ PROMPT, STEPS, TURN, PADDING = 48, 20, 12, 7
 POLICIES: dict[str, Callable[[], RetentionPolicy]] = {
     "model": lambda: StreamingLLM(0.4, N_sink=2),
     "reads attention": lambda: CrystalCache(0.5, frozenset(range(3, VOCABULARY, 9)), TINY, backend="numpy"),
-    "per layer": lambda: Published("chunkkv", 0.4, c=3, W=4),
-    "per head": lambda: Published("keydiff", 0.4),
+    "per layer": lambda: NamedPolicy("chunkkv", 0.4, c=3, W=4),
+    "per head": lambda: NamedPolicy("keydiff", 0.4),
 }
 """By what they keep a set for, and whether they read attention: the first and the last read none.
 
@@ -191,7 +191,7 @@ def _saved(model: PreTrainedModel) -> Comparison:
 
 def _decoded(model: PreTrainedModel) -> Comparison:
     """A policy that evicts in each step."""
-    return _compared(model, Published("tova", 16)(model), [PROMPT, *[1] * STEPS], in_steps=True)
+    return _compared(model, NamedPolicy("tova", 16)(model), [PROMPT, *[1] * STEPS], in_steps=True)
 
 
 PARTS: dict[str, Callable[[PreTrainedModel], Comparison]] = {

@@ -29,7 +29,7 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from models_integration import CrystalCache, Published, RetentionPolicy
+from models_integration import CrystalCache, NamedPolicy, RetentionPolicy
 from models_integration.cache.retained_cache import RetainedCache
 from models_integration.model.cache_argument import CACHE
 from models_integration.session.method import SteppingMethod
@@ -61,8 +61,8 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
 """Shapes of Qwen3.5, gpt-oss and DeepSeek V3 with 91, 106 and 111 million parameters."""
 POLICIES: dict[str, tuple[float, Callable[[], RetentionPolicy]]] = {
     "CrystalCache": (0.05, lambda: CrystalCache(0.5, frozenset(range(3, 1_000, 20)))),
-    "SnapKV": (0.05, lambda: Published("snapkv", 0.5)),
-    "NestedKV": (0.10, lambda: Published("nestedkv", 0.5)),
+    "SnapKV": (0.05, lambda: NamedPolicy("snapkv", 0.5)),
+    "NestedKV": (0.10, lambda: NamedPolicy("nestedkv", 0.5)),
 }
 """The largest share of a prefill that a policy may add."""
 
@@ -130,7 +130,7 @@ def test_expected_attention_reads_a_prompt(models: Models) -> None:
         which(input_ids=ids, use_cache=True, logits_to_keep=1)
 
     def read_under_the_policy() -> None:
-        with Published("expected-attention", 0.5)(model):
+        with NamedPolicy("expected-attention", 0.5)(model):
             read(model)
 
     rounds = [(seconds(read_under_the_policy), seconds(lambda: read(bare))) for _ in range(PREFILLS)]
@@ -184,7 +184,7 @@ def test_a_step_of_a_policy(models: Models, name: str, monkeypatch: pytest.Monke
     """The policy's cache stays at its budget; the other is cut back to as many slots before each step."""
     (model, bare), rounds = models, list[tuple[float, float]]()
     ends, gathers = timed(monkeypatch, SteppingMethod, "after_step"), timed(monkeypatch, RetainedCache, "compact")
-    with Published(name, SLOTS)(model) as run:
+    with NamedPolicy(name, SLOTS)(model) as run:
         model(input_ids=ids_of(SLOTS + 1), use_cache=True, logits_to_keep=1)
         whole = DynamicCache(config=bare.config)
         bare(input_ids=ids_of(SLOTS), **{CACHE: whole}, logits_to_keep=1)

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from accelerated.triton_gpu.device import default_device
 from conformance.measure.gpu.measure import Report, Table, median_ms, say, synchronize
 from conformance.measure.gpu.models import Scale, Subject
-from models_integration import Published, RetainedCache, RetentionPolicy
+from models_integration import NamedPolicy, RetainedCache, RetentionPolicy
 from models_integration.archive.splice import Chunk, computed, splice
 from models_integration.attention.cached_attention import attended_in_runs, variable_length
 from models_integration.cache.ragged_layer import HeadLayout
@@ -160,7 +160,7 @@ def _beside_the_full_cache(
         for name in names:
             for budget in BUDGETS:
                 say(f"decoding, {name}, {budget}, batch {batch}")
-                found = tokens_a_second(scale, subject, Published(name, budget), scale.behind, batch)
+                found = tokens_a_second(scale, subject, NamedPolicy(name, budget), scale.behind, batch)
                 rows.append((name, str(budget), f"{found:.1f}", f"{found / full:.2f}"))
     finally:
         columns = ("policy", "budget", "tokens a second", "times the full cache")
@@ -174,7 +174,7 @@ def policies(report: Report, scale: Scale, subject: Subject) -> None:
     report.add(f"prefill with a full cache, n = {len(ids)}", bare, "ms")
 
     def under(name: str) -> None:
-        with Published(name, 0.25)(subject.model):
+        with NamedPolicy(name, 0.25)(subject.model):
             subject.forward(ids)
 
     for name in AT_THE_PROMPT:
@@ -182,7 +182,7 @@ def policies(report: Report, scale: Scale, subject: Subject) -> None:
         report.add(f"what {name} adds to it", 100 * (median_ms(partial(under, name), rounds) / bare - 1), "%")
     step = 1 / tokens_a_second(scale, subject, None, scale.slots)
     for name in AT_A_STEP:
-        own = 1 / tokens_a_second(scale, subject, Published(name, scale.slots), scale.slots)
+        own = 1 / tokens_a_second(scale, subject, NamedPolicy(name, scale.slots), scale.slots)
         report.add(f"what {name} adds to a step at {scale.slots} slots", 100 * (own / step - 1), "%")
 
 

@@ -11,7 +11,7 @@ import torch
 
 from conformance.measure.gpu.counts import constants, deep_llama, text
 from conformance.own.models_integration.session.families import ENDS, build, greedy, prompt
-from models_integration import CrystalCache, Published, policy_from_name
+from models_integration import CrystalCache, NamedPolicy, policy_from_name
 from models_integration.policies import fastest
 from reference.backend import BACKEND
 from reference.crystalcache import prefill as reference_prefill
@@ -57,7 +57,7 @@ def test_auto_follows_the_measurement_and_without_a_row_the_code_of_numba(
     row: dict[str, float], taken: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fastest, "_measured", lambda: {"cpu": {"h2o": row}})
-    assert Published("h2o").on(build("llama")).engine.name == taken
+    assert NamedPolicy("h2o").on(build("llama")).engine.name == taken
     assert fastest.fastest("diverse-h2o-described", "cpu").name == "numba"
     assert fastest.fastest("snapkv", "cpu").name == "torch"
 

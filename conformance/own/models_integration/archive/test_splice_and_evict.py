@@ -13,7 +13,7 @@ from conformance.own.models_integration.archive.block_mask import ROTATIONS, blo
 from conformance.own.models_integration.archive.test_library import VOCABULARY
 from conformance.own.models_integration.archive.test_splice import BOUND, CHUNKS, QUERY, read
 from conformance.own.models_integration.session.families import relative, states_of
-from models_integration import CrystalCache, Published, RetentionPolicy, StreamingLLM
+from models_integration import CrystalCache, NamedPolicy, RetentionPolicy, StreamingLLM
 from models_integration.archive.layer_masks import layer_masks
 from models_integration.archive.library import Library
 from models_integration.archive.splice import Chunk, compacted, computed, splice, upper_half
@@ -281,9 +281,9 @@ def test_what_no_chunk_can_keep_is_refused() -> None:
 
 
 METHODS: dict[str, RetentionPolicy] = {
-    "streamingllm": StreamingLLM(0.4, N_sink=2), "snapkv": Published("snapkv", 9, W=4),
+    "streamingllm": StreamingLLM(0.4, N_sink=2), "snapkv": NamedPolicy("snapkv", 9, W=4),
     "crystalcache": CrystalCache(0.4, frozenset(range(3, 131, 5)), TINY, backend="numpy"),
-    "chunkkv": Published("chunkkv", 12, W=4, c=5), "adakv": Published("adakv", 13, W=4),
+    "chunkkv": NamedPolicy("chunkkv", 12, W=4, c=5), "adakv": NamedPolicy("adakv", 13, W=4),
 }
 
 
@@ -344,7 +344,7 @@ def test_chunks_behind_a_session_whose_heads_differ() -> None:
     """A policy that evicted from each head by itself, then a whole chunk and one with gaps of its own, then a turn."""
     model = build("Llama")
     rotary = recognise(model)
-    with Published("snapkv", 7, W=4)(model) as run, torch.no_grad():
+    with NamedPolicy("snapkv", 7, W=4)(model) as run, torch.no_grad():
         model(input_ids=torch.tensor([SESSION]))
     cache = run.cache
     assert cache is not None

@@ -19,7 +19,7 @@ from conformance.own.models_integration.archive.block_mask import FAMILIES, buil
 from conformance.own.models_integration.model.disguised_pairs import DISGUISED, EQUAL, EXCHANGED
 from conformance.own.models_integration.model.identity_pairs import CHANGES, FIELDS, HOOKS, SAME, UNREADABLE, made
 from conformance.own.models_integration.session.families import SMALL, at_once, prepared, prompt
-from models_integration import Published, RetainedCache, StreamingLLM, load_cache, save_cache
+from models_integration import NamedPolicy, RetainedCache, StreamingLLM, load_cache, save_cache
 from models_integration.archive.errors import WrongModel
 from models_integration.archive.library import Library
 from models_integration.archive.store import Archive
@@ -302,7 +302,7 @@ def test_a_model_with_other_values_behind_the_first_is_another_model_everywhere(
         key = Library(archive, model, VOCABULARY, "alice").put([5, 6, 7])
         with pytest.raises(WrongModel):
             Library(archive, other, VOCABULARY, "alice").get(key)
-    chosen = Published("triattention", 20, calibration=calibrate(model, ids.repeat(1, 7)))
+    chosen = NamedPolicy("triattention", 20, calibration=calibrate(model, ids.repeat(1, 7)))
     with chosen(model):
         pass
     with pytest.raises(SpecError, match="was made for a different model"):
@@ -335,7 +335,7 @@ def test_a_policy_with_statistics_takes_what_was_made_once(identified: list[PreT
     model, ids = build("Llama"), prompt(40) % 131
     identity = identify(model)
     statistics = calibrate(model, ids.repeat(1, 7), identity)
-    chosen = Published("triattention", 20, calibration=statistics).knowing(identity)
+    chosen = NamedPolicy("triattention", 20, calibration=statistics).knowing(identity)
     for _ in range(3):
         with chosen(model) as run:
             at_once(model, ids, RetainedCache(model.config))

@@ -29,7 +29,15 @@ from conformance.own.models_integration.session.families import (
     step_by_step,
 )
 from conformance.own.models_integration.session.masked import HeadSets, Masked
-from models_integration import CrystalCache, CustomPolicy, Published, RetainedCache, RetentionPolicy, Session, calibrate
+from models_integration import (
+    CrystalCache,
+    CustomPolicy,
+    NamedPolicy,
+    RetainedCache,
+    RetentionPolicy,
+    Session,
+    calibrate,
+)
 from models_integration.attention.capture import observing
 from models_integration.model.architecture import attention_modules, describe
 from models_integration.policies.methods import policy_from_name
@@ -75,7 +83,7 @@ def method(name: str, budget: float | int | None = None) -> RetentionPolicy:
         return METHODS[name]()
     row, budget = POLICIES[name], 0.3 if budget is None else budget
     if row.of_model or "template" in row.constants:
-        return Published(name, budget, **small(name))
+        return NamedPolicy(name, budget, **small(name))
     return CustomPolicy(make_policy(name, small(name)), parse_budget(budget))
 
 

@@ -28,7 +28,7 @@ from conformance.own.models_integration.session.families import _GQA, at_once, b
 from conformance.own.models_integration.session.sessions import REHEARSED, live_sets, read_prompt
 from conformance.strategies.policy_inputs import Inputs
 from conformance.tolerances import scores_agree
-from models_integration import Published, RetainedCache
+from models_integration import NamedPolicy, RetainedCache
 from models_integration.cache.retained_cache import storage_bytes
 from models_integration.cli.app import app
 from models_integration.model.architecture import describe
@@ -89,7 +89,7 @@ def test_a_file_serves_its_own_model_and_rotation_only(name: str, tmp_path: Path
         next(trained.parameters())[:] += 1.0
     save_calibration(calibrate(model, prompt(LEAST)), tmp_path / "mine.npz")
     turned.model.rotary_emb.inv_freq[1] *= 1.5
-    chosen = Published(name, 20, calibration=tmp_path / "mine.npz")
+    chosen = NamedPolicy(name, 20, calibration=tmp_path / "mine.npz")
     with chosen(model) as run:
         greedy(model, prompt(N), 4)
     assert run.cache is not None
@@ -145,7 +145,7 @@ def test_rotations_of_fixed_frequencies_are_served(kind: str) -> None:
     for at, q in enumerate(hooked(model, ids)):
         assert np.abs(found.mean[at] - q.double().mean(dim=1).numpy()).max() < BOUND * float(q.abs().max())
     for name, constants in (("triattention", {"calibration": found}), ("expected-attention", {})):
-        with Published(name, 20, **constants, backend="numpy")(model) as run:
+        with NamedPolicy(name, 20, **constants, backend="numpy")(model) as run:
             greedy(model, ids[:, :N], 2)
         assert run.cache is not None
 
@@ -154,7 +154,7 @@ def test_rotations_of_fixed_frequencies_are_served(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_that_change_with_the_length_are_refused(kind: str) -> None:
     model = rotated("Llama", rope_parameters=dict(ROTATIONS[kind]))
-    for refused in (lambda: calibrate(model, prompt(LEAST)), lambda: Published("expected-attention", 20)(model)):
+    for refused in (lambda: calibrate(model, prompt(LEAST)), lambda: NamedPolicy("expected-attention", 20)(model)):
         with pytest.raises(SpecError, match=rf"change with the length \({kind}\)"):
             refused()
 
@@ -193,7 +193,7 @@ def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monk
     future: dict[str, Any] = {"N_future": 5}
     for (policy, expected), constants in zip(kept.items(), (future, learned), strict=True):
         cache = RetainedCache(config)
-        with Published(policy, 20, **constants)(model):
+        with NamedPolicy(policy, 20, **constants)(model):
             at_once(model, ids, cache)
         assert [own for heads in live_sets(cache).values() for own in heads] == expected
 
@@ -207,11 +207,11 @@ def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monk
 def test_head_scores_need_no_one_rotation(make: Callable[[], Any], words: str, tmp_path: Path) -> None:
     """They are of the model and its rotations all the same, and serve nothing that turns queries back."""
     model, other, ids = make(), make(), prompt(LEAST, seed=9)
-    for refused in (lambda: calibrate(model, ids), lambda: Published("expected-attention", 20)(model)):
+    for refused in (lambda: calibrate(model, ids), lambda: NamedPolicy("expected-attention", 20)(model)):
         with pytest.raises(SpecError, match=words):
             refused()
     save_calibration(calibrate(model, ids, template=REHEARSED["template"]), tmp_path / "mine.npz")
-    chosen = Published("kvzip-heads", 0.5, calibration=tmp_path / "mine.npz", N_sink=2, N_recent=4)
+    chosen = NamedPolicy("kvzip-heads", 0.5, calibration=tmp_path / "mine.npz", N_sink=2, N_recent=4)
     _, cache = read_prompt(model, chosen, 100)
     assert len({len(own) for heads in live_sets(cache).values() for own in heads}) > 1
     turned = next(buffer for name, buffer in other.named_buffers() if name.endswith("inv_freq"))
@@ -241,7 +241,7 @@ def test_head_scores_are_the_largest_of_a_rehearsal(family: str) -> None:
 def check_full_heads(model: Any, calibration: Any, full: Sequence[int]) -> None:
     """At half of 200 tokens two of six heads hold all, and the four others have a window of 200 tokens together."""
     n = 200
-    policy = Published("kvzip-heads", 0.5, calibration=calibration, N_sink=2, N_recent=4)
+    policy = NamedPolicy("kvzip-heads", 0.5, calibration=calibration, N_sink=2, N_recent=4)
     run, cache = read_prompt(model, policy, n)
     sets = [list(own) for heads in live_sets(cache).values() for own in heads]
     assert sets == [list(range(n)) if g in full else [0, 1, *range(n - 48, n)] for g in range(6)]
@@ -283,7 +283,7 @@ def test_statistics_decide_as_our_file_does(name: str, payload: dict[str, Any], 
     save_calibration(found, tmp_path / "mine.npz")
     sets = []
     for calibration in (found, load_calibration(tmp_path / "mine.npz"), calibrate(model, prompt(LEAST))):
-        with Published(name, 20, calibration=calibration)(model) as run:
+        with NamedPolicy(name, 20, calibration=calibration)(model) as run:
             greedy(model, prompt(60), 4)
         sets.append(run.retentions[0].positions.tolist())
     assert sets[0] == sets[1] != sets[2]
@@ -379,7 +379,7 @@ def test_a_head_pattern_names_the_full_heads(threshold: float | None, full: list
     save_calibration(found, tmp_path / "mine.npz")
     check_full_heads(model, tmp_path / "mine.npz", full)
     with pytest.raises(SpecError, match="has head scores alone"):
-        Published("triattention", 20, calibration=found)(model)
+        NamedPolicy("triattention", 20, calibration=found)(model)
 
 
 @pytest.mark.spec("PO-KVZIP-HEADS")

@@ -26,7 +26,7 @@ from conformance.own.models_integration.session.sessions import (
     read_prompt,
     small,
 )
-from models_integration import CustomPolicy, Published, RetentionPolicy, StreamingLLM
+from models_integration import CustomPolicy, NamedPolicy, RetentionPolicy, StreamingLLM
 from models_integration.attention import cached_attention
 from models_integration.attention.cached_attention import RUN, attended_in_runs
 from models_integration.attention.capture import observing
@@ -212,7 +212,7 @@ FIRST_ALONE = r"evicts from the first prompt only: .* `with run\.reading"
 CHANGED: list[tuple[str, Callable[[], RetentionPolicy], str]] = [
     ("adakv", lambda: StreamingLLM(20), "needs the same tokens in all layers and heads"),
     ("adakv", lambda: method("chunkkv"), "needs the same tokens in all heads"),
-    ("adakv", lambda: Published("defensivekv", 0.3, W=8), "compares the tokens of different layers or heads"),
+    ("adakv", lambda: NamedPolicy("defensivekv", 0.3, W=8), "compares the tokens of different layers or heads"),
     ("snapkv", lambda: CustomPolicy(diverse(snapkv(W=8)), parse_budget(0.3)), "tokens of different layers or heads"),
     ("chunkkv", lambda: CustomPolicy(chunkkv(W=8, N_reuse=2), 0.3), "compares the tokens of different layers or heads"),
     ("tova", lambda: method("h2o"), "h2o needs a cache that h2o has made"),

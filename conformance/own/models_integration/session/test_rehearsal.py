@@ -23,7 +23,15 @@ from conformance.own.models_integration.session.families import (
 )
 from conformance.own.models_integration.session.masked import Masked
 from conformance.own.models_integration.session.sessions import PROMPT, REHEARSED, TOLERANCE, live_sets
-from models_integration import CustomPolicy, ObservedSegment, Published, RetainedCache, decide, observe, repeat_template
+from models_integration import (
+    CustomPolicy,
+    NamedPolicy,
+    ObservedSegment,
+    RetainedCache,
+    decide,
+    observe,
+    repeat_template,
+)
 from models_integration.archive.splice import computed
 from models_integration.model.rotation import recognise
 from models_integration.pocket import load_pocket_tokenizer
@@ -190,7 +198,7 @@ def test_what_is_not_served_is_named() -> None:
         with pytest.raises(SpecError, match="lacks tensors that the policy needs"):
             decide(CustomPolicy(POLICY, 0.3).on(model), observe(model, prompt(PROMPT), needs=other))
     with pytest.raises(SpecError, match=f"template = {VOCABULARY}: must lie in"):
-        Published("kvzip", 0.3, template=[[1], [VOCABULARY], [2]])(model)
+        NamedPolicy("kvzip", 0.3, template=[[1], [VOCABULARY], [2]])(model)
 
 
 @pytest.mark.law("as-it-is-described")
@@ -202,5 +210,5 @@ def test_a_template_is_made_of_the_tokenizer() -> None:
     assert str(tokenizer.decode(list(later))).strip().endswith("starting with")
     assert list(answer) == tokenizer.encode("\n", add_special_tokens=False)
     policy = Loading(backend="numpy").subject().policy("kvzip(chunk=64)", "0.3")
-    assert isinstance(policy, Published)
+    assert isinstance(policy, NamedPolicy)
     assert policy.constants == {"template": (first, later, answer), "chunk": 64, "backend": "numpy"}

@@ -307,7 +307,7 @@ def test_several_right_answers_come_in_any_sequence(answers: object, pocket: Poc
 
 @pytest.mark.parametrize(("given", "words"), [
     ({"policies": "snapkv"}, "policies = 'snapkv': must be a list: type policies=['snapkv']"),
-    ({"policies": [policy_from_name("snapkv", 0.3)]}, "policies = 'Published': must be a list such as policies=['sn"),
+    ({"policies": [policy_from_name("snapkv", 0.3)]}, "policies = 'NamedPolicy': must be a list such as policies=['sn"),
     ({"budgets": 0.3}, "budgets = 0.3: must be a list: type budgets=[0.3]"),
     ({"budgets": "30%"}, "type budgets=['30%']"), ({"text": "t.txt"}, "type pathlib.Path('t.txt')"),
 ])
