@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 from conformance.paths import ROOT
 from models_integration.cli.study_runs import Running, run
 from models_integration.policies.methods import RetentionPolicy
-from models_integration.studies import results
+from models_integration.studies import leases
 from models_integration.studies.evidence import measure as measures
 from models_integration.studies.evidence import run as of_study
 from models_integration.studies.evidence.rules import load_rules
-from models_integration.studies.results import Row, holder_of, load_rows
+from models_integration.studies.leases import holder_of
+from models_integration.studies.results import Row, load_rows
 from models_integration.studies.subject import Loading
 from models_integration.tasks import Placement
 
@@ -104,11 +105,11 @@ from pathlib import Path
 
 import numpy as np
 
-from models_integration.studies import results
+from models_integration.studies import leases
 from reference.policies import policy_from_score
 from spec.policy import Needs
 
-results._BEAT, results._PATIENCE, results._PAUSE = 0.1, 1.5, 0.05
+leases._BEAT, leases._PATIENCE, leases._PAUSE = 0.1, 1.5, 0.05
 
 def newest(observation):
     while Path("wait").exists():
@@ -128,7 +129,7 @@ def patient(hours: int) -> None:
     def touched(lease: Path) -> None:
         touch(lease, (time.time(),) * 2)
 
-    results._BEAT, results._PATIENCE, results._PAUSE = PATIENCE / 15, PATIENCE, PATIENCE / 30
+    leases._BEAT, leases._PATIENCE, leases._PAUSE = PATIENCE / 15, PATIENCE, PATIENCE / 30
     time.time = lambda: here() + 3600 * hours
     os.utime = touched  # type: ignore[assignment]
 

@@ -22,11 +22,12 @@ from types import SimpleNamespace
 
 from conformance.measure import evidence_pages, evidence_rows
 from conformance.own.processes import started
-from models_integration.studies import results
+from models_integration.studies import leases
 from models_integration.studies.evidence.rules import load_rules
 from models_integration.studies.evidence.run import merged, study_unit
+from models_integration.studies.leases import Leases
 from models_integration.studies.report import summary
-from models_integration.studies.results import Leases, Row, append_row, load_rows
+from models_integration.studies.results import Row, append_row, load_rows
 from spec.errors import SpecError
 from spec.tables import result_table
 
@@ -134,7 +135,7 @@ def units_stored(path: Path) -> Counter[str]:
 
 def test_who_lost_a_unit_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that slept for too long finds its unit taken over."""
-    monkeypatch.setattr(results, "_PATIENCE", 0.1)
+    monkeypatch.setattr(leases, "_PATIENCE", 0.1)
     path = tmp_path / "rows.jsonl"
     with Leases(path, unit_of) as slow, Leases(path, unit_of) as other:
         assert slow.take("a")
@@ -149,13 +150,13 @@ def test_who_lost_a_unit_stores_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_lease_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A touch in each 40 seconds of the other's clock, which this test sets."""
-    monkeypatch.setattr(results, "_BEAT", 0.01)
+    monkeypatch.setattr(leases, "_BEAT", 0.01)
     path = tmp_path / "rows.jsonl"
     with Leases(path, unit_of) as alive, Leases(path, unit_of) as other:
         assert alive.take("a")
         (lease,) = tmp_path.glob(".*.lease")
         clock = count(step=40)
-        monkeypatch.setattr(results, "time", SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime))
+        monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime))
         for _ in range(10):
             assert not other.take("a")
             touched = lease.stat().st_mtime_ns
@@ -165,7 +166,7 @@ def test_a_lease_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pyte
 
 def test_a_lease_that_another_worker_removes_stays_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that finds all units stored removes all leases, between a look of the holder's and what follows."""
-    monkeypatch.setattr(results, "_BEAT", 0.01)
+    monkeypatch.setattr(leases, "_BEAT", 0.01)
     path, holds, removals = tmp_path / "rows.jsonl", Leases._holds, [True, False]
     lease = tmp_path / ".rows.jsonl-a.lease"
 
@@ -191,7 +192,7 @@ def test_a_lease_that_another_worker_removes_stays_removed(tmp_path: Path, monke
 def test_a_row_of_a_holder_that_died_before_it_let_go_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(results, "_PATIENCE", 0.05)
+    monkeypatch.setattr(leases, "_PATIENCE", 0.05)
     path = tmp_path / "rows.jsonl"
     died, other = Leases(path, unit_of), Leases(path, unit_of)
     assert died.take("a")

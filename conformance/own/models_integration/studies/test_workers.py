@@ -29,12 +29,13 @@ from conformance.paths import ROOT
 from models_integration.cache.atomic_file import publish_readable
 from models_integration.cli.app import app
 from models_integration.policies.methods import method_of
-from models_integration.studies import answers, results
+from models_integration.studies import answers, leases
 from models_integration.studies.evidence import run as of_study
 from models_integration.studies.evidence.measure import measure
 from models_integration.studies.evidence.rules import load_rules
+from models_integration.studies.leases import Leases
 from models_integration.studies.report import progress_bar
-from models_integration.studies.results import ERROR, START, Leases, Row, append_row, load_rows, rows_behind
+from models_integration.studies.results import ERROR, START, Row, append_row, load_rows, rows_behind
 from models_integration.studies.subject import Loading
 from models_integration.studies.workers import run_actors, status
 from reference.policies import policy_from_score
@@ -206,7 +207,7 @@ def test_a_policy_that_keeps_more_than_it_promises_is_caught(
 
 def test_a_unit_that_kills_its_workers_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel kills who takes too much: the fourth worker does not try."""
-    monkeypatch.setattr(results, "_PATIENCE", 0.05)
+    monkeypatch.setattr(leases, "_PATIENCE", 0.05)
     path, tried = tmp_path / "rows.jsonl", list[int]()
 
     def made() -> Row:
@@ -242,7 +243,7 @@ def test_only_what_failed_and_nobody_holds_is_made_again(tmp_path: Path) -> None
 
 def test_the_status_names_who_is_at_work_and_who_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that is not touched while the status looks is silent, whatever the clocks say."""
-    monkeypatch.setattr(results, "_BEAT", 0.01)
+    monkeypatch.setattr(leases, "_BEAT", 0.01)
     path = tmp_path / "study.jsonl"
     names = ("rules", "model", "sample", "placement")
     rows = [{**dict.fromkeys(names, "x"), "sample": at, "seconds": {"prefill": 60, "reading": 40}} for at in range(4)]
@@ -263,7 +264,7 @@ def test_the_status_names_who_is_at_work_and_who_is_silent(tmp_path: Path, monke
             while touched.stat().st_mtime_ns == before:
                 Event().wait(seconds)
 
-        monkeypatch.setattr(results, "time", SimpleNamespace(sleep=look))
+        monkeypatch.setattr(leases, "time", SimpleNamespace(sleep=look))
         told = list(status(tmp_path))
     assert told[0] == f"{path}: 1 of 4 samples done, 0 failed"
     assert sorted("SILENT" in line for line in told[1:3]) == [False, True]
