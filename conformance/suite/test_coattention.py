@@ -36,7 +36,7 @@ def one_head(rows: list[list[int]], p: CrystalCacheParameters) -> AttentionInput
 @pytest.mark.spec("CC-COATTENTION", "CC-ATTENTION", "CC-SALIENCE", "CC-ROW-NORM", "CC-INTRA", "CC-CROSS")
 @given(inputs=attention_inputs())
 def test_a_prompt_lies_in_the_certified_box(stages: CrystalStages, precision: str, inputs: AttentionInputs) -> None:
-    """S1 MUST give the salience and the neighbours of Eq. 11 to 14."""
+    """S1 MUST compute the salience and the neighbours of Eq. 11 to 14."""
     assert not list(stage_checks.coattention(inputs.run(stages), inputs, precision))
 
 
