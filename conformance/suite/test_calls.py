@@ -74,7 +74,7 @@ def check_that_it_is_read(stage: Stage, calls: Calls, change: str) -> None:
     same = tuple(calls.arguments.values())
     before, other, after = stage(*same), stage(*calls.changed(change)), stage(*same)
     assert parts(before) == parts(after), "the result depends on an earlier call"
-    assert parts(before) != parts(other), "what changed was not read"
+    assert parts(before) != parts(other), "the changed argument was not read"
 
 
 @pytest.mark.parametrize(("op", "change"), CHANGES)

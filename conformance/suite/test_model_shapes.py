@@ -65,7 +65,7 @@ def test_attention_that_keys_receive(
     received = policy_stages.received_attention(q, k, scaling, softcap, sinks)
     for head, (got, rows) in enumerate(zip(received, A.reshape(H_kv, -1, n), strict=True)):
         radius = received_radius(rows, np.tile(error, H // H_kv), precision)
-        assert radius.max() < 0.005 * rows.sum(axis=0).max(), "the inputs leave nothing certain"
+        assert radius.max() < 0.005 * rows.sum(axis=0).max(), "the error bound is too large for a test"
         off = np.abs(got - rows.sum(axis=0)) - radius
         assert off.max() <= 0, f"KV head {head}, key {off.argmax()}: {got[off.argmax()]} is wrong"
     largest = policy_stages.largest_attention(q, k, norms, scaling, softcap, sinks)
@@ -98,7 +98,7 @@ def test_attention_that_is_expected(
     inv_freq, at = 10_000.0 ** (-np.arange(d // 2) / (d // 2)), np.arange(n)
     want, mass = oracle.expected(q, k, v, at, at + n, inv_freq, 1.25, 4 / d)
     error = expected_error(mass, n, d, n, precision)
-    assert error < 0.05, "the inputs leave nothing certain"
+    assert error < 0.05, "the error bound is too large for a test"
     found = policy_stages.expected_attention(q, k, v, at, at + n, inv_freq, 1.25, 4 / d)
     assert (np.abs(found - want) <= error * want).all()
 

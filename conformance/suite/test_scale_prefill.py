@@ -170,13 +170,13 @@ def test_the_prompts_are_rich(outcome: Judged) -> None:
     p = prompt.inputs.parameters
     for ranked, k, tau in ((want.intra, p.k_intra, p.tau_intra), (want.cross, p.k_cross, p.tau_cross)):
         sure, places = scale_checks.decided(ranked, k, tau)
-        assert strict or sure >= scale_checks.DECIDED * places > 0, "little is left to rounding"
+        assert strict or sure >= scale_checks.DECIDED * places > 0, "rounding decides too many places"
     ends = oracle.sentences(np.isin(prompt.token_ids, sorted(ENDS)))
     inside = np.setdiff1d(ends, found.trunks.offsets)
-    assert len(inside) >= 15, "sentences merge"
-    assert np.diff(found.graph.indptr).max() > 16, "trunks with many neighbours"
+    assert len(inside) >= 15, "too few sentences merge"
+    assert np.diff(found.graph.indptr).max() > 16, "no trunk has many neighbours"
     cross = found.coattention.cross
-    assert (cross[:, 3] >= 0).sum() > 1_000, "fourth sources"
+    assert (cross[:, 3] >= 0).sum() > 1_000, "too few fourth sources"
     far = np.arange(len(cross))[:, None] - cross
-    assert ((cross >= 0) & (far > 1_024)).sum() > 1_000, "far sources"
+    assert ((cross >= 0) & (far > 1_024)).sum() > 1_000, "too few far sources"
     assert min((found.ratio == 0).sum(), (found.ratio == 1).sum()) > 20

@@ -161,7 +161,7 @@ def test_the_inputs_leave_little_to_rounding(case: Case) -> None:
         sure, places = checks.decided(want, k, tau)
         assert strict or sure >= checks.DECIDED * places > 0
         if not case.strict:
-            assert (want.weight[:, k] > tau).sum() >= 50, "no place is decided against a rival behind the list"
+            assert (want.weight[:, k] > tau).sum() >= 50, "too few candidates above the threshold after the list"
 
 
 @pytest.mark.nightly

@@ -81,7 +81,7 @@ def test_offsets_at_full_size(stages: CrystalStages, case: Case) -> None:
     want = oracle.trunks(ends, oracle.edge_columns(found), found.start, p)
     assert np.array_equal(got.offsets, want)
     merged = len(oracle.sentences(ends)) - len(np.setdiff1d(oracle.sentences(ends) + found.start, want))
-    assert merged < 0.9 * len(oracle.sentences(ends)), "too few sentences merge to say anything"
+    assert merged < 0.9 * len(oracle.sentences(ends)), "too few sentences merge"
 
 
 def bare(n: int, start: int = 0) -> CoAttention:
