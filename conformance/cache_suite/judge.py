@@ -68,9 +68,9 @@ TINY: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 """Configurations of tiny models, by family.
 
-llama has grouped queries. qwen3 has eight wide KV heads and normalised keys. gpt_neox has separate keys for each query
-head, which are partly rotated. gemma has one KV head for seven query heads, five layers and token ids above 2^16.
-gemma3_text has sliding layers.
+"llama" has grouped queries. "qwen3" has eight wide KV heads and normalised keys. "gpt_neox" has separate keys for each
+query head, which are partly rotated. "gemma" has one KV head for seven query heads, five layers and token ids above
+2^16. "gemma3_text" has sliding layers.
 """
 
 

@@ -65,7 +65,7 @@ DRAWS = st.builds(
     queries=st.sampled_from(["normal", *TYING]),
 )
 
-# Of several failing examples, Hypothesis reports the one with the shortest text, which is a small input if possible.
+# If several examples fail, Hypothesis reports the one with the shortest text, which is a small input if possible.
 TIES = [Draw(SHAPES[0].tokens, 0, 0, SHAPES[0].kv_heads, SHAPES[0].group, 120, 1, shape=str(SHAPES[0]))]
 TIES += [
     Draw(3 + seed % 4, 0, 0, 2 + seed % 2, 1, seed, seed, keys)

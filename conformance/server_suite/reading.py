@@ -60,8 +60,9 @@ class Reader:
             ids: token ids of the prompt and the answer.
             n: number of prompt tokens.
             events: evictions in order. An eviction after the last token that is read has no effect.
-            rule: "kept", "renumbered" (each KV head counts its kept tokens from 0), or "slots": kept tokens keep the
-                positions of the text, and later tokens are counted by the number of stored tokens, which is a fault.
+            rule: "kept", "renumbered" (each KV head counts its kept tokens from 0), or "slots". With "slots", kept
+                tokens keep the positions of the text. Later tokens are counted by the number of stored tokens, which
+                is a fault.
         """
         masked, read, logits = self._of_rule(rule), 0, []
         masked.reset()

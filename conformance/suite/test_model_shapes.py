@@ -25,7 +25,10 @@ from spec.parameters import PAPER, CrystalCacheParameters
 SHAPES = [
     (32, 8, 64, 300), (9, 3, 64, 512), (28, 4, 128, 300), (8, 1, 128, 256), (64, 8, 64, 128), (15, 5, 64, 384),
 ]
-"""Query heads, KV heads, head dimension and tokens. Some numbers of tokens are multiples of a block size."""
+"""Query heads, KV heads, head dimension and tokens, with 4, 3, 7, 8, 8 and 3 query heads for each KV head.
+
+Some numbers of tokens are multiples of a block size.
+"""
 LAST = 70
 """Number of the last queries of a prompt that are read: above 64, for which sums in half precision are wrong."""
 CAPS = [None, 30.0, 50.0]

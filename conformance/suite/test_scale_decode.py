@@ -84,10 +84,10 @@ def test_activation_of_many_trunks(breath_stages: BreathStages, m: int) -> None:
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("at", ["first", "last"])
 def test_the_largest_norm_anywhere(breath_stages: BreathStages, n: int, at: str) -> None:
-    """Check that the largest norm divides all norms, wherever it is.
+    """Check that all norms are divided by the largest norm, at any place.
 
-    All trunks are single tokens of norm 1/2, except one. If this one has norm 2, the others have 0.25 and are not
-    above 0.3. If it has norm 1, the others have 0.5 and are above 0.3.
+    All tokens have the norm 1/2, except one. If this token has the norm 2, the quotient 0.25 is not above 0.3. If it
+    has the norm 1, the quotient 0.5 is above 0.3.
     """
     for top, others in ((2.0, False), (1.0, True)):
         norms = np.full(n, 0.5)
@@ -133,10 +133,7 @@ def star(m: int, at: int) -> TrunkWeights:
 
 
 def ladder(m: int) -> TrunkWeights:
-    """Return layers of three trunks, each linked to all trunks of the next layer.
-
-    Several pulses therefore arrive at a trunk at the same hop.
-    """
+    """Return layers of three trunks, linked to all trunks of the next layer, so that several pulses arrive at a hop."""
     low = np.repeat(np.arange(m - 3), 3)
     high = low // 3 * 3 + 3 + np.tile(np.arange(3), m - 3)
     keep = high < m
@@ -181,10 +178,7 @@ def test_how_far_one_pulse_goes(breath_stages: BreathStages, hops: int) -> None:
 @pytest.mark.spec("CC-PULSE")
 @pytest.mark.parametrize("degree", [15, 16, 17, 33, 65, 129, 257, 1_025, 65_537])
 def test_the_strongest_of_many_senders(breath_stages: BreathStages, degree: int) -> None:
-    """Check that a trunk receives the strongest pulse, if a source reaches it through `degree` trunks.
-
-    The strongest path is the last but one.
-    """
+    """Check that a trunk receives the strongest of `degree` pulses, which arrives over the last but one path."""
     m, middle = degree + 2, np.arange(1, degree + 1)
     first, second = np.full(degree, 0.5), np.full(degree, 0.25)
     second[-2] = 0.75

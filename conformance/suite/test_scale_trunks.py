@@ -61,7 +61,7 @@ def parameters(case: Case) -> CrystalCacheParameters:
 def test_a_pair_is_found_by_itself(stages: CrystalStages) -> None:
     """Check that an interface adds only the edges of its pairs of tokens.
 
-    Few pairs of the 24 interfaces are among the 240 000 edges. Colliding hashes would add edges of other pairs.
+    Few pairs of about 25 interfaces are among the 240 000 edges. Colliding hashes would add edges of different pairs.
     """
     shape = Lists(60_000, 3, 1, 1024, near=False)
     found, ends = lists(shape), np.arange(shape.n) % 2_400 == 1_031
@@ -74,7 +74,10 @@ def test_a_pair_is_found_by_itself(stages: CrystalStages) -> None:
 @pytest.mark.spec("CC-SENTENCES", "CC-INTERFACE", "CC-INTERFACE-EDGES", "CC-MERGE", "CC-SPLIT", "CC-TRUNKS")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_offsets_at_full_size(stages: CrystalStages, case: Case) -> None:
-    """Check the offsets of trunks. Most pairs of an interface have no edge, so an edge of a different pair shows."""
+    """Check the offsets of trunks.
+
+    Most pairs of an interface have no edge, so an edge of a different pair, added by error, changes the offsets.
+    """
     p, found = parameters(case), lists(case.lists)
     ends = some_ends(case.lists.n, case.every, 2)
     got = stages.trunks(found, np.ones(case.lists.n), ends, p)

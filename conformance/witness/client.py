@@ -18,7 +18,7 @@ __all__ = ["Answer", "Server", "most_at_once"]
 
 @dataclass
 class Answer:
-    """What a server sent for one prompt.
+    """Answer of a server to one prompt.
 
     Attributes:
         prompt_ids: token ids that were sent.
@@ -121,7 +121,7 @@ class Server:
         """Ask for exactly `tokens` tokens after a prompt of token ids, drawn at temperature 1.
 
         A drawn answer has log-probabilities that depend on the whole prompt. A greedy answer of a small model soon
-        repeats itself with log-probabilities near 0, whatever was evicted.
+        repeats itself with log-probabilities near 0, for any eviction.
 
         Raises:
             SpecError: if the server refuses the request or does not answer in time.
