@@ -76,15 +76,17 @@ def check_out(request: Request) -> None:
 
 
 def seeded(request: Request) -> Request:
-    """Return the request with a seed. If the request has no seed, draw a new one, so no subject can prepare for the
-    examples.
+    """Return the request with a seed.
+
+    If the request has no seed, draw a new one, so no subject can prepare for the examples.
     """
     return request if request.seed is not None else replace(request, seed=secrets.randbelow(SEEDS))
 
 
 def run(request: Request, subject: Subject, log: str) -> tuple[dict[str, Any], Verdicts]:
-    """Run the tests and return the certificate of the run and its verdicts. The log is written to the folder of
-    results.
+    """Run the tests and return the certificate of the run and its verdicts.
+
+    The log is written to the folder of results.
     """
     lines = judged(request, request.out / log)
     excused = map(excepted, entries_of(request.exceptions))
@@ -107,10 +109,10 @@ def written(request: Request, made: Mapping[str, Any], verdicts: Verdicts) -> li
 
 
 def check_again(request: Request, path: Path) -> int:
-    """Compare the files of the subject with the certificate. If the files are equal, compare the verdicts of two new
-    runs.
+    """Compare the files of the subject with the certificate.
 
-    The first run uses the examples of the certificate. The second run uses the examples of a new seed.
+    If the files are equal, compare the verdicts of two new runs. The first run uses the examples of the certificate.
+    The second run uses the examples of a new seed.
     """
     there = certificate_module.read(path)
     check_out(request)

@@ -51,8 +51,9 @@ def _lines(table: Mapping[str, Any]) -> list[str]:
 
 
 def written(table: Mapping[str, Any]) -> str:
-    """Return a table of texts, numbers, dates, lists and tables as TOML. Values below the first level are on one line
-    each.
+    """Return a table of texts, numbers, dates, lists and tables as TOML.
+
+    A nested table below the first level is written on one line.
     """
     lines = _lines({name: value for name, value in table.items() if not isinstance(value, Mapping)})
     for name, value in table.items():
@@ -227,7 +228,9 @@ def of_another_version(made: Mapping[str, Any]) -> str:
 
 
 def repeated(request: Request, path: Path, made: Mapping[str, Any]) -> Request:
-    """Return the request of the run that the certificate describes. The exceptions are read from the certificate file.
+    """Return the request of the run that the certificate describes.
+
+    The exceptions are read from the certificate file.
     """
     subject, run = made["subject"], made["run"]
     return replace(
@@ -238,8 +241,9 @@ def repeated(request: Request, path: Path, made: Mapping[str, Any]) -> Request:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], within: str = "") -> list[str]:
-    """Return the differences between two certificates, a line each. Of a row, compare verdict, families and numbers of
-    tests.
+    """Return the differences between two certificates, a line each.
+
+    Of a row, compare verdict, families and numbers of tests.
     """
     found = []
     for name in dict.fromkeys([*there, *here]):
@@ -254,8 +258,9 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], within: str =
 
 
 def new_failures(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return the items that fail on other examples but not in the certificate, with the input and the command to
-    repeat.
+    """Return the items that fail on other examples but not in the certificate.
+
+    Each item has the failing input and the command that repeats the test.
     """
     found = []
     for item in here["failing"]:
@@ -293,8 +298,7 @@ def badge(made: Mapping[str, Any]) -> str:
     """Return the badge as SVG.
 
     The badge is green for a passed run, and yellow for a run with exceptions or a partial verdict. A failed run has a
-    red
-    badge with the number of failing items.
+    red badge with the number of failing items.
     """
     exceptions = len(made["exception"])
     if made["verdict"] == PARTIAL:

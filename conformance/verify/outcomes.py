@@ -75,8 +75,8 @@ def _place(item: str) -> tuple[int, str]:
 def families_of(item: str) -> list[str]:
     """Return the families of an item.
 
-    These are the stage families that contain the item. The family of a property is `promises`. An item such as
-    "server: size" belongs to the family before the colon. All other items belong to `methods` or `compositions`.
+    These are the stage families that contain the item. The family of a property is `promises`. The row `server: size`
+    belongs to the family before the colon. All other items belong to `methods` or `compositions`.
     """
     if item in PROPERTIES:
         return [PROMISES]
@@ -119,7 +119,9 @@ def must(item: str, row: Mapping[str, Any] | None = None) -> str:
 
 # States of tests, items and vectors. The state of an item is the first of STATES that one of its tests has.
 ABSTAINED = ("not served", "not promised", "N/A")
-"""States of rows without a verdict: the cache does not support the input, or the policy does not promise the property.
+"""States of rows without a verdict.
+
+The cache does not support the input, or the policy does not promise the property.
 """
 STATES = ("failed", "excepted", *ABSTAINED, "passed", "not offered", "not run")
 WORDS = {"failed": "fail", "passed": "pass"}
@@ -168,12 +170,10 @@ class Verdicts:
 
     @property
     def failing(self) -> list[str]:
-        """Return the failing items, sorted by how specific the smallest failing test is, then by the number of
-        failures.
+        """Return the failing items, the most specific failures first.
 
-        An item comes first if its smallest failing test covers few items. Items with the same failing tests keep the
-        order in
-        which the test names the items.
+        An item comes first if its smallest failing test covers few items, then if many tests of the item fail. Items
+        with the same failing tests keep the order in which the test names the items.
         """
         times = Counter(item for one in self.outcomes if one.state == "failed" for item in one.items)
         few = {item: (len(one.items), -times[item], one.items.index(item), item) for item, one in self.smallest.items()}
@@ -181,10 +181,9 @@ class Verdicts:
 
     @property
     def missing(self) -> list[str]:
-        """Return the items of the offered families without a verdict, or with a test that did not run. Failing items
-        are left out.
+        """Return the items of the offered families without a verdict, or with a test that did not run.
 
-        A method has several tests, and `--fail-fast` runs no test after a failure.
+        Failing items are left out. A method has several tests, and `--fail-fast` runs no test after a failure.
         """
         skipped = {item for one in self.outcomes if one.state == "not run" for item in one.items} - {*self.smallest}
         return [item for item in self._offered if item in skipped or self.items[item] in ("not run", "not offered")]

@@ -16,7 +16,7 @@ _LINES, _WIDTH, _MOST = 6, 150, 12
 def headline(made: Mapping[str, Any]) -> str:
     """Return the verdict in one sentence."""
     on, policy = scope(made), made["subject"]["kind"] == "policy"
-    # The name of a policy can be misleading: any policy can call itself snapkv.
+    # A policy is named by its import path, because any policy can call itself snapkv.
     name = made["subject"]["named" if policy else "name"]
     who = " ".join(part for part in (name, made["subject"].get("version", "")) if part)
     methods, quick = ", ".join(made["run"].get("methods", ())), f"; {QUICK}" if made["verdict"] == QUICK else ""
@@ -50,8 +50,7 @@ def by_family(made: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, Any]]
     """Return the rows of each family and of the compositions, by item.
 
     A family that the subject does not offer has only the rows without a verdict. An item of two families is listed in
-    each
-    offered family.
+    each offered family.
     """
     there, found = (*made["families"], COMPOSED), dict[str, dict[str, Mapping[str, Any]]]()
     for item, row in made["items"].items():
@@ -155,8 +154,9 @@ def markdown(made: Mapping[str, Any]) -> Iterator[str]:
 
 
 def junit(verdicts: Verdicts) -> str:
-    """Return the outcomes as JUnit XML for a CI server. A test that neither passed nor failed is skipped, with its
-    state.
+    """Return the outcomes as JUnit XML for a CI server.
+
+    A test that neither passed nor failed is skipped, with its state.
     """
     states = Counter(one.state for one in verdicts.outcomes)
     skipped = len(verdicts.outcomes) - states["passed"] - states["failed"]
