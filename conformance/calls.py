@@ -39,9 +39,9 @@ RECORDS = (CoAttention, Trunks, TrunkGraph, Dissolution, LiveTrunks, Selection)
 # One call of TWICE is made twice, and one of TOGETHER with another thread inside. One call of LOOKED compares the state
 # of the process before and after the call.
 TWICE, TOGETHER, LOOKED = 16, 64, 16
-# Of the calls with fewer than TINY bytes of arguments, one of TINY_CALLS is checked, because there are thousands.
+# One of TINY_CALLS calls with fewer than TINY bytes of arguments is checked completely, because there are thousands.
 TINY, TINY_CALLS = 2**10, 4
-# Bytes: larger calls are not interrupted (SMALL), not made twice (LARGE), not checked at all (HUGE).
+# Bytes: larger calls are not interrupted (SMALL), not made twice (LARGE), and receive the caller's arrays (HUGE).
 SMALL, LARGE, HUGE = 2**14, 2**20, 2**22
 INTERRUPTIONS = 4
 # Checkers of types. Their lines would hide the lines of the stage.

@@ -73,7 +73,7 @@ def token_scores(policy: Policy, inputs: Inputs, B: int) -> Matrix:
 
 
 def pools(policy: Policy, inputs: Inputs, groups: int) -> list[range]:
-    """Return the pools: groups of kept sets that compete for the same tokens' places.
+    """Return the pools: groups of kept sets whose tokens compete for the same places.
 
     A pool is one kept set, or the kept sets of a layer if heads compete, or all kept sets if layers compete.
     """
@@ -104,9 +104,9 @@ def monotone(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
 def independent(case: Judged, inputs: Inputs, B: int, seed: int) -> bool:
     """Return True if other sequences under the same policy object, processed before, do not change the decision.
 
-    The other sequences also have far shorter and far longer vectors. Two copies of the policy object are used if the
-    object can be copied, so one copy knows nothing of the sequences of the other copy. The long inputs show state such
-    as a bound of sizes.
+    Some other sequences have far shorter or far longer queries, keys and values. If the policy object can be copied,
+    one copy processes only the sequence, and another copy processes the other sequences before it. Long inputs show
+    state that the object stores, such as a bound of sizes.
     """
     other = another(inputs, seed + 1)
     for size in (1.0, FAR):

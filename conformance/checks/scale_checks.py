@@ -154,7 +154,7 @@ def free_weights(given: CoAttention, among: Trunks) -> tuple[oracle.Pairs, Vecto
 
 def near(free: Vector, tau: float) -> BoolVector:
     """Return a mask of the weights that rounding may move to either side of tau_edge."""
-    found: BoolVector = np.abs(free - tau) < 2.0**-40  # A coarse selection. The next line applies the bound itself.
+    found: BoolVector = np.abs(free - tau) < 2.0**-40  # A coarse selection; the bound itself decides below
     found[found] = [tolerances.close("CC-TRUNK-WEIGHT", [w], [tau]) for w in free[found].tolist()]
     return found
 

@@ -126,8 +126,7 @@ class Process:
         if not words:
             raise ValueError("there is no word in it")
         self._read, self._complaint, self._complains = bytearray(), b"", True
-        # A separate session, so that child processes of a shell end with it. The process inherits only its three
-        # streams.
+        # A separate session, so that child processes of a shell end with it. Only the three streams are inherited.
         self._popen = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
             start_new_session=True, close_fds=True,

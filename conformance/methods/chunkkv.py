@@ -29,6 +29,6 @@ def described(inputs: Inputs, B: int, c: int) -> Kept:
 
 BRUTES = [
     Brute("PO-CHUNKKV", "chunkkv", chunkkv, {"c": C_CHUNK, "W": W, "N_reuse": 2}, W, newest,
-          published={"c": 10, "W": 32, "N_reuse": 1}, readings={"totals": ("sum", "mean")}),  # kvpress: the mean
+          published={"c": 10, "W": 32, "N_reuse": 1}, readings={"totals": ("sum", "mean")}),  # kvpress uses the mean
     Brute("PO-CHUNKKV-DESCRIBED", "chunkkv-described", described, {"c": C_CHUNK}, published={"c": 10}),
 ]

@@ -1,4 +1,4 @@
-"""CrystalCache's prefill by the oracles of its stages, with a test of whether rounding decides the kept set.
+"""CrystalCache's prefill by the oracles of its stages. If rounding decides the kept set, `Undecided` is raised.
 
 No code is shared with the reference.
 """

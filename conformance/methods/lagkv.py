@@ -30,7 +30,8 @@ def lagkv_information(rows: Sequence[Row], reference: Sequence[Row]) -> Row:
 def lagkv(layer: Layer, N_sink: int, lag: int) -> list[Score]:
     """Return minus the rank of each token inside its partition, so that the best token has the highest score.
 
-    Tokens after the last ranked partition have higher scores, and the newest token has the highest. The sinks have no score.
+    Tokens after the last ranked partition have higher scores, and the newest token has the highest. Sinks have no
+    score.
     """
     n, found = len(layer["k"][0]), []
     starts = list(range(N_sink, n - 2 * lag + 1, lag))

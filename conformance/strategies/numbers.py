@@ -25,7 +25,7 @@ HOT_TOKENS = 20
 PROMPT_TOKENS = 24
 # S2 and S4 compare every edge with every pair of trunks. 16 tokens contain five sentences and three chunks.
 TEXT_TOKENS = 16
-# Two KV heads distinguish grouped from ungrouped heads. To distinguish grouping from modulo, scale tests have three.
+# Two KV heads distinguish grouped from ungrouped heads. Only three or more, as in the scale tests, exclude modulo.
 KV_HEADS = 2
 # With these sizes a few dozen tokens cross chunks, fill lists and overflow trunks.
 CHUNK, HEADS_SUMMED, INTRA, CROSS, TRUNK = 12, 4, 4, 3, 9

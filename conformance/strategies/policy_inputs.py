@@ -198,7 +198,8 @@ def groups_of(policy: Policy, inputs: Inputs) -> int:
 def repeats(inputs: Inputs, view: LayerView, rehearsal: Rehearsal) -> tuple[Repeat, ...]:
     """Return the repetitions of the prompt, chunk by chunk, for a layer without any.
 
-    Queries, keys and norms of the repeated tokens are those of some tokens of the prompt. Keys are doubled.
+    The queries of the repeated tokens are queries of some tokens of the prompt. The keys are twice the keys of these
+    tokens.
     """
     if view.repeats is not None:
         return view.repeats
@@ -210,7 +211,8 @@ def repeats(inputs: Inputs, view: LayerView, rehearsal: Rehearsal) -> tuple[Repe
 
 
 def in_chunks(inputs: Inputs, rehearsal: Rehearsal) -> Inputs:
-    """Return the inputs with repetitions of the prompt in these chunks, for any chunks of the policy."""
+    """Return the inputs with repetitions of the prompt in the chunks of this rehearsal, for a policy with any chunks.
+    """
     layers = [replace(view, repeats=repeats(inputs, view, rehearsal)) for view in inputs.layers]
     return replace(inputs, layers=layers)
 

@@ -17,7 +17,7 @@ from spec.arrays import IntMatrix, IntVector
 from spec.parameters import PAPER, CrystalCacheParameters
 
 SURE = 1024.0  # Margin of a logit: exp(-SURE) is 0 in every floating type.
-VOCABULARY = 151_936  # of Qwen2.5: more than 2^16 ids
+VOCABULARY = 151_936  # Vocabulary of Qwen2.5: more than 2^16 ids
 ENDS = frozenset({13, 30, 65_536 + 13, 131_072 + 30})  # Modulo 2^16, two ids equal the other two.
 SOURCES = 6  # more than PAPER's k_cross
 # `laddered` has RANKS keys in a group, GROUPS groups in a block, and MEMBERS tokens that point at a group. A token can

@@ -50,7 +50,7 @@ def csr_of(W: Mapping[Pair, float], names: Sequence[int]) -> dict[str, Any]:
 
 
 def budget_of(budget: Json, most: int) -> Fraction | int:
-    """Return a written budget as the oracles use it. A fraction is exact up to 10^6 tokens."""
+    """Return a written budget as the oracles use it. A share is rounded up to a multiple of 10^-6."""
     whole = tokens(budget, 10**6) if isinstance(budget, float) or not str(budget).isdecimal() else None
     return int(budget) if whole is None else Fraction(whole, 10**6)
 

@@ -114,7 +114,7 @@ def judged_by(kind: str, method: bool = False) -> str:
 def _installed() -> str:
     try:
         return version("kvspec")
-    except PackageNotFoundError:  # the packages lie in a folder
+    except PackageNotFoundError:  # the packages are in a folder and not installed
         return SPEC_VERSION
 
 
