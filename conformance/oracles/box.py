@@ -33,7 +33,7 @@ class Undecided(Exception):
 
 
 class State:
-    """Active rounding: the unit (0: no rounding), and which of equal tags is first."""
+    """Active rounding: its unit, or 0 without rounding, and which of equal tags is first."""
 
     unit = 0.0
     tiny = 0.0

@@ -132,10 +132,10 @@ TYPE_PAIRS = [
 
 
 def of_type(kind: str, seed: int, shape: tuple[int, ...]) -> tuple[Any, float]:
-    """Return positive numbers up to 2 times the type's factor, and the factor. The dtype represents the numbers
-    exactly.
+    """Return positive numbers up to 2 times the type's factor, and the factor.
 
-    Float16 numbers are multiples of 1/8. Wider dtypes have multiples of 1/4096, which float16 would round.
+    The dtype represents the numbers exactly. Float16 numbers are multiples of 1/8. Wider dtypes have multiples of
+    1/4096, which float16 would round.
     """
     dtype, size = TYPES[kind]
     steps = 8 if dtype is np.float16 else 4_096

@@ -211,7 +211,9 @@ def repeats(inputs: Inputs, view: LayerView, rehearsal: Rehearsal) -> tuple[Repe
 
 
 def in_chunks(inputs: Inputs, rehearsal: Rehearsal) -> Inputs:
-    """Return the inputs with repetitions of the prompt in the chunks of this rehearsal, for a policy with any chunks.
+    """Return the inputs with repetitions of the prompt in the chunks of this rehearsal.
+
+    The chunks of a policy may differ.
     """
     layers = [replace(view, repeats=repeats(inputs, view, rehearsal)) for view in inputs.layers]
     return replace(inputs, layers=layers)
