@@ -224,7 +224,7 @@ def _equivalent(mutant: Mutant, explained: Mapping[str, Explanation]) -> bool:
 
 def _row(name: str, population: int, tried: Sequence[Result]) -> str:
     killed = sum(result.killed for result in tried)
-    from reference.statistics import wilson  # jaxtyping's import hook must be installed before
+    from reference.statistics import wilson  # imported only here, after the import hook of jaxtyping
 
     low, high = wilson(killed, len(tried))
     by = [sum(result.outcome == outcome for result in tried) for outcome in OUTCOMES]

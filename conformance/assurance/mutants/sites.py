@@ -201,7 +201,10 @@ def _place(seed: int, mutant: Mutant) -> bytes:
 
 
 def sample(mutants: Iterable[Mutant], size: int, seed: int) -> list[Mutant]:
-    """At least `size` mutants (all, if there are fewer), stratified by module, with a floor of one per function."""
+    """Return at least `size` mutants, or all if there are fewer, stratified by module.
+
+    The sample has at least one mutant of each function.
+    """
     strata: dict[str, list[Mutant]] = {}
     for mutant in sorted(mutants, key=lambda one: _place(seed, one)):
         strata.setdefault(mutant.path, []).append(mutant)
