@@ -145,7 +145,7 @@ def turned(i: Json) -> Result:
 
 
 def read(i: Json) -> Result:
-    """Return the state of H2O in one layer after tokens were read behind the kept tokens."""
+    """Return the state of H2O in one layer, after further tokens were read."""
     before = Running(np.array(i["live"], dtype=np.int64), floats(i["sums"]))
     view = LayerView(floats(i["q"]), floats(i["k"]), None, i["scaling"], None)
     shown = Observation(i["seen"], len(i["k"]), None, {0: view})

@@ -69,7 +69,7 @@ class Outcome:
     policy: str
     """Name of the column."""
     verdict: str
-    """"holds", "refused", "fails" or "not built"."""
+    """One of "holds", "refused", "fails" and "not built"."""
     detail: str
     """Reason for the verdict, if there is one."""
     worst: float = 0.0

@@ -43,7 +43,7 @@ class Verdict:
     raised: str = ""
     any_backend: bool = False
     ran: int = 0
-    seconds: float = 0.0  # of the processor
+    seconds: float = 0.0  # processor time
 
 
 @dataclass

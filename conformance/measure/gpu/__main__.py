@@ -38,7 +38,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="transformers model, as path or name; default: random weights, 8B shape")
     parser.add_argument("--out", type=Path, help="folder of the page and the JSON; default docs/results")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, no figures; needs no GPU, and needs --out")
-    parser.add_argument("--parts", default=",".join(LIMITS), help="parts to run, separated by commas; default: %(default)s")
+    parser.add_argument("--parts", default=",".join(LIMITS), help="parts to run, comma-separated; default: %(default)s")
     chosen = parser.parse_args(arguments)
     chosen.parts = chosen.parts.split(",")
     unknown = set(chosen.parts) - set(LIMITS)

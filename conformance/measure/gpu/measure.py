@@ -131,7 +131,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """"met" or "**missed**". Empty without a goal."""
+        """Verdict on the goal: "met", "**missed**" or "not measured". Empty without a goal."""
         if self.goal is None:
             return ""
         if self.value is None:

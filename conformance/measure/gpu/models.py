@@ -59,7 +59,7 @@ class Scale:
         return self.H * self.d
 
 
-# The host runs the stages that both backends lack. Of decode, Triton has the key norms, for test_activation.py.
+# The host runs the stages that both backends lack. Triton has the key norms, tested by test_activation.py.
 OF_TRITON = "conformance/own/accelerated/triton"
 OF_HOST = (
     "decode", "resonance", "segments", "diversity", "impact", "trunks", "graph", "score", "dissolution",

@@ -22,7 +22,7 @@ MOST = {"PyramidKV": 120}
 
 @dataclass(frozen=True)
 class Example:
-    """An input that needs a reading, with the others that it needs, and both sides' first kept set that differs."""
+    """Input that needs a reading, its other readings, and the first kept set that differs, of both sides."""
 
     inputs: Inputs
     others: tuple[str, ...]

@@ -161,7 +161,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 FAR = 2**62
-"""Position that neither a float nor an OCaml integer can represent."""
+"""First position of a range with positions that neither a float nor an OCaml machine word can represent."""
 LARGEST = 2**63 - 1
 FEW = (0.0, 0.1, 0.2, 0.3, 0.6, 0.7)
 TEXTS = (

@@ -120,7 +120,7 @@ def private(oracle: ModuleType, **names: Any) -> Any:
 
 
 def exact(oracle: ModuleType) -> Any:
-    """The oracle on balls."""
+    """Return the oracle with arithmetic on balls."""
     return private(oracle, math=BALLS, min=extreme(min, arb.min), max=extreme(max, arb.max))
 
 
