@@ -131,8 +131,7 @@ def stored(seed: int, groups: int) -> Live:
     """Return random sets of stored positions.
 
     Each set contains random tokens of the prompt, the last W tokens of the prompt, and the turn. In some sets the
-    number of
-    random tokens is 0.
+    number of random tokens is 0.
     """
     rng = np.random.default_rng(seed)
     return [

@@ -72,8 +72,7 @@ def figures(
     """Return right answers and recovery of policies, each with its 95 % interval.
 
     By default, the table has all policies, sorted by right answers. With `policies`, it also has the number of kept
-    tokens.
-    A policy that keeps more than the budget has no figures.
+    tokens. A policy that keeps more than the budget has no figures.
     """
     each = [column.of(samples_of(study, part)) for column in columns]
     head = ["policy"]

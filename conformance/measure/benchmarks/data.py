@@ -31,8 +31,7 @@ def first_layer(n: int, H: int, H_kv: int, d: int, kind: Kind, seed: int = 0) ->
     """Return q (H, n, d) and k (H_kv, n, d) after rotation.
 
     "mixed" has heads like those of first layers. They attend to nearby tokens, to the same token, to the first token,
-    or
-    evenly. "peaky" is Gaussian with logits four times as wide, so that no tile of keys can be skipped.
+    or evenly. "peaky" is Gaussian with logits four times as wide, so that no tile of keys can be skipped.
     """
     rng = np.random.default_rng(seed)
     if kind == "peaky":

@@ -114,8 +114,7 @@ class HostReads(TorchDispatchMode):
     """Mode that runs the operators of the emulated device, and counts host reads.
 
     A host read is an operation for which the host waits for the device. A copy of values to the device counts too,
-    unless
-    it is non-blocking.
+    unless it is non-blocking.
 
     Attributes:
         counts: host reads, by the function of kvspec or transformers that waited.

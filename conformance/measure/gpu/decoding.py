@@ -227,8 +227,7 @@ def splices(report: Report, scale: Scale, subject: Subject) -> None:
     """Measure the time to the first token after spliced chunks on the device or the host, and after their text.
 
     A chunk is the result of one forward pass over only the chunk. Reading the text computes more than a splice
-    contains,
-    and gives different values.
+    contains, and gives different values.
     """
     rotary, n = recognise(subject.model), scale.chunk
     ids = subject.prompt(CHUNKS[-1] * n + QUESTION).tolist()

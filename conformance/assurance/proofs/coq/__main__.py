@@ -1,7 +1,7 @@
 """Check the Coq model: `python -m conformance.assurance.proofs.coq`.
 
-`check` compiles the theorems, checks assumptions and vectors, and tests the extracted engine. `planted` plants
-errors in the model. `judge` runs the whole suite on the engine.
+`check` compiles the theorems, checks assumptions and vectors, and tests the extracted engine. `planted` plants errors
+in the model. `judge` runs the whole suite on the engine.
 """
 
 import argparse

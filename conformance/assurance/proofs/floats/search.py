@@ -129,8 +129,7 @@ def hostile(oracle: ModuleType, signs: Callable[[int], int]) -> Any:
 
     The n-th exponential or logarithm is off by 4 ulp in the direction `signs(n)`. A root is the float in this direction
     within 1 ulp of the real root. Sums are computed from left to right, and rounded after each step. The exponential of
-    a
-    number that is not positive is at most 1.
+    a number that is not positive is at most 1.
     """
     calls = count()
 
@@ -271,8 +270,7 @@ def tails(rng: Draw) -> tuple[float, float, Any]:
     """Return mu and sigma.
 
     The values are arbitrary, or the ones with the largest rounding error among many with exponents from -122 on. In
-    this
-    range the bound is relative.
+    this range the bound is relative.
     """
     if rng.random() < 0.5:
         return float(rng.uniform(0, 30)), float(10 ** rng.uniform(-3, 1)), PAPER
