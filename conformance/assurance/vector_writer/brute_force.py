@@ -108,8 +108,7 @@ class Operation:
         results: Function of inputs and parameters that returns the expected results.
         items: The items that a stage covers.
         reference: The name in the package `reference` of the function to call with the inputs as keyword arguments.
-            Empty
-            for a stage, and for an item that has an adapter in `item_vectors`.
+            Empty for a stage, and for an item that has an adapter in `item_vectors`.
         gives: The names of this function's results. Empty if it returns a record.
     """
 
