@@ -1,4 +1,4 @@
-"""The self-calibration: which models are recognised, as what; codec and rotation on tensors as the reference."""
+"""Self-calibration: recognised models and rotations, and codec and rotation on tensors compared with the reference."""
 
 import copy
 import errno
@@ -60,7 +60,7 @@ UNTURNED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", [*REFUSED, *UNTURNED])
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_is_not_recognised_is_refused_by_name(name: str) -> None:
-    """Also one whose turned keys would not follow."""
+    """Check unsupported models, and models whose keys are not those of the recognised rotation."""
     make, words = UNTURNED.get(name, (partial(build, name), name))
     with pytest.raises(UnknownModel, match=words):
         recognise(make())
@@ -68,7 +68,7 @@ def test_a_model_that_is_not_recognised_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_growing_queries_are_seen_past_the_original_length_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the configuration calls them."""
+    """Check growing queries, independent of the name of the option in the config."""
     monkeypatch.setattr(rope, "_originals", lambda *_: [64])
     with pytest.raises(UnknownModel, match="into the keys at position 128"):
         recognise(growing_queries())
@@ -76,7 +76,7 @@ def test_growing_queries_are_seen_past_the_original_length_too(monkeypatch: pyte
 
 @pytest.mark.law("as-it-is-described")
 def test_a_model_whose_keys_need_no_turn_or_an_even_one_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries that do not grow; and no positions at all."""
+    """Check queries that do not grow, and a model without positions."""
     assert all(layer.slot == "keys" for layer in recognise(growing_queries(0.0)).layers)
     model = build("Llama")
     monkeypatch.setattr("transformers.models.llama.modeling_llama.apply_rotary_pos_emb", lambda q, k, *_: (q, k))
@@ -85,7 +85,7 @@ def test_a_model_whose_keys_need_no_turn_or_an_even_one_is_served(monkeypatch: p
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_model_whose_frequencies_are_not_its_buffer_s_is_refused() -> None:
-    """The gate believes prefills, not names: a buffer that the model does not rotate by is no explanation."""
+    """The gate trusts forward passes and not names. A buffer that the model does not use explains no rotation."""
     model = build("Llama")
     module = model.get_submodule("model.rotary_emb")
     module.forward = lambda x, position_ids: _rotated_by(1.3, module, x, position_ids)
@@ -114,7 +114,7 @@ def test_the_model_is_left_as_it_was() -> None:
 @pytest.mark.law("an-identity-tells-apart")
 @pytest.mark.parametrize("rotation", [name for name in ROTATIONS if name not in ("default", "partial")])
 def test_another_rotation_is_another_rotation_of_the_identity(rotation: str) -> None:
-    """dynamic is the default inside its range; the config tells them apart."""
+    """Check each rotation. `dynamic` equals the default rotation inside its range, and only the config differs."""
     base = identify(build("Llama", rope_parameters=dict(ROTATIONS["default"])))
     other = identify(build("Llama", rope_parameters=dict(ROTATIONS[rotation])))
     assert (other.rotation == base.rotation) == (rotation == "dynamic")
@@ -143,7 +143,8 @@ def test_dynamic_frequencies_are_refused_beyond_their_range() -> None:
 
 @pytest.mark.law("the-proof-has-teeth")
 def test_the_bound_of_the_probe_lies_far_from_both() -> None:
-    """Right hypotheses err by less than a hundredth of the bound, wrong ones by a hundred times it."""
+    """Correct hypotheses have errors below a hundredth of the bound. Wrong hypotheses exceed the bound a hundredfold.
+    """
     model = build("Llama")
     before, after = (rope._probe(model, start) for start in (0, rope.PROBE_START))
     found = recognise(model)
@@ -162,7 +163,7 @@ def test_the_bound_of_the_probe_lies_far_from_both() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_rounding_of_a_deep_half_precision_model_is_no_other_rotation() -> None:
-    """A bfloat16 Llama of 32 layers and 4 096 channels was once refused at its layer 25."""
+    """Check a bfloat16 Llama with 32 layers and 4 096 channels, which was once refused at layer 25."""
     generator, frequencies = torch.Generator().manual_seed(2), {"inv_freq": 100.0 ** (-torch.arange(8) / 8)}
     keys, values = (torch.randn(1, 2, 9, 16, generator=generator).bfloat16() for _ in range(2))
 

@@ -206,7 +206,7 @@ def test_a_text_is_compared_as_far_as_its_ids_are_known() -> None:
 
 
 class Gate:
-    """A logits processor that lets generate begin, waits at its first token, and then goes on."""
+    """Logits processor that waits at the first token of generate until it may continue."""
 
     def __init__(self) -> None:
         self.reached, self.go = Event(), Event()
@@ -273,7 +273,7 @@ def test_a_thread_that_outlives_the_block_generates_under_the_policy(name: str, 
 
 @pytest.mark.law("refused-before-anything-changes")
 def test_a_thread_that_the_policy_would_lose_is_named() -> None:
-    """The policy was given the decoder, and so knows nothing of the generate around it, but that it runs."""
+    """Check a policy on the decoder. It has no access to the outer `generate`, but detects that `generate` runs."""
     model, gate = cast(Any, build("llama")), Gate()
     with pytest.raises(SpecError, match="generate = 'still running'"), METHODS["crystalcache"]()(model.model):
         thread, _ = in_a_thread(model.generate, gate)

@@ -341,7 +341,7 @@ def failing(error: Exception) -> Callable[..., Any]:
 
 @pytest.mark.law("as-it-is-described")
 def test_a_model_that_was_refused_once_is_served_when_the_cause_is_gone() -> None:
-    """And memory that runs out is no refusal of the model."""
+    """Check that an error for lack of memory is not reported as an unsupported model."""
     model = build("llama")
     memory = torch.OutOfMemoryError("full")
     for error, caught in ((RuntimeError("not now"), SpecError), (memory, torch.OutOfMemoryError)):
@@ -358,7 +358,7 @@ def test_a_model_that_was_refused_once_is_served_when_the_cause_is_gone() -> Non
 @pytest.mark.law("eviction-equals-masking")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_heads_that_differ_are_served_under_autocast(family: str) -> None:
-    """Keys and values then have dtypes of their own, which meet as in a plain cache."""
+    """Check keys and values of different dtypes, which are combined as in a plain cache."""
     model, token = build(family), prompt(1, seed=9)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, cache = read_prompt(model, method("adakv"))

@@ -357,7 +357,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(life=caches, lengths=st.sampled_from([[9], [9, 14]]), evicted=st.sampled_from([(), (0, 3, 4)]))
     def splice(self, life: RunningCache, lengths: list[int], evicted: tuple[int, ...] = ()) -> None:
-        """Chunks that were computed elsewhere, after what a session has read, without their evicted tokens."""
+        """Splice chunks that were computed elsewhere after the tokens of the session, without their evicted tokens."""
         rotary = self.judge.subject.rotary
         if not self.runs(life) or rotary is None:
             return
@@ -388,7 +388,7 @@ class SessionMachine(RuleBasedStateMachine):
     *WHOLE, *[pytest.param(family, marks=pytest.mark.nightly) for family in FAMILIES if family not in WHOLE],
 ])
 def test_a_session_equals_the_masked_model(family: str) -> None:
-    """Any operations in any order."""
+    """Run operations in any order."""
     profile = settings.default or settings()
     lives = settings(
         profile, max_examples=max(10, profile.max_examples // 15), stateful_step_count=15,
