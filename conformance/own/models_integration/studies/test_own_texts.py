@@ -86,7 +86,7 @@ def test_a_text_and_questions_give_every_answer_a_table_and_a_figure(
     assert "<!-- streamingllm -->" in Path("f.svg").read_text(encoding="utf-8")
     rows = load_rows(Path("results/study.jsonl"))
     ran(*given, *outputs)
-    # No cell is measured twice.
+    assert load_rows(Path("results/study.jsonl")) == rows  # No cell is measured twice.
     called = kvspec.compare(
         *pocket, "q.csv", Path("t.txt"), policies=["streamingllm", "snapkv"], budgets=[0.3, 200], backend="numpy"
     )
@@ -141,9 +141,9 @@ def test_recovery_and_kept_evidence_are_shares_of_the_full_cache(pocket: Pocket)
     by_policy = found[found["question"] == CODE["question"]].set_index("policy")
     assert by_policy.loc[["fullcache", "blind"], "recovery"].tolist() == [1.0, 0.0]
     assert by_policy.loc[["fullcache", "blind", "streamingllm"], "evidence_kept"].tolist() == [1.0, 0.0, 0.0]
-    # The code is evicted.
+    assert by_policy.loc["streamingllm", "recovery"] < 0.5  # The code is evicted.
     many = found[(found["question"] == MONTH["question"]) & (found["policy"] == "streamingllm")]
-    # Every occurrence counts: some are among the newest tokens.
+    assert 0 < many["evidence_kept"].item() < 1  # Every occurrence counts: some are among the newest tokens.
 
 
 @pytest.mark.law("figures-are-counted-right")

@@ -1,6 +1,6 @@
 """Workers that share a sweep write the same rows as one process, even if a worker is killed. Errors are rows too.
 
-`nox -s lab -- extra ray` runs those with actors of Ray.
+`nox -s lab -- extra ray` runs the tests with actors of Ray.
 """
 
 import os
@@ -47,14 +47,14 @@ pytestmark = pytest.mark.law("promised-is-there-forgotten-is-not")
 
 @pytest.fixture
 def rules(tmp_path: Path, one_thread: None) -> Path:
-    """The file of a small sweep."""
+    """Return the rules file of a small sweep."""
     path = tmp_path / "sweep.toml"
     path.write_text(RULES, encoding="utf-8")
     return path
 
 
 def of_file(path: Path) -> list[Row]:
-    """All that stands in a file of results, errors too."""
+    """Return all rows of a file of results, including errors."""
     return rows_behind(path, START)[0]
 
 
@@ -63,7 +63,7 @@ def swept(rules: Path, out: Path, *options: str) -> Any:
 
 
 def test_killed_workers_make_the_rows_of_one_that_is_alone(rules: Path, tmp_path: Path) -> None:
-    """Four workers on two machines whose clocks are an hour apart; twice, one of each machine is killed at work."""
+    """Run four workers on two machines whose clocks differ by an hour. Twice, kill a busy worker of each machine."""
     alone, together = tmp_path / "alone", tmp_path / "together"
     assert swept(rules, alone).exit_code == 0
     most = tmp_path / "most"
@@ -87,7 +87,7 @@ def test_killed_workers_make_the_rows_of_one_that_is_alone(rules: Path, tmp_path
 
 
 def test_workers_are_processes_of_the_same_command(rules: Path, tmp_path: Path) -> None:
-    """`--workers 2` starts another one; when that is killed, this one makes what it held."""
+    """`--workers 2` starts a second process. If the second process is killed, the first does its work."""
     (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
     text = rules.read_text(encoding="utf-8").replace('"snapkv", "streamingllm"', '"slow:POLICY"')
     rules.write_text(text, encoding="utf-8")
@@ -107,7 +107,7 @@ def test_workers_are_processes_of_the_same_command(rules: Path, tmp_path: Path) 
 
 
 def started_by_hand(rules: Path, out: Path, *options: str) -> subprocess.Popen[str]:
-    """`kvspec sweep RULES`, whose processes import modules beside the rules."""
+    """Run `kvspec sweep RULES`. Its processes import modules from the folder of the rules."""
     command = [sys.executable, "-m", "models_integration.cli", "sweep", str(rules), "--out", str(out), *options]
     path = os.pathsep.join([str(ROOT), str(rules.parent)])
     environment = {**os.environ, "PYTHONPATH": path, "RAY_worker_niceness": "0"}
@@ -115,7 +115,7 @@ def started_by_hand(rules: Path, out: Path, *options: str) -> subprocess.Popen[s
 
 
 def test_killed_actors_of_ray_make_the_rows_of_one_process(rules: Path, tmp_path: Path) -> None:
-    """Half of the actors are killed, twice."""
+    """Kill half of the actors, twice."""
     pytest.importorskip("ray", reason="actors of Ray: nox -s lab -- extra ray runs this")
     (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
     rules.write_text(rules.read_text(encoding="utf-8").replace('"streamingllm"', '"slow:POLICY"'), encoding="utf-8")
