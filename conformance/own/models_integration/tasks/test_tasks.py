@@ -1,4 +1,4 @@
-"""The retrieval tasks: exact lengths and spans, equal samples for equal seeds; metrics against figures by hand."""
+"""Retrieval tasks: exact lengths and spans, equal samples for equal seeds, and metrics compared with values by hand."""
 
 import string
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def _fast(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, nothing before the text."""
+    """Return a tokenizer with one token for each byte and no token before the text."""
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,7 +52,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def merged_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with merges across the texts, and an opening token."""
+    """Return a byte-level BPE tokenizer with merges across the texts and an opening token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,7 +66,7 @@ def merged_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def metaspace_tokenizer() -> PreTrainedTokenizerFast:
-    """Single letters with a space of its own before every text, as SentencePiece models have."""
+    """Return a tokenizer of single letters that adds a space before every text, as SentencePiece models do."""
     letters = ["▁", *sorted(set(string.printable) | {"’"})]
     tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((letter, -5.0) for letter in letters)], unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -96,7 +96,7 @@ def chatting_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def ground_of(tokenizer: Any, prose: Prose | None = None) -> Ground:
-    """In the frame of the tokenizer's chat template, if it has one."""
+    """Return a ground with the frame of the tokenizer's chat template, if there is one."""
     return Ground(tokenizer, prose or Prose("none", (), ()), frame_of(tokenizer))
 
 
@@ -121,7 +121,7 @@ def _template_of(sample: Sample) -> str:
 def test_the_needle_span_decodes_to_the_fact_and_the_fact_stands_once(
     tokenizer: PreTrainedTokenizerFast, task: str, length: int
 ) -> None:
-    """In a context of exactly so many tokens, with and without distractors."""
+    """Check contexts of exact lengths, with and without distractors."""
     templates = {t.name: t for t in (*NEEDLE_TEMPLATES, *(topic.fact for topic in TOPIC_TEMPLATES))}
     for index, distractors in product(range(5), (0, 3)):
         sample = draw_sample(task, tokenizer, length, index, seed=5, distractors=distractors)
@@ -206,7 +206,7 @@ def test_placements_partition_the_tokens(name: str, task: str) -> None:
     kept = placed.prompt_ids[: len(placed.prompt_ids) - placed.dropped_slots]
     assert kept + placed.fed_ids == sample.context_ids + sample.question_ids
     assert placed.name == name
-    hidden = placed == place(sample)  # the question, from the compaction
+    hidden = placed == place(sample)  # True if the question is hidden from the compaction.
     assert placed.prompt_ids == sample.context_ids + (() if hidden else sample.question_ids)
     assert hidden is (name == "after")
 
@@ -340,7 +340,7 @@ def test_every_metric_has_a_case_and_a_perfect_answer_scores_one() -> None:
 
 @pytest.mark.law("figures-are-counted-right")
 def test_rouge_l_of_one_sentence_is_the_longest_common_subsequence_by_trying_all() -> None:
-    """Against all subsequences, for sentences whose words differ (then sets of words are the words)."""
+    """Compare with all subsequences, for sentences of distinct words. Then the words are a set."""
     from itertools import combinations, permutations
 
     reference = "abcde"

@@ -81,7 +81,7 @@ def test_kept_sets_are_those_of_a_session(engine: Engine, name: str) -> None:
                 group = layer * each[0] + head * each[1]
                 there = alone.group(group).tolist()
                 assert len(own) == len(there)
-                # Both programs round differently, so tokens may be exchanged whose scores are equal up to rounding.
+                # Both programs round differently, so tokens with equal scores up to rounding may be exchanged.
                 if exchanged := sorted({*own} ^ {*there}):
                     assert np.ptp(scores[group][exchanged]) < 1e-5 * np.nanmax(np.abs(scores[group])), exchanged
 
