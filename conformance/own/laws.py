@@ -10,7 +10,7 @@ LAWS = {
         "Tokens and rows are found, hidden, selected, copied and removed as in any cache, and gradients flow.",
     "freed-memory": "Memory is held only for kept tokens: no slot, view or reference of an evicted token is left.",
     "the-model-stays-as-it-was":
-        "Objects that are only read stay unchanged, above all the model. Without eviction, no bit of the output changes.",
+        "Objects that are only read, such as the model, are unchanged. Without eviction, no bit of the output changes.",
     "refused-before-anything-changes": "Unsupported input raises an error that names it, before anything changes.",
     "unusable-after-a-failure": "After a failure, the earlier state is unchanged, or the object refuses further use.",
     "saved-is-what-was":
