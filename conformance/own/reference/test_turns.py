@@ -1,4 +1,4 @@
-"""Later segments: each kept set is decided over what it still stores, against scores made anew from positions."""
+"""Later segments: each kept set is decided from its stored tokens, compared with scores from positions."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,7 +63,7 @@ SCORES: dict[str, Callable[[oracle.Layer], oracle.Score]] = {
 
 
 def brute_force(name: str, inputs: Inputs, live: Live, B: int) -> Live:
-    """Each of four sets' best tokens; Ada-KV's shares are of rows filled up in front to the longest."""
+    """Return the best tokens of each of four sets. For Ada-KV, shorter rows are padded in front to the longest."""
     rows, shares = rows_of(inputs, live, SCORES[name]), [B] * 4
     if name == "adakv":
         longest = max(map(len, rows))
@@ -82,7 +82,7 @@ def brute_force(name: str, inputs: Inputs, live: Live, B: int) -> Live:
 @few
 @sequences
 def test_each_set_is_decided_over_what_it_stores(name: str, seed: int, B: int) -> None:
-    """A set that stores fewer tokens than its share keeps all, and no other set gets the rest."""
+    """A set with fewer tokens than its share keeps all, and no set gets the rest."""
     inputs, live = drawn(seed, n=SEEN, L=2, heads=(2, 2)), stored(seed, 4)
     found = turned(POLICIES[name], inputs, live, Budget(count=B))
     assert sets(found) == brute_force(name, inputs, live, B)
@@ -91,7 +91,10 @@ def test_each_set_is_decided_over_what_it_stores(name: str, seed: int, B: int) -
 
 @pytest.mark.spec("PO-TURN")
 def test_a_place_that_is_not_stored_is_won_by_its_own_head() -> None:
-    """One head has all 14 tokens, the other the turn's 5, fewer than 2 B = 22: wins of 14 and 8, shares of 13 and 9."""
+    """One head has all 14 tokens. The second head has the turn's 5, fewer than 2 B = 22.
+
+    The wins are 14 and 8, and the shares 13 and 9.
+    """
     inputs, live = drawn(3, n=SEEN, L=2, heads=(2, 2)), [[*range(SEEN)], [*range(N, SEEN)]] * 2
     found = sets(turned(POLICIES["adakv"], inputs, live, Budget(count=11)))
     assert found == brute_force("adakv", inputs, live, 11)
@@ -100,7 +103,7 @@ def test_a_place_that_is_not_stored_is_won_by_its_own_head() -> None:
 
 @pytest.mark.spec("PO-TURN")
 def test_the_budget_counts_all_tokens_seen() -> None:
-    """Half of 14 is 7, and not half of the 8 that are stored."""
+    """Half of 14 is 7. Half of the 8 stored tokens is not the budget."""
     inputs = drawn(1, n=SEEN, L=1, heads=(2, 1))
     live = [list(range(N - W, SEEN))] * 2
     assert [len(own) for own in sets(turned(policies.knorm(), inputs, live, parse_budget(0.5)))] == [7, 7]
@@ -108,7 +111,7 @@ def test_the_budget_counts_all_tokens_seen() -> None:
 
 @pytest.mark.spec("PO-TURN")
 def test_protection_is_about_positions() -> None:
-    """The sink went long ago: the first token that is left is none."""
+    """The sink was evicted long ago. The first stored token is no sink."""
     inputs = drawn(2, n=SEEN, L=1, heads=(1, 1))
     k = inputs.layers[0].k.copy()
     k[:, 4] = 9.0
@@ -139,7 +142,7 @@ def test_one_observation_stands_for_sets_that_store_the_same() -> None:
 @few
 @sequences
 def test_h2o_adds_what_every_query_of_the_turn_attends_to(seed: int, B: int) -> None:
-    """Sums live with their tokens; the decision comes after the last query."""
+    """Check that sums belong to their tokens, and that the decision follows the last query."""
     inputs = drawn(seed, n=SEEN, L=1, heads=(2, 2))
     before, found, after = after_records(policies.h2o(), inputs, Budget(count=B))
     assert after == found == [summed(plain(inputs.layers[0]), g, before[g], B) for g in range(2)]
