@@ -79,7 +79,7 @@ def test_every_operation_of_the_vectors_and_of_the_engine_is_asked() -> None:
 
 @pytest.mark.spec("PO-WHOLE-SHARES")
 def test_the_kernel_is_asked_about_compact_vectors() -> None:
-    """Check that the vectors contain the only tie of remainders."""
+    """Check that a compact vector contains the only tie of remainders."""
     assert "vector_PO_WHOLE_SHARES_502" in dict(written())
 
 
@@ -315,7 +315,7 @@ def test_the_suite_refuses_a_wrong_engine(program: Path, tmp_path: Path) -> None
 @needs_coq
 @pytest.mark.spec("CC-BUDGET-FORMS")
 def test_an_error_in_a_twin_is_found_by_comparison(program: Path, tmp_path: Path) -> None:
-    """No vector has a number of 64 characters."""
+    """No vector has a budget text of 64 characters."""
     row = next(row for row in read_rows(ROWS) if row.file == "spec/budget.py" and "64" in row.what)
     found = found_by(row, program.parent, tmp_path / "twin", 0)
     assert found.comparison.endswith("reference stands alone")

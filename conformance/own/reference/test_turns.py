@@ -173,7 +173,7 @@ def test_a_turn_ends_in_a_decision_whatever_the_cadence() -> None:
 
 
 def own_view(policy: Policy, inputs: Inputs, g: int) -> Observation:
-    """What the g-th kept set's own layer, or own KV head, would show if there were no other."""
+    """Return the observation of the g-th kept set, as if its layer or KV head were the only one."""
     seen = observation(policy, inputs)
     by_head = policy.granularity is Granularity.HEAD
     at, head = divmod(g, inputs.H_kv if by_head else 1)
@@ -186,7 +186,7 @@ def own_view(policy: Policy, inputs: Inputs, g: int) -> Observation:
 
 
 def scores_itself(policy: Policy, inputs: Inputs) -> bool:
-    """Whether every kept set gets what it would get alone: scores of both stages, its layer's worth, signatures."""
+    """Return whether every kept set gets the same scores, preferences and signatures as it would alone."""
     protected = policy.protection(inputs.n)
     together = policy.scorer(replace(observation(policy, inputs), B=6), protected)
     for g, row in enumerate(together.values):
@@ -221,7 +221,7 @@ SCORED: dict[str, Callable[[Inputs], Policy]] = {
 
 
 CHOSEN_TOGETHER = ("kvcrush",)
-"""Each set gets its own scores, and the selector looks at all heads of a layer."""
+"""Policies whose sets get separate scores, but whose selector reads all heads of a layer."""
 
 
 @pytest.mark.spec("PO-TURN")
@@ -229,7 +229,7 @@ CHOSEN_TOGETHER = ("kvcrush",)
     pytest.param(name, marks=pytest.mark.spec(CASES[name].item)) if name in CASES else name for name in SCORED
 ])
 def test_a_scorer_is_separable_where_each_set_scores_itself(name: str) -> None:
-    """Those that decide while tokens are decoded have records, go on from these instead, and need not promise it."""
+    """Policies that decide in decode steps continue from their records, so they need not promise separability."""
     inputs = [drawn(seed, n=12, L=3, heads=(2, 2)) for seed in range(4)]
     policy = SCORED[name](inputs[0])
     promised = isinstance(policy.scorer, SeparableScorer) and policy.scorer.separable
@@ -242,7 +242,8 @@ def test_a_scorer_is_separable_where_each_set_scores_itself(name: str) -> None:
 @few
 @sequences
 def test_a_text_that_is_only_read_is_part_of_the_next_turn_s_sums(seed: int, B: int) -> None:
-    """Nothing goes while it is read; then H2O keeps what it would if text and turn had been one turn."""
+    """Check that no token is evicted during reading, and that H2O then keeps the tokens of one turn over text and turn.
+    """
     inputs = drawn(seed, n=SEEN, L=1, heads=(2, 2))
     before, _, together = after_records(policies.h2o(), inputs, Budget(count=B))
     read, after = after_reading(policies.h2o(), inputs, Budget(count=B))

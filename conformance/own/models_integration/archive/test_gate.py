@@ -208,7 +208,7 @@ def test_a_codec_on_tensors_is_the_reference_s(arm: str) -> None:
 @sparingly
 @given(made=keys(), start=st.integers(0, 2048))
 def test_tensors_turn_as_the_reference_does(style: str, made: tuple[Cube, Vector], start: int) -> None:
-    """Up to the angle, which the integration rounds to float32 as the models do."""
+    """Compare tensors for equal angles. The integration rounds angles to float32, as models do."""
     x, theta = made
     tensor = torch.tensor(theta, dtype=torch.float32)
     angles = angles_between(x.shape[1], start, tensor, tensor)
@@ -225,14 +225,14 @@ UNGUIDED = settings(max_examples=2000, stateful_step_count=15, phases=[Phase.gen
 
 
 class Words(dict[Any, Any]):
-    """What a row's words mean; others mean themselves."""
+    """Meanings of the words of a row. Any other word means itself."""
 
     def __missing__(self, word: Any) -> Any:
         return word
 
 
 def run(program: dict[str, Any], encrypted: bool = False) -> None:
-    """Steps on a new archive that holds chunk 0 of each tenant."""
+    """Run the steps of a program on a new archive that has chunk 0 of each tenant."""
     machine = ArchiveMachine()
     try:
         machine.open(encrypted, None)
@@ -248,7 +248,7 @@ def run(program: dict[str, Any], encrypted: bool = False) -> None:
 
 
 def mistake(row: dict[str, str]) -> AbstractContextManager[None]:
-    """Put it into this process."""
+    """Apply a planted error to this process."""
     return replaced(Edit(row["of"], body=row["body"]))
 
 

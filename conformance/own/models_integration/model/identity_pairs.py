@@ -339,7 +339,7 @@ def _accelerated(model: Any) -> None:
     hooks.add_hook_to_module(model.model.norm, hooks.SequentialHook(hooks.ModelHook()))
 
 
-# What changes no answer.
+# Changes that change no answer.
 SAME: dict[str, Change] = {
     "copied": copy.deepcopy, "read": _read, "saved and loaded": _loaded,
     "wider and back": lambda model: model.to(torch.float64).to(torch.float32), "moved": lambda model: model.to("cpu"),

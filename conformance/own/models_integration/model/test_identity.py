@@ -350,7 +350,7 @@ def test_a_command_makes_it_once_and_only_where_a_row_or_a_file_needs_it(
     text, archive, statistics = tmp_path / "text.txt", str(tmp_path / "archive"), tmp_path / "mine.npz"
     text.write_text("The secret code is 7492. The chair thanked the members.", encoding="utf-8")
     long = tmp_path / "long.txt"
-    long.write_text(text.read_text(encoding="utf-8") * 20, encoding="utf-8")  # 256 tokens are the least
+    long.write_text(text.read_text(encoding="utf-8") * 20, encoding="utf-8")  # A calibration needs at least 256 tokens.
     model, _ = load_pocket()
     save_calibration(calibrate(model, prompt(256)), statistics)
     identified.clear()

@@ -59,7 +59,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2": partial(tiny, "GPT2LMHeadModel", **_SIZES),
 }
 SLIDING = ("gemma2", "gemma3")
-TABLES = ("gpt2",)  # positions are a table that is added to the embeddings
+TABLES = ("gpt2",)  # The positions of this family are a table that is added to the embeddings.
 
 METHODS: dict[str, Callable[[], RetentionPolicy]] = {
     "crystalcache": lambda: CrystalCache(0.5, ENDS, TINY, backend="numpy"),

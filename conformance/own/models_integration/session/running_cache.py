@@ -116,7 +116,7 @@ def subject(family: str) -> Subject:
 
 
 def ids_of(n: int, seed: int, rows: int = 1) -> Tensor:
-    """Random ids, (rows, n)."""
+    """Return random ids (rows, n)."""
     return torch.randint(3, 131, (rows, n), generator=torch.Generator().manual_seed(seed))
 
 

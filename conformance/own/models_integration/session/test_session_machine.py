@@ -50,7 +50,7 @@ others = st.none() | st.none() | st.none() | policies
 """Policy of a later operation. None, which is frequent, means the policy of the cache."""
 trips = st.one_of(*[st.just(NOWHERE)] * 5, st.builds(Trip, st.sampled_from([*PLACES]), st.integers(0, 2)))
 cuts = st.one_of(st.just(()), st.just(()), st.tuples(st.integers(1, 24)), st.just((1, 3)))
-"""Where a segment is cut into forwards, as far as it is long enough."""
+"""Positions at which a segment is split into forward passes, if the segment is long enough."""
 paddings = st.one_of(st.just(()), st.just(()), st.tuples(*[st.integers(0, 20)] * 3))
 """Hidden columns on the left of each row, modulo the length of the row."""
 

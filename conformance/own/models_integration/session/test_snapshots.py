@@ -1,6 +1,6 @@
-"""A saved cache: another process continues from the file, and a file of another model raises an error.
+"""A saved cache: a second process continues from the file, and a file of a different model raises an error.
 
-The state machine of the suite also goes through files, for any backend.
+The state machine of the suite also uses files, for any backend.
 """
 
 import json

@@ -142,7 +142,10 @@ def test_killed_actors_of_ray_make_the_rows_of_one_process(rules: Path, tmp_path
 def test_what_cannot_be_measured_is_a_row_with_its_error(
     rules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One sample runs out of memory, one is refused: the others are measured, and these where somebody asks again."""
+    """One sample runs out of memory, and one raises an error. All other samples are measured.
+
+    With `--again`, the two failed samples are measured too.
+    """
     rules.write_text(rules.read_text(encoding="utf-8").replace("contexts = 8", "contexts = 3"), encoding="utf-8")
     errors = [MemoryError("no room"), None, SpecError("budget", 3, "must be more")]
 
@@ -178,13 +181,13 @@ def test_what_cannot_be_measured_is_a_row_with_its_error(
 def test_a_policy_that_keeps_more_than_it_promises_is_caught(
     rules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its samples are errors that name it."""
+    """Check that samples of this policy are errors that name the policy."""
 
     def newest(observation: Any) -> Any:
         return np.tile(np.arange(observation.seen, dtype=np.float64), (observation.groups, 1))
 
     def greedy(scores: Any, budgets: Any, protected: Any) -> Selection:
-        """Five more in each kept set."""
+        """Keep five tokens more than the budget in each kept set."""
         n = scores.offsets[-1]
         each = [np.arange(n - budget - 5, n) for budget in budgets.tolist()]
         return Selection(np.concatenate(each), np.cumsum([0, *map(len, each)]))
@@ -205,7 +208,7 @@ def test_a_policy_that_keeps_more_than_it_promises_is_caught(
 
 
 def test_a_unit_that_kills_its_workers_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel kills who takes too much: the fourth worker does not try."""
+    """The kernel kills processes that use too much memory. The fourth worker does not try the unit."""
     monkeypatch.setattr(results, "_PATIENCE", 0.05)
     path, tried = tmp_path / "rows.jsonl", list[int]()
 
@@ -241,7 +244,7 @@ def test_only_what_failed_and_nobody_holds_is_made_again(tmp_path: Path) -> None
 
 
 def test_the_status_names_who_is_at_work_and_who_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease that is not touched while the status looks is silent, whatever the clocks say."""
+    """A lease that is not touched during `status` is silent, for any clocks."""
     monkeypatch.setattr(results, "_BEAT", 0.01)
     path = tmp_path / "study.jsonl"
     names = ("rules", "model", "sample", "placement")
@@ -258,7 +261,7 @@ def test_the_status_names_who_is_at_work_and_who_is_silent(tmp_path: Path, monke
         (touched,) = tmp_path.glob(f"*{units[1]}.lease")
 
         def look(seconds: float) -> None:
-            """Until the next touch, however busy the machine is."""
+            """Wait for the next touch, however busy the machine is."""
             before = touched.stat().st_mtime_ns
             while touched.stat().st_mtime_ns == before:
                 Event().wait(seconds)
@@ -274,7 +277,7 @@ def test_the_status_names_who_is_at_work_and_who_is_silent(tmp_path: Path, monke
 def test_actors_that_still_load_their_models_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Ray is made up: at the first look no worker has left word, at the second one all have ended."""
+    """Replace Ray: at the first check no worker has ended, and at the second check all have ended."""
     path, looks = tmp_path / "study.jsonl", [False, True]
 
     def wait(logs: list[str], timeout: float) -> tuple[list[str], list[str]]:
@@ -304,7 +307,7 @@ def test_a_sweep_s_file_and_the_options_of_a_grid_exclude_each_other(rules: Path
 
 @pytest.mark.law("as-it-is-described")
 def test_the_guide_s_sweep_is_one_file_of_fifteen_lines(tmp_path: Path) -> None:
-    """Eight policies, four budgets and three tasks, which a model with rotary positions is served."""
+    """Check eight policies, four budgets and three tasks. A model with rotary positions supports all of them."""
     text, claims = (fence.text for fence in fences("docs/guide/compare.md") if fence.language == "toml")
     assert len(text.splitlines()) <= 15
     path = tmp_path / "sweep.toml"

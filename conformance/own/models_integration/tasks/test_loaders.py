@@ -120,7 +120,7 @@ def test_a_row_of_ruler_is_split_before_its_question(ground: Ground, tmp_path: P
     assert prompt(ground, sample).strip() == f"{NIAH['input']}{NIAH['answer_prefix']}"
     assert said(ground, sample.question_ids).strip().startswith("What are all")
     assert (sample.references, sample.dialect, sample.max_new_tokens) == (tuple(NIAH["outputs"]), "ruler-v1", 128)
-    assert len(sample.evidence) == 2  # and not in 12345678
+    assert len(sample.evidence) == 2  # The digits 1234567 in 12345678 do not count.
     assert [value in piece for value, piece in zip(NIAH["outputs"], pieces(ground, sample), strict=True)] == [True] * 2
     half = ground.tokenizer.encode("It is 7654321", add_special_tokens=False)
     assert score(ground.tokenizer, half, sample) == 0.5

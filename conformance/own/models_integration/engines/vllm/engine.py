@@ -24,7 +24,7 @@ NEEDS_VLLM = [
 TOLERANCE = 1e-4
 BLOCK = 32
 SHAPE = (3, 2)
-"""Layers and KV heads of the pocket model."""
+"""Number of layers and of KV heads of the pocket model."""
 BYTES = 3 * 2 * 2 * BLOCK * 32 * 4
 """Bytes of one block of the pocket model: 3 layers, 2 KV heads, keys and values of 32 numbers in float32."""
 

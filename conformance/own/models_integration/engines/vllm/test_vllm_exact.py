@@ -30,13 +30,13 @@ EQUAL = ("snapkv", "keydiff", "knorm", "lagkv", "curdkv", "kvcrush", "chunkkv", 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """An engine whose steps process 64 tokens, so that prompts are read in chunks, with prefix caching."""
+    """Return an engine whose steps process 64 tokens, so that prompts are read in chunks, with prefix caching."""
     return Engine({"on_unserved": "full"}, max_num_batched_tokens=64)
 
 
 @pytest.fixture(scope="module")
 def small() -> Engine:
-    """An engine whose pool is too small for its requests."""
+    """Return an engine whose pool is too small for its requests."""
     return Engine({"on_unserved": "full"}, blocks=44, max_model_len=704, max_num_batched_tokens=256)
 
 
