@@ -57,7 +57,9 @@ def prose(page: str) -> str:
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """Yield the words of each command in a block without language, without comments. In spec/ such a block is a format.
+    """Yield the words of each command in a block without language, without comments.
+
+    In spec/ such a block is a format.
     """
     for fence in fences(page):
         if not fence.language and not page.startswith("spec/"):
@@ -166,7 +168,7 @@ def lines(text: str) -> list[str]:
 
 
 def shows(shown: Sequence[str], printed: Sequence[str]) -> bool:
-    """Return whether the lines on a page are the printed lines. `...` stands for any number of lines."""
+    """Return whether the lines on a page are the printed lines. `...` means any number of lines."""
     pattern = r"\n".join(".*" if line == "..." else re.escape(line) for line in shown)
     return re.fullmatch(pattern, "\n".join(printed), re.DOTALL) is not None
 

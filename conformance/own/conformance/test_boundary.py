@@ -142,7 +142,7 @@ BAD = np.array([[0.5, np.nan]], dtype=np.float32)
 
 
 class Reworded(SpecError):
-    """Error of an engine, with a message that differs from ours."""
+    """Error of an engine, with a message that differs from kvspec's message."""
 
     def __str__(self) -> str:
         return f"engine E17, {self.argument}: {self.bound}"
@@ -215,7 +215,7 @@ def by_pointer(D: Array, M: Array, p: Any) -> Array:
 
 
 def by_identity(D: Array, M: Array, p: Any) -> Array:
-    """Return a cached result, found by the identity of the arrays."""
+    """Return a cached result if the arrays are identical objects. Only the last arrays are cached."""
     if MEMORY.get("D") is not D or MEMORY.get("M") is not M:
         MEMORY.update(D=D, M=M, found=RIGHT(D, M, p))
     return MEMORY["found"].copy()

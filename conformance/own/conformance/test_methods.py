@@ -236,7 +236,9 @@ SENT = READINGS["sent"]
 
 
 def first_by_day(rows: Sequence[tuple[str, ...]]) -> list[Any]:
-    """Return one row for each method. The remaining rows run in the nightly profile, because they test only the suite.
+    """Return one row for each method.
+
+    The remaining rows run in the nightly profile, because they test only the suite.
     """
     first: dict[str, tuple[str, ...]] = {}
     for row in rows:

@@ -15,7 +15,7 @@ from conformance.plugin import judges
 
 GIVEN = {
     "numba": noxfile.OF_NUMBA,
-    # Tests of lives need decode, which torch and Triton leave to Numba.
+    # The tests of `SAVED_LIVES` need decode, which torch and Triton leave to Numba.
     "torch": [*noxfile.JUDGING, noxfile.SAVED_LIVES],
     "triton": [*noxfile.OF_TRITON, noxfile.SAVED_LIVES],
 }

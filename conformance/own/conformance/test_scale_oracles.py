@@ -43,7 +43,7 @@ from spec.arrays import Vector
 from spec.parameters import NESTEDKV, PAPER, NestedKVParameters
 from spec.records import Trunks
 
-SMALL_UNITS = 64  # This bounds the rounding of sums of at most a few dozen terms on both sides.
+SMALL_UNITS = 64  # This bounds the rounding of sums of about a dozen terms on both sides.
 
 
 def same(a: Any, b: Any) -> bool:
@@ -245,7 +245,9 @@ SHAPES: list[Shape] = [*s1_cases.ADDRESSED, *s1_cases.LADDERED, *(shape for _, s
 
 
 def test_full_size_cases_are_few() -> None:
-    """Check that CI has at most six full cases, with H n up to 131 072. All remaining cases of S1 have n up to 3 000.
+    """Check that CI has at most six full cases, with H n up to 131 072.
+
+    All remaining cases of S1 have n up to 3 000.
     """
     assert len(prefill.FULL) <= 6
     assert max(shape.H * shape.n for shape in SHAPES) <= 131_072

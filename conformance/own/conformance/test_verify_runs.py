@@ -167,7 +167,9 @@ def test_an_engine_that_ends_the_process_fails_the_item_that_it_ended_in(
 def test_an_engine_of_a_command_cannot_forge_its_outcomes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Check an engine that searches its inherited state, and the arguments, environments and open files of the judge.
+    """Check an engine that searches its inherited state.
+
+    It also searches arguments, environments and open files of the parent process.
     """
     assert asked(monkeypatch, "--command", shlex.join([sys.executable, forger.__file__]), "--out", "found") == 1
     made = tomllib.loads((folder / "found/certificate.toml").read_text(encoding="utf-8"))

@@ -112,7 +112,7 @@ def test_the_order_of_a_block_s_sum_decides(b: int) -> None:
 
 @pytest.mark.spec("PO-BEST-BLOCKS")
 def test_numba_chooses_the_same_blocks() -> None:
-    """Check that the stage of single tokens chooses blocks too: no block, one block, and no room."""
+    """Check that the stage of single tokens chooses blocks too, for no block, one block, and a budget of 0."""
     numba = pytest.importorskip("accelerated.numba_cpu.selectors", reason="pip install 'kvspec[numba]'")
     for seed in range(200):
         rng = np.random.default_rng(seed)

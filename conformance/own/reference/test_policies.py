@@ -189,7 +189,9 @@ def test_redundancy_spares_the_last_similar_key() -> None:
 
 @pytest.mark.spec("PO-RKV")
 def test_similar_is_a_question_of_float32() -> None:
-    """A cosine of 1/2 + 1e-9 is 1/2 in float32. Therefore only column 0 is exempt, and column 1 keeps its redundancy.
+    """A cosine of 1/2 + 1e-9 is 1/2 in float32.
+
+    Therefore only column 0 is exempt, and column 1 keeps its redundancy.
     """
     c = 0.5 + 1e-9
     barely = rkv_redundancy(1e4 * np.array([[1.0, 0.0], [c, np.sqrt(1 - c * c)]]))[0]

@@ -320,7 +320,7 @@ def defaults(make: Callable[..., Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("brute", [pytest.param(one, id=one.name, marks=item(one.item)) for one in brutes()])
 def test_the_constants_are_the_published_ones(brute: Brute) -> None:
-    """The constants are in the signature, so that a reader of a call without arguments knows them."""
+    """Check that the signature contains the constants, so that a call without arguments is documented."""
     assert defaults(brute.make) == brute.published
 
 

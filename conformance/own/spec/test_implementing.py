@@ -165,7 +165,9 @@ def test_every_stage_of_the_protocols_has_its_row() -> None:
 
 
 def test_the_rows_hold_the_items_that_a_backend_must_serve() -> None:
-    """Compare with the items for which Numba, which has every family, has a function. The trace requires these items.
+    """Compare with the items for which Numba, which has every family, has a function.
+
+    The trace requires these items.
     """
     functions = read_tree(ROOT).functions
     numba = {item for item, places in functions.items() if any("numba_cpu" in place for place in places)}

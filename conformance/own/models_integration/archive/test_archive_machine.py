@@ -73,7 +73,7 @@ class ArchiveMachine(RuleBasedStateMachine):
                 yield how
         except (ArchiveError, OSError, Killed) as error:
             if fault.kind not in (*kinds, "killed"):
-                raise AssertionError(f"{fault} must not stop it") from error
+                raise AssertionError(f"{fault} must not stop the operation") from error
             how.append(fault.kind)
             note(f"interrupted by a fault of kind {fault.kind}")
         if fault.kind == "killed":
@@ -201,7 +201,7 @@ class ArchiveMachine(RuleBasedStateMachine):
             self.widen(GONE, only=lambda key: DAMAGED in self.may[key])
             return
         named = {*report.quarantined}
-        assert all(DAMAGED in self.may[key] for key in named), "an undamaged chunk is called damaged"
+        assert all(DAMAGED in self.may[key] for key in named), "an undamaged chunk is reported as damaged"
         assert (report.foreign, report.clear) == ([], [])
         for key in named:
             self.may[key] = {GONE} if fault.kind in ("well", "full") else {DAMAGED, GONE}
@@ -259,7 +259,7 @@ class ArchiveMachine(RuleBasedStateMachine):
             self.adopt(key)
         for key in self.may:
             if key in listed:
-                assert listed[key].tenant in (None, self.texts[key][0]), "a chunk is listed as another tenant's"
+                assert listed[key].tenant in (None, self.texts[key][0]), "a chunk is listed for the wrong tenant"
                 self.narrow(key, "is listed", THERE, DAMAGED, HALF)
             else:
                 self.narrow(key, "is not listed", GONE, DAMAGED, HALF)

@@ -309,7 +309,9 @@ def test_crafted_tensors_are_a_miss_and_cannot_be_put(tmp_path: Path, change: st
     ((0, 4), (0, 4)), ((0, 8), (4, 12)), ((4, 8),), ((0, 4), (8, 12)),
 ])
 def test_a_crafted_place_of_a_tensor_is_damage(tmp_path: Path, entry: Any) -> None:
-    """Check overlapping places and unused bytes too, which no safetensors reader accepts. The digest does not matter.
+    """Check overlapping places and unused bytes too, which no safetensors reader accepts.
+
+    The digest does not matter.
     """
     metadata = {"digest": "0" * 64, "format": FORMAT, "spec": SPEC_VERSION, "manifest": chunk(2)[0].to_json()}
     entries, size = {"x": entry}, 4
@@ -334,7 +336,9 @@ def least_memory(work: Any) -> int:
 
 @pytest.mark.parametrize("kind", ["sparse", "sparse that adds up", "a header of 96 MB"])
 def test_what_is_too_large_is_a_miss_before_memory_is_taken(quick_path: Path, kind: str) -> None:
-    """Check sparse files of 1 TiB, and a header that accounts for every byte. Forgetting them does not fill the disk.
+    """Check sparse files of 1 TiB, and a header that accounts for every byte.
+
+    Forgetting them does not fill the disk.
     """
     manifest, tensors = chunk(2)
     with Archive(quick_path) as archive:

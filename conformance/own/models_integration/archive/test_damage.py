@@ -111,10 +111,10 @@ def test_verify_names_whatever_is_no_whole_object_in_its_place(tmp_path: Path, n
 
 
 def interrupted(work: Callable[[], object], at: int, other: Callable[[], object], killed_at: int = 0) -> bool:
-    """Run the work, and do the other work before call `at`. Kill the work before call `killed_at`.
+    """Run the work, and run `other` before call `at`. Kill the work before call `killed_at`.
 
     Returns:
-        Whether the work made `at` calls.
+        True if the work made `at` calls.
     """
     calls, running = 0, True
     with pytest.MonkeyPatch.context() as patch:

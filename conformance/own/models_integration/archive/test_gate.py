@@ -60,7 +60,7 @@ UNTURNED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", [*REFUSED, *UNTURNED])
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_is_not_recognised_is_refused_by_name(name: str) -> None:
-    """Check unsupported models, and models whose keys are not those of the recognised rotation."""
+    """Check unsupported models, and models whose keys would not follow from a rotation of stored keys."""
     make, words = UNTURNED.get(name, (partial(build, name), name))
     with pytest.raises(UnknownModel, match=words):
         recognise(make())
@@ -143,7 +143,9 @@ def test_dynamic_frequencies_are_refused_beyond_their_range() -> None:
 
 @pytest.mark.law("the-proof-has-teeth")
 def test_the_bound_of_the_probe_lies_far_from_both() -> None:
-    """Correct hypotheses have errors below a hundredth of the bound. Wrong hypotheses exceed the bound a hundredfold.
+    """Correct hypotheses have errors below a hundredth of the bound.
+
+    Wrong hypotheses exceed the bound a hundredfold.
     """
     model = build("Llama")
     before, after = (rope._probe(model, start) for start in (0, rope.PROBE_START))

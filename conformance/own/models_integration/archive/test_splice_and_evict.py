@@ -120,7 +120,7 @@ def policy(budget: float | int = 24, **options: Any) -> CrystalCache:
 @pytest.mark.law("decided-as-the-reference")
 @pytest.mark.parametrize("gone", [frozenset[int](), frozenset(GONE)])
 def test_the_state_is_the_reference_s(gone: frozenset[int]) -> None:
-    """The chunk joins the trunks by its stored keys, as the specification says."""
+    """The chunk joins the trunks by its stored keys, as specified."""
     model, tokens = build("Llama", dtype=torch.float64), ids(17, 3)
     rotary = recognise(model)
     chunk, kept = computed(model, tokens, rotary), kept_of(17, set(gone))
@@ -329,7 +329,8 @@ def test_a_compacted_chunk_is_never_the_full_one(archive: Archive) -> None:
         library.put(PART, upper=True, method=StreamingLLM(12)),
     ]
     assert len(set(keys)) == 5
-    assert library.put(PART, method=StreamingLLM(24)) not in keys[1:]  # All tokens are kept, and the manifest says so.
+    # All tokens are kept, and the manifest records this.
+    assert library.put(PART, method=StreamingLLM(24)) not in keys[1:]
     sizes = {key: archive.get(key, "alice") for key in keys}
     for key, stored in zip(keys, (24, 12, 13, 12, 12), strict=True):
         chunk, found = library.get(key), sizes[key]

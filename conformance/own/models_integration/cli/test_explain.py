@@ -275,7 +275,9 @@ def test_another_policy_is_counted_by_its_sets(drive: Drive) -> None:
 
 
 def test_a_space_that_a_tokenizer_drops_at_the_start_is_shown() -> None:
-    """Check a tokenizer like SentencePiece, which drops the space of a single token. A part of a letter becomes a mark.
+    """Check a tokenizer like SentencePiece, which drops the space of a single token.
+
+    A part of a letter becomes a mark.
     """
     pieces = [b" the", b" cat", b"  sat", b" \xc3", b"\xb8"]
     tokenizer: Any = SimpleNamespace(decode=lambda ids, **given: b"".join(

@@ -172,7 +172,7 @@ def test_a_stretched_rotation_reaches_further() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_a_policy_is_held_to_its_own_floor_alone(tmp_path: Path) -> None:
-    """Check policies at few tokens. Each policy is compared only with its own floor.
+    """Check that each policy is compared only with its floor, for budgets of few tokens.
 
     A policy without a floor gets few tokens. A policy with a floor causes a warning.
     """

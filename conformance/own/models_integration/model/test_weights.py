@@ -1,4 +1,6 @@
-"""Weights are fetched once by name, whole or not at all. GGUF files are read as llama.cpp reads them, without network.
+"""Weights are fetched once by name, whole or not at all.
+
+GGUF files are read as llama.cpp reads them, without network.
 """
 
 import errno

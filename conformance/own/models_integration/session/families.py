@@ -157,8 +157,8 @@ def crossed(
     Args:
         name: name of the second parameter.
         values: values of the second parameter.
-        always: values that every family also runs by day. Without any, each family runs one of all values, in turn.
-        whole: families that run every value by day.
+        always: values that every family runs in every profile. If empty, each family runs one of all values, in turn.
+        whole: families that run every value in every profile.
     """
     others, met = list(values), list(always)
     parameters = []

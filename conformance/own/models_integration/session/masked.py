@@ -141,7 +141,7 @@ class Masked(oracle.Masked):
         self.keep([kept[layer] if isinstance(kept, Mapping) else [kept] for layer in self.visible])
 
     def greedy(self, new: int) -> list[int]:
-        """Return greedy tokens: the first from the uncompacted prompt, the others through the mask."""
+        """Return greedy tokens: the first from the uncompacted prompt, all later tokens through the mask."""
         token = self.prompt_logits[:, -1:].argmax(-1)
         chosen = [int(token)]
         while len(chosen) < new:

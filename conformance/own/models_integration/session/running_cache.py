@@ -98,7 +98,7 @@ class Subject:
     oracle: MaskedModel
     identity: ModelIdentity
     rotary: Rotary | None
-    """None if a sliding window does not see a chunk, or if positions are a table."""
+    """None if sliding windows would skip a chunk, or if positions are a table."""
 
 
 @cache
@@ -135,7 +135,7 @@ class RunningCache:
     open: bool = False
     """True inside a first prompt with padding.
 
-    The cache knows no padding before the prompt ends, so the whole prompt is stored.
+    The cache has no information about padding before the prompt ends, so the whole prompt is stored.
     """
     dead: bool = False
     """True after a refused first prompt or a failed operation. Such a cache is not used again."""
@@ -179,7 +179,10 @@ def _positions(layer: RetainedLayer, row: int, head: int) -> list[int]:
 
 
 class Judge:
-    """Reader of tokens into caches of one family's model, and judge of the results. `counts` counts the states met."""
+    """Reader of tokens into caches of one family's model, with checks of the results.
+
+    `counts` contains the number of occurrences of each state.
+    """
 
     def __init__(self, family: str, met: Counter[str]) -> None:
         self.subject, self.counts = subject(family), met
@@ -226,7 +229,7 @@ class Judge:
         for row, before, after in zip(life.rows, life.sets, now, strict=True):
             for a, b in zip(flat([before]), flat([after]), strict=True):
                 back = {at for at in b if at < len(row.tokens)} - {*a}
-                assert not back, f"tokens are stored that were evicted: {sorted(back)}"
+                assert not back, f"evicted tokens are stored: {sorted(back)}"
 
     def read(self, life: RunningCache, ids: Tensor, evicts: bool = True, mask: Tensor | None = None) -> None:
         """Read tokens in one forward pass, and check that the logits equal those of the masked model."""
@@ -252,7 +255,7 @@ class Judge:
                 for ids in pieces[index]:
                     at_once(self.model, ids[None], own)
             single = replace(life, cache=own, rows=[life.rows[index]])
-            assert single.stored() == [life.sets[index]], "alone, the row stores other tokens than in the batch"
+            assert single.stored() == [life.sets[index]], "the separate cache stores different tokens than the batch"
             if isinstance(life.cache.continuation, CrystalStates):
                 (state,) = states_of(own).rows
                 same_state(life.cache.continuation.rows[index], state, self.rounding())
@@ -290,12 +293,12 @@ class Judge:
             assert evicts or life.sets == grown, "tokens were evicted, although no eviction was due"
             self.check_within(life.sets, grown)
             one = all(sets == [[sets[0][0]] * life.heads[1]] * life.heads[0] for sets in life.sets)
-            assert one or life.cache.layers_differ, "layers or heads differ, and the cache does not know it"
+            assert one or life.cache.layers_differ, "layers or heads differ, but layers_differ is False"
 
     def check_within(self, now: list[Sets], before: list[Sets]) -> None:
         for a, b in zip(flat(now), flat(before), strict=True):
-            assert {*a} <= {*b}, f"stored, and neither read nor stored before: {sorted({*a} - {*b})}"
-            assert all(x < y for x, y in pairwise(a)), f"positions do not rise: {a}"
+            assert {*a} <= {*b}, f"stored tokens were neither read nor stored before: {sorted({*a} - {*b})}"
+            assert all(x < y for x, y in pairwise(a)), f"positions are not ascending: {a}"
 
     def attempt(self, life: RunningCache, act: Callable[[], None]) -> str:
         """Run an operation and return its outcome: "done", "refused" or "tripped".
@@ -312,13 +315,13 @@ class Judge:
         if life.cache.failure is not None:
             self.met(f"unusable: {life.cache.failure}")
             life.dead = True
-            assert all(layer.keys is None for layer in life.cache.layers), "tensors outlive a failure"  # type: ignore[union-attr]
+            assert all(layer.keys is None for layer in life.cache.layers), "a failed cache still holds tensors"  # type: ignore[union-attr]
             try:
                 self.model(input_ids=ids_of(2, 0, len(life.rows)), past_key_values=life.cache)
             except SpecError:
-                assert ended != "done", "it was done, and the cache cannot be used"
+                assert ended != "done", "the operation is done, but the cache refuses to be used"
                 return ended
-            raise AssertionError("a cache that has failed was read")
+            raise AssertionError("a failed cache was read")
         if ended != "done":
             life.dead = not life.columns
             if not life.dead:
@@ -330,20 +333,20 @@ class Judge:
     def check_storage(self, life: RunningCache) -> None:
         """Check that each head stores exactly the masked model's keys and values of the head's positions."""
         seen = life.cache.get_seq_length()
-        assert seen == life.columns, f"{seen} columns, not {life.columns}"
-        assert life.stored() == life.sets, "other tokens are stored than should be"
+        assert seen == life.columns, f"the cache has seen {seen} columns instead of {life.columns}"
+        assert life.stored() == life.sets, "the cache stores the wrong tokens"
         longest = max(map(len, flat(life.sets)))
         dense = [layer for layer in life.cache.full_layers if isinstance(layer, DenseLayer) and not life.open]
-        assert all(layer.stored_length <= longest for layer in dense), "padding takes memory"
+        assert all(layer.stored_length <= longest for layer in dense), "the cache stores padding"
         for index, (row, sets) in enumerate(zip(life.rows, life.sets, strict=True)):
             expected = self.subject.oracle.expect(row).layers
             for layer, heads, both in zip(life.cache.full_layers, sets, expected, strict=True):
                 for head, positions in enumerate(heads):
                     held = layer.held(index if layer.batch > 1 else 0, slice(head, head + 1))
                     for tensor, whole in zip(held, both, strict=True):
-                        assert tensor.shape[1] == len(positions), "more or less is stored than the positions say"
+                        assert tensor.shape[1] == len(positions), "tensors and positions have different lengths"
                         apart = relative(tensor[0], whole[head, positions]) if positions else 0.0
-                        assert apart <= MASKED_LOGITS, f"stored keys or values are {apart:.1e} from the masked model's"
+                        assert apart <= MASKED_LOGITS, f"keys or values differ by {apart:.1e} from the masked model"
 
     def check_segment(self, life: RunningCache, run: Session, policy: str) -> None:
         """Check at the end of a segment that the session reports the stored tokens and the excess over the budget."""
@@ -355,9 +358,9 @@ class Judge:
             self.met("more is protected than the budget has" if run.over_budget else "the budget holds")
             over = []
             for found, sets, row in zip(run.retentions, life.sets, life.rows, strict=True):
-                assert spread(found, *life.heads) == sets, "the session says that it kept other tokens than are stored"
+                assert spread(found, *life.heads) == sets, "the reported kept tokens are not the stored tokens"
                 over.append(ceil(len(found.positions) / found.groups) - method.budget.tokens(len(row.tokens)))
-            assert run.over_budget == max(0, *over), "the session does not say by how much the budget is exceeded"
+            assert run.over_budget == max(0, *over), "over_budget is not the excess over the budget"
         evicted = any(len(own) < len(life.rows[0].tokens) for own in flat(life.sets))
         self.met("a segment that evicts" if evicted else "a segment that evicts nothing")
         for layer in life.cache.full_layers:

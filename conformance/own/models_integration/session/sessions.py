@@ -116,7 +116,9 @@ CLASSES = ("crystalcache", "streamingllm", "fullcache")
 
 @lru_cache(1)
 def calibration(model: PreTrainedModel) -> Calibration:
-    """Return a calibration of the model with head scores. The calibration text differs from the prompts of the tests.
+    """Return a calibration of the model with head scores.
+
+    The calibration text differs from the prompts of the tests.
     """
     return calibrate(model, prompt(256, seed=9), template=REHEARSED["template"])
 

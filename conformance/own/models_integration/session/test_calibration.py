@@ -213,7 +213,10 @@ def test_queries_are_rotated_back_whatever_the_code_of_the_model(name: str, monk
     (lambda: build("gpt_neox"), "must rotate all 12 channels of a head, but rotates 6"),
 ])
 def test_head_scores_need_no_one_rotation(make: Callable[[], Any], words: str, tmp_path: Path) -> None:
-    """Head scores belong to the model and its rotations too. They cannot serve a policy that removes rotations."""
+    """Check that head scores belong to the model and its rotations.
+
+    Policies that remove rotations refuse them.
+    """
     model, other, ids = make(), make(), prompt(LEAST, seed=9)
     for refused in (lambda: calibrate(model, ids), lambda: Published("expected-attention", 20)(model)):
         with pytest.raises(SpecError, match=words):

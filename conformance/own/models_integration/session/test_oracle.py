@@ -342,7 +342,10 @@ def mutate(stack: ExitStack, name: str) -> None:
 @pytest.mark.law("the-proof-has-teeth")
 @pytest.mark.parametrize(("name", "judge"), [(name, judge) for name in MUTANTS for judge in MUTANTS[name]["checks"]])
 def test_a_mutant_is_killed(name: str, judge: str) -> None:
-    """Check that a check kills the mutant. Without the mutant, the check passes in its own test or in the next test."""
+    """Check that a check kills the mutant.
+
+    A different test runs the same check without the mutant.
+    """
     with ExitStack() as stack:
         mutate(stack, name)
         with pytest.raises(AssertionError):

@@ -150,7 +150,7 @@ def test_beams_of_a_prefix_say_how_to_repeat_it() -> None:
 
 @pytest.mark.law("as-it-is-described")
 def test_dynamic_full_is_a_dynamic_cache() -> None:
-    """Check names that transformers 5.24 no longer knows and earlier releases know."""
+    """Check names that exist only in releases before transformers 5.24."""
     for name in ("dynamic", "dynamic_full", "hybrid"):
         check_call({"cache_implementation": name})
     for name in ("static", "quantized", "offloaded"):

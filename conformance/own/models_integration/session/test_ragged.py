@@ -247,7 +247,9 @@ def sequences(
     query: Tensor, keys: Tensor, values: Tensor, query_ends: Tensor, key_ends: Tensor, most_queries: int,
     most_keys: int, *, scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return output (T, 1, d) and log-sum-exp (1, T) of T queries. Sequence i attends to the keys of sequence i only.
+    """Return output (T, 1, d) and log-sum-exp (1, T) of T queries.
+
+    Sequence i attends to the keys of sequence i only.
     """
     assert query_ends[0] == key_ends[0] == 0
     assert len(query_ends) == len(key_ends)

@@ -87,7 +87,7 @@ def test_norms_are_those_of_what_attention_reads() -> None:
 def test_the_cache_is_as_it_was(family: str) -> None:
     """Check that all tensors are unchanged, including those of sliding layers.
 
-    Later tokens do not see the repeat.
+    Later tokens do not attend to the repeat.
     """
     model, ids = build(family), prompt(PROMPT)
     plain, observed = observe(model, ids), rehearsed(model, ids)

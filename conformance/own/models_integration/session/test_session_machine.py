@@ -349,7 +349,7 @@ class SessionMachine(RuleBasedStateMachine):
 
         ended = self.judge.attempt(life, act)
         assert (ended == "done") <= (not wrong), "a token that is not stored was kept"
-        assert (ended == "refused") <= wrong, "a compaction to stored tokens is refused"
+        assert (ended == "refused") <= wrong, "a compaction to stored tokens was refused"
         if ended == "done":
             life.sets, life.alone = sets, None
             self.judge.check_storage(life)

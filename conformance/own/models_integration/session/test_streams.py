@@ -145,7 +145,9 @@ def test_tokens_can_be_taken_back_until_a_breath(decode: bool) -> None:
 
 @pytest.mark.law("decided-as-the-reference")
 def test_steps_read_without_decode_do_not_fade() -> None:
-    """Read one cache in a session without decode, then in a session with decode. D decays only in the second session.
+    """Read one cache in a session without decode, then in a session with decode.
+
+    D decays only in the second session.
     """
     model, cache = build("llama"), RetainedCache(build("llama").config)
     with breathing(decode=False)(model):

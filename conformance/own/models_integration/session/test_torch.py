@@ -159,7 +159,8 @@ def rows(model: PreTrainedModel, path: Path) -> Tensor:
 def test_an_offloaded_model_is_the_model(where: str, name: str, tmp_path: Path) -> None:
     """Check that an offloaded model gives the same logits.
 
-    Between forward passes, the parameters are on the device meta. The hooks of the model know the execution device.
+    Between forward passes, the parameters are on the device meta. The hooks of the model move them to the execution
+    device.
     """
     model, expected = build("llama"), life(build("llama"), name)
     if where == "memory":

@@ -205,7 +205,9 @@ def test_what_cannot_be_observed_or_compacted_is_named() -> None:
 
 @pytest.mark.law("the-model-stays-as-it-was")
 def test_a_new_cache_that_fails_leaves_the_full_one_alone() -> None:
-    """Check tensors that both caches share: those of sliding layers. The reset of some releases would set them to zero.
+    """Check tensors that both caches share: those of sliding layers.
+
+    The reset of some releases would set them to zero.
     """
     model = build("gemma3")
     observed = observe(model, prompt(N))

@@ -136,7 +136,7 @@ def patient(hours: int) -> None:
 def sweep(rules: Path, out: Path, hours: int) -> None:
     """Run `kvspec sweep RULES` with a clock that is `hours` ahead.
 
-    All processes together begin as many samples as the file `most` says.
+    The file `most` contains the number of samples that all processes together begin.
     """
     torch.set_num_threads(1)
     patient(hours)

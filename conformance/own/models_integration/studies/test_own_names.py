@@ -170,7 +170,7 @@ def test_a_calibration_says_over_which_contexts_it_was_taken(tmp_path: Path, one
     """Check the list of contexts in a calibration.
 
     A calibration that is created from the rules lists a dev context. A list with a confirming context is refused.
-    Without a list, the output says so.
+    Without a list, the output states that the list is missing.
     """
     text = RULES[RULES.index("[study]") :].replace('["streamingllm"]', '["triattention@prompt"]')
     rules, file = rules_file(tmp_path, text.replace("contexts = 4", "contexts = 12")), tmp_path / "mine.npz"

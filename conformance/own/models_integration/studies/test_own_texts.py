@@ -297,7 +297,9 @@ def test_a_missing_text_is_not_read_as_a_word(missing: object, pocket: Pocket) -
 
 @pytest.mark.parametrize("answers", [("7492", "x"), np.array(["7492", "x"]), pd.Series(["7492", "x"]).to_numpy()])
 def test_several_right_answers_come_in_any_sequence(answers: object, pocket: Pocket) -> None:
-    """A data frame that was read from Parquet contains arrays. An array once counted as one answer, the array's text.
+    """A data frame that was read from Parquet contains arrays.
+
+    An array once counted as one answer, the array's text.
     """
     rows = pd.DataFrame([{**CODE, "answer": answers}, {**MONTH, "answer": "1111", "evidence": None}]).convert_dtypes()
     budgets: Any = np.array([200])

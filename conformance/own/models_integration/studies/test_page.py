@@ -272,7 +272,7 @@ def test_what_cannot_be_shown_is_said(rows: list[Row], tmp_path: Path) -> None:
 
 
 def compared(**right: str) -> list[Row]:
-    """Return rows of cells without gold answer tokens. The patterns of digits say which answers are right."""
+    """Return rows of cells without gold answer tokens. The digits of a pattern are 1 for right answers."""
     rows = []
     for index in range(len(next(iter(right.values())))):
         cells = [

@@ -344,7 +344,9 @@ def counted(right: Mapping[tuple[str, str, str], Sequence[int]]) -> tuple[Any, .
 
 
 def test_the_registered_rules_decide_about_what_was_counted() -> None:
-    """Check two models with 40 answers at each budget. Lambda 0.5 and 1.5 gain ten answers, so the smaller is chosen.
+    """Check two models with 40 answers at each budget.
+
+    Lambda 0.5 and 1.5 gain ten answers, so the smaller is chosen.
     """
     better, equal = [1] * 20 + [0] * 20, [1] * 10 + [0] * 30
     chosen = {0.5: better, 1.0: equal, 1.5: better}

@@ -65,7 +65,9 @@ def test_injection_is_compared_question_by_question() -> None:
 
 
 def test_half_of_the_layers_and_codecs_change_what_they_say(one_thread: None) -> None:
-    """Upper and lower half together are the wrapped chunk. Layer 0 of the upper half has the values of the raw tokens.
+    """Upper and lower half together are the wrapped chunk.
+
+    Layer 0 of the upper half has the values of the raw tokens.
     """
     scene = Scene(Loading("chat", "numpy").subject(), draw_talk(0))
     ids = (5, 6, 7)

@@ -270,7 +270,7 @@ def subject(one_thread: None) -> Subject:
 
 
 def told(subject: Subject, sample: Sample, placement: Placement, names: Sequence[str]) -> dict[Cell, tuple[Row, Kept]]:
-    """Return the row and the kept sets of each cell, from one prompt. One forward pass serves five caches."""
+    """Return the row and the kept sets of each cell, from one prompt. One forward pass reads five caches."""
     wanted = [(name, str(B)) for name, B in product(names, BUDGETS) if B in BUDGETS[:1] or not name.startswith(DIVERSE)]
     methods = {name: subject.policy(name, Budget(count=BUDGETS[0])).on(subject.model) for name in names}
     prompt = read_prompt(subject, methods, [str(B) for B in BUDGETS], placement)

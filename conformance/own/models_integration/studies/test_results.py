@@ -75,7 +75,9 @@ def test_a_line_that_is_no_row_is_named(line: str, tmp_path: Path) -> None:
 
 
 def test_a_cut_last_line_is_set_aside_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Check that readers skip the truncated line, and that the next row follows the last whole row. Rows may be long.
+    """Check that readers skip the truncated line, and that the next row follows the last whole row.
+
+    Rows may be long.
     """
     path = tmp_path / "results.jsonl"
     cut = '{"policy": "ö' + "x" * 200_000

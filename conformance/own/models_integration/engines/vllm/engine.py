@@ -19,7 +19,7 @@ from models_integration.pocket import ASSETS, load_pocket
 
 NEEDS_VLLM = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: nox -s vllm runs this"),
-    pytest.mark.filterwarnings("default"),  # vLLM warns about its own dependencies
+    pytest.mark.filterwarnings("default"),  # vLLM warns about its dependencies.
 ]
 TOLERANCE = 1e-4
 BLOCK = 32
