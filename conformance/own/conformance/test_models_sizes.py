@@ -1,5 +1,4 @@
-"""Wrong policies that small inputs do not reveal: each fails on the fixed inputs of every run, and correct ones pass.
-"""
+"""Wrong policies that small inputs do not reveal fail on the fixed inputs of every run, and correct ones pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

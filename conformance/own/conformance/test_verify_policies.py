@@ -1,4 +1,6 @@
-"""Promises of policies: true ones hold, each false one fails in its column on a small input; `kvspec verify --policy`.
+"""Promises of policies: true ones hold, and each false one fails in its column on a small input.
+
+Further tests run `kvspec verify --policy`.
 """
 
 import json

@@ -107,8 +107,7 @@ def test_caote_scores_every_step_anew(seed: int, B: int) -> None:
 @few
 @sequences
 def test_rkv_decides_at_multiples_of_the_tokens_seen(seed: int, B: int) -> None:
-    """Check that the last queries are stored in addition to the cache, and that the cache grows between two multiples.
-    """
+    """Check that the last queries are stored in addition to the cache. The cache grows between two multiples."""
     B = max(3, B)
     expected = by_head(long(seed), B, memoryless(lambda x: brute_rkv(x, 3, 3, 0.1)[0], 3, 4))
     assert decoded(policies.rkv(3, 3, every=4), long(seed), B) == expected

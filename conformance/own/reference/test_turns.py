@@ -242,7 +242,9 @@ def test_a_scorer_is_separable_where_each_set_scores_itself(name: str) -> None:
 @few
 @sequences
 def test_a_text_that_is_only_read_is_part_of_the_next_turn_s_sums(seed: int, B: int) -> None:
-    """Check that no token is evicted during reading, and that H2O then keeps the tokens of one turn over text and turn.
+    """Check that no token is evicted during reading.
+
+    After the turn, H2O keeps the tokens that it would keep if text and turn were one turn.
     """
     inputs = drawn(seed, n=SEEN, L=1, heads=(2, 2))
     before, _, together = after_records(policies.h2o(), inputs, Budget(count=B))

@@ -1,5 +1,4 @@
-"""Commands: `kvspec` starts without packages that only its models need, and `kvspec archive` runs on the pocket model.
-"""
+"""Commands: `kvspec` starts without the packages of its models, and `kvspec archive` runs on the pocket model."""
 
 import ast
 import importlib

@@ -134,8 +134,7 @@ def test_an_exceptions_file_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_what_kvspec_made_is_made_again(tmp_path: Path) -> None:
-    """Check that a run is resumed with its report, tables and figures, and that a page and a calibration are replaced.
-    """
+    """Check that a run is resumed with its report, tables and figures. A page and a calibration are replaced."""
     pytest.importorskip("matplotlib")
     files = [tmp_path / f"made.{kind}" for kind in ("csv", "svg", "tex", "png", "pdf")]
     asked = ["compare", "--length", "200", "--samples", "1", "--tasks", "needle", "--budgets", "0.9", "--policies",

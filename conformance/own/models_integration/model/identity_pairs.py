@@ -1,4 +1,6 @@
-"""Pairs of models that differ in one field, value or module and answer differently, and changes that change no answer.
+"""Pairs of models that differ in one field, value or module and answer differently.
+
+Further changes change no answer.
 """
 
 import copy

@@ -55,8 +55,7 @@ def own_names(tree: ast.Module) -> Iterator[str]:
 
 
 def foreign_uses(sources: dict[Path, ast.Module]) -> list[str]:
-    """Return uses of underscored names that neither kvspec nor a listed library defines, and of the names in strings.
-    """
+    """Return uses of underscored names that neither kvspec nor a listed library defines. Names in strings count too."""
     own = set(chain.from_iterable(map(own_names, sources.values())))
     found, named = [], {seams.ATTENTION, seams.EXPERTS, "eager_attention_forward"}
     for path, tree in sources.items():

@@ -51,8 +51,7 @@ BOUND = 2e-6
 
 
 def hooked(model: Any, ids: Tensor) -> list[Tensor]:
-    """Return each layer's queries (H, n, d) before the rotation: the output of q_proj, or of its norm if there is one.
-    """
+    """Return each layer's queries (H, n, d) before the rotation, after the norm of the queries if there is one."""
     found: list[Tensor] = []
     handles = []
     for layer in model.model.layers:

@@ -1,5 +1,4 @@
-"""One observed prompt for every cell, compared with a context per cell, generation, and masks on a dense forward pass.
-"""
+"""One observed prompt for every cell, compared with a context per cell, generation, and masks on a full cache."""
 
 import itertools
 from dataclasses import replace

@@ -233,7 +233,7 @@ def test_a_task_that_fails_its_controls_on_dev_carries_no_claim(right: dict[str,
 
 @pytest.mark.parametrize("value", ["number", "word"])
 def test_facts_are_in_three_texts_each_split_before_any_run(value: str) -> None:
-    """No window is read twice, the fact is at its stated position, and dev and confirm have different parts of a text.
+    """No window is read twice, and the fact is at its stated position. Dev and confirm have different parts of a text.
     """
     pocket_tokenizer = load_pocket_tokenizer(ASSETS)
     ground = ground_of(pocket_tokenizer, read_prose(pocket_tokenizer))

@@ -153,8 +153,7 @@ def cwe_holds(ground: Ground, name: str, sample: Sample) -> None:
 
 
 def check_list(listing: str, common: list[str], often: int, seldom: int, pinned: bool) -> None:
-    """Check the official list: common words and the remaining words with their counts, shuffled by `random.Random(42)`.
-    """
+    """Check the official list of common and remaining words with their counts, shuffled by `random.Random(42)`."""
     found = re.findall(r"\d+\. (\w+)", listing)
     assert listing == " ".join(f"{at}. {word}" for at, word in enumerate(found, 1))
     slots = list(range(len(found)))
