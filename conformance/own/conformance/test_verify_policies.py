@@ -85,7 +85,8 @@ def scored(change: Any) -> Policy:
 
 def false_promises() -> Iterator[tuple[str, Policy]]:
     """Yield a policy that breaks each column."""
-    turns = cycle((1, 1, -1, 1))  # The other sequence comes second, and a last call returns the kept set.
+    # The second call reads a different sequence, the third repeats the first, and a last call reports the kept set.
+    turns = cycle((1, 1, -1, 1))
 
     def blind(scores: Any, budgets: Any, protected: Any, /) -> Any:
         return top_units(replace(scores, values=np.nan_to_num(scores.values)), budgets, protected & False)

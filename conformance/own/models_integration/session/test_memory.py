@@ -94,7 +94,7 @@ def held(cache: RetainedCache) -> list[tuple[int, Tensor]]:
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("recorded", [None, 2])
 def test_a_crop_that_a_window_has_passed_changes_no_layer(recorded: int | None) -> None:
-    """Check a crop to tokens that an earlier window would need. These tokens are freed unless they were recorded."""
+    """Check a crop to a position whose window needs freed tokens. Only tokens recorded since then are available."""
     model = first_full()
     cache, expected = (prefill(model, METHODS["crystalcache"](), prompt(N)).cache for _ in range(2))
     if recorded is not None:

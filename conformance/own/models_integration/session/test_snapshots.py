@@ -82,9 +82,9 @@ def waiting(decode: bool) -> Lived:
 
 
 def differing_beside_holes(name: str) -> Lived:
-    """Return a cache in which each row has seen its number of tokens.
+    """Return a cache whose rows have read different numbers of tokens, and whose layers or heads differ.
 
-    In the second turn, some columns have no token.
+    The padded second turn left columns without a token.
     """
     model, (ids, mask), (more, shown) = build("llama"), batch(prompts()), batch([prompt(n) for n in (9, 5, 7)])
     cache = RetainedCache(model.config)

@@ -125,7 +125,7 @@ def test_a_cache_that_grew_outside_the_context_is_refused_by_name() -> None:
 def test_tokens_can_be_taken_back_until_a_breath(decode: bool) -> None:
     """A cropped cache continues as if the removed tokens had not been read.
 
-    A cache that is cropped to a length before the last decode-time eviction has no state.
+    A cache that is cropped past its last eviction has no state.
     """
     model, caches = build("llama"), []
     for extra in (0, 3):
