@@ -122,7 +122,10 @@ def test_how_far_the_official_pyramid_misses(L: int, capacity: int, n: int) -> N
     ],
 )
 def test_the_official_rounding_misses(wins: list[int], base: int, share: Fraction, expected: list[int]) -> None:
-    """A base of 101 with a safeguard of a half gives 100, although no token should be lost. Halves are rounded to even."""
+    """A base of 101 with a safeguard of a half gives 100, although no token should be lost.
+
+    Halves are rounded to even.
+    """
     assert adakv_official(wins, base, share).tolist() == expected
 
 
