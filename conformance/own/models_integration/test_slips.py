@@ -1,4 +1,4 @@
-"""Names as people write them, and likely slips in Python: one sentence that says what to type."""
+"""Common spellings of names, and likely mistakes in Python: one sentence says what to type."""
 
 import re
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_suggestions_are_similar_names() -> None:
 
 
 def slips() -> dict[str, tuple[Any, str]]:
-    """By name: what is called, and the words of its error."""
+    """Return calls with mistakes and the words of their errors, by name."""
     model: Any = build("llama")
     policy: Any = kvspec.StreamingLLM(0.5)
     call: Any = kvspec

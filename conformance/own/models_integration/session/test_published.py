@@ -1,4 +1,4 @@
-"""The published policies by name: what the table holds, what it takes from a model, and what it refuses."""
+"""Published policies by name: the table, the constants taken from a model, and the errors."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,7 +49,7 @@ def test_the_help_names_the_list_of_policies() -> None:
 
 
 def test_every_name_but_chunks_and_h2o_takes_a_diverse_form() -> None:
-    """What has no such form says so: it does not keep the best single tokens."""
+    """Check that a policy without a diverse form raises an error: it does not keep the best single tokens."""
     for name in ("streamingllm", *PUBLISHED):
         if POLICIES[name].of_model == frozenset():
             if DIVERSE + name in NAMES:
@@ -86,7 +86,7 @@ def test_a_policy_as_text_is_its_name_and_constants(text: str, name: str, consta
 
 NO_POLICY = "must be a policy name, or a policy name with constants"
 BY_NAME = partial(policy_from_name, budget=0.3)
-# What is called, its arguments and constants, words of the error.
+# Function, its arguments and constants, words of the error.
 REFUSED: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]] = [
     (spelled, ("snapkw",), {}, "policy = 'snapkw'"),
     *((spelled, (text,), {}, NO_POLICY) for text in (
@@ -155,7 +155,7 @@ def test_the_output_projection_is_cut_into_heads(family: str) -> None:
 
 
 def without_keys(model: PreTrainedModel) -> PreTrainedModel:
-    """The first KV head of layer 1 has keys of length 0."""
+    """Set the keys of the first KV head of layer 1 to length 0."""
     model.model.layers[1].self_attn.k_proj.weight.data[:12] = 0.0
     return model
 
@@ -165,7 +165,7 @@ def as_it_is(model: PreTrainedModel) -> PreTrainedModel:
 
 
 Change = Callable[[PreTrainedModel], PreTrainedModel]
-# Name, budget, constants, what is done to the model, words of the error.
+# Name, budget, constants, change to the model, words of the error.
 WRONG: dict[str, tuple[str, int, dict[str, Any], Change, str]] = {
     "zero keys, NestedKV": ("nestedkv", 20, {}, without_keys, "k = "),
     "zero keys, KeyDiff": ("keydiff", 20, {}, without_keys, "score = 'NaN'"),
@@ -204,7 +204,7 @@ def test_it_is_named_and_the_cache_is_unusable(name: str) -> None:
 @pytest.mark.law("refused-before-anything-changes")
 @pytest.mark.parametrize("policy", ["class", "name"])
 def test_a_tokenizer_in_the_place_of_sentence_ends_is_told_what_to_type(policy: str) -> None:
-    """Its repr, which lists a vocabulary, is not printed."""
+    """Check that the error does not print the repr of the tokenizer, which lists a vocabulary."""
     words_of = Tokenizer(WordLevel({"word": 0}, unk_token="word"))
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=words_of)  # type: ignore[no-untyped-call]
     words = r"^sentence_ends = .*Tokenizer.*: must be a set of token ids; .*sentence_ends\(tokenizer\) makes the set$"
